@@ -1,0 +1,58 @@
+"""Every error that autopar raises for a user's mistake or a machine's fault.
+
+Each message names what was wrong with which value, the rule it breaks, and the fix as code that
+can be pasted. ``AutoparError`` is the common base, so a user can catch them all at once.
+"""
+
+
+class AutoparError(Exception):
+    """Base class of all errors raised by autopar."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as one graph."""
+
+
+class InputError(AutoparError, ValueError):
+    """Inputs of the wrong kind, number, shape or dtype."""
+
+
+class DeviceError(AutoparError, ValueError):
+    """The devices asked for do not exist or do not fit the plan."""
+
+
+class ConstraintError(AutoparError, ValueError):
+    """The user's constraints name nothing, or contradict each other."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan cannot be read, or belongs to another graph or mesh."""
+
+
+class OptimizerError(AutoparError, ValueError):
+    """The optimizer cannot work on the shards that the plan makes."""
+
+
+class GraphError(AutoparError, ValueError):
+    """A graph breaks a rule that every later stage relies on."""
+
+
+class SearchError(AutoparError, ValueError):
+    """A search problem is malformed or cannot be solved as asked."""
+
+
+class ScheduleError(AutoparError, ValueError):
+    """A schedule breaks a rule; the message names device, step and action."""
+
+
+class ClusterError(AutoparError, ValueError):
+    """A cluster description is unknown, incomplete or contradictory."""
+
+
+class WorkerError(AutoparError, RuntimeError):
+    """A worker process failed; carries its rank and its traceback."""
+
+    def __init__(self, message: str, *, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback

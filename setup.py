@@ -1,0 +1,5 @@
+"""Kept for tools that look for it; everything is declared in setup.cfg."""
+
+from setuptools import setup
+
+setup()
