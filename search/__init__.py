@@ -1,0 +1,18 @@
+"""Strategy search over numbers alone: exact, memory-aware, anytime, with bounds."""
+
+from autopar.search.api import solve
+from autopar.search.constraints import Constraint, Forbid, Force, Pin
+from autopar.search.problem import Method, Problem, SearchError, Solution, Status
+
+__all__ = [
+    "Constraint",
+    "Forbid",
+    "Force",
+    "Method",
+    "Pin",
+    "Problem",
+    "SearchError",
+    "Solution",
+    "Status",
+    "solve",
+]

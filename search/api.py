@@ -1,0 +1,58 @@
+"""``solve``: constraints applied, a solver chosen, its answer returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.search.brute_force import BruteForce
+from autopar.search.constraints import apply_constraints
+from autopar.search.exact import EliminationSolver
+from autopar.search.problem import Method, Problem, SearchError, Solution
+from autopar.search.solver import Options, Progress, Solver
+
+SOLVERS: dict[Method, Solver] = {
+    Method.ELIMINATION: EliminationSolver(),
+    Method.BRUTE_FORCE: BruteForce(),
+}
+
+
+def solve(
+    problem: Problem,
+    *,
+    method: str = "auto",
+    time_limit_s: float | None = None,
+    gap: float = 0.0,
+    table_cap_bytes: float = 1 << 30,
+    warm_start: Sequence[int] | None = None,
+    seed: int = 0,
+    on_incumbent: Callable[[Solution], None] | None = None,
+) -> Solution:
+    """Find the assignment of least cost within the memory budget.
+
+    method: ``auto``, ``elimination``, ``ilp``, ``brute_force`` or ``mcmc``.
+    Other arguments as in ``solver.Options``. Raises ``SearchError`` for an unknown method and
+    for a problem that the asked method cannot take (``auto`` takes every problem).
+    """
+    options = Options(
+        time_limit_s=time_limit_s,
+        gap=gap,
+        table_cap_bytes=table_cap_bytes,
+        warm_start=warm_start,
+        seed=seed,
+        on_incumbent=on_incumbent,
+    )
+    try:
+        wanted = Method(method)
+    except ValueError:
+        names = ", ".join(repr(str(each)) for each in Method)
+        raise SearchError(f"unknown method {method!r}; use one of {names}") from None
+    problem = apply_constraints(problem)
+    solver = SOLVERS[Method.ELIMINATION if wanted is Method.AUTO else wanted]
+    refusal = solver.refuses(problem, options)
+    if refusal is not None:
+        raise SearchError(f"method {str(wanted)!r} cannot take this problem: {refusal}")
+    progress = Progress(problem, options)
+    if warm_start is not None:
+        progress.offer(warm_start)
+    solver.run(problem, progress)
+    return progress.solution()

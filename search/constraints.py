@@ -1,0 +1,126 @@
+"""What the user pins, forbids or forces, turned into +inf costs before any solver runs.
+
+In: a problem with constraints. Out: the same problem without them, where every choice that they
+rule out costs +inf. Constraints that leave nothing are an error that names the two that clash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from autopar.search.problem import Array, Problem, SearchError
+
+NodeRef = int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """The node takes exactly this choice."""
+
+    node: NodeRef
+    choice: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forbid:
+    """The node takes none of these choices."""
+
+    node: NodeRef
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Force:
+    """The node takes one of these choices."""
+
+    node: NodeRef
+    choices: tuple[int, ...]
+
+
+Constraint = Pin | Forbid | Force
+
+
+def apply_constraints(problem: Problem) -> Problem:
+    """The problem with ruled-out choices at +inf and no constraints left.
+
+    Raises ``SearchError`` for a constraint on a node or choice that does not exist, and for two
+    that contradict each other: on one node, or across an edge that allows no remaining pair.
+    """
+    if not problem.constraints:
+        return problem
+    by_node: dict[int, list[Constraint]] = {}
+    for constraint in problem.constraints:
+        by_node.setdefault(_node(problem, constraint), []).append(constraint)
+    allowed = {node: _allowed(problem, node, each) for node, each in by_node.items()}
+    _check_edges(problem, by_node, allowed)
+    costs = list(problem.node_costs)
+    for node, mask in allowed.items():
+        costs[node] = np.where(mask, costs[node], math.inf)
+    return replace(problem, node_costs=costs, constraints=())
+
+
+def _node(problem: Problem, constraint: Constraint) -> int:
+    node = constraint.node
+    if isinstance(node, str):
+        names = problem.node_names or [str(index) for index in range(problem.num_nodes)]
+        if node not in names:
+            raise SearchError(f"{constraint} names no node of the problem")
+        return list(names).index(node)
+    if not 0 <= node < problem.num_nodes:
+        raise SearchError(f"{constraint} names a node outside 0..{problem.num_nodes - 1}")
+    return node
+
+
+def _mask(problem: Problem, node: int, constraint: Constraint) -> Array:
+    """Which choices of the node the constraint leaves."""
+    num_choices = problem.num_choices(node)
+    given = (constraint.choice,) if isinstance(constraint, Pin) else tuple(constraint.choices)
+    for choice in given:
+        if not 0 <= choice < num_choices:
+            raise SearchError(
+                f"{constraint}: node {problem.name(node)!r} has choices 0..{num_choices - 1}"
+            )
+    mask = np.zeros(num_choices, dtype=bool)
+    mask[list(given)] = True
+    return ~mask if isinstance(constraint, Forbid) else mask
+
+
+def _allowed(problem: Problem, node: int, constraints: Sequence[Constraint]) -> Array:
+    """The choices that all constraints of one node leave, and that do not cost +inf."""
+    possible = problem.node_costs[node] < math.inf
+    masks = [_mask(problem, node, constraint) for constraint in constraints]
+    for constraint, mask in zip(constraints, masks):
+        if not (mask & possible).any():
+            raise SearchError(
+                f"{constraint} leaves node {problem.name(node)!r} only choices of infinite cost"
+            )
+    for second, mask in enumerate(masks):
+        for first in range(second):
+            if not (mask & masks[first] & possible).any():
+                raise SearchError(
+                    f"{constraints[first]} and {constraints[second]} contradict each other: "
+                    f"no choice of node {problem.name(node)!r} satisfies both; drop one"
+                )
+    together = np.logical_and.reduce(masks)
+    if not (together & possible).any():
+        listed = ", ".join(str(constraint) for constraint in constraints)
+        raise SearchError(f"{listed} together leave node {problem.name(node)!r} no choice")
+    return together
+
+
+def _check_edges(
+    problem: Problem, by_node: dict[int, list[Constraint]], allowed: dict[int, Array]
+) -> None:
+    """Refuse two constrained neighbours whose remaining choices exclude each other."""
+    for (i, j), table in problem.edge_costs.items():
+        if i not in allowed or j not in allowed or not (table < math.inf).any():
+            continue
+        if not (table[np.ix_(allowed[i], allowed[j])] < math.inf).any():
+            raise SearchError(
+                f"{by_node[i][0]} and {by_node[j][0]} contradict each other: every pair of "
+                f"choices they leave costs +inf on edge ({problem.name(i)!r}, "
+                f"{problem.name(j)!r}); drop one"
+            )

@@ -1,0 +1,166 @@
+"""The one small interface of every solver, and the state that makes each of them anytime.
+
+A solver states what it can take (``Capability``) and, in ``run``, offers assignments and raises
+the bound on a ``Progress``. Whatever ends the run (proof, time limit, memory cap), the best
+assignment so far and a valid bound are there, and ``Progress.solution`` turns them into an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.search.problem import Method, Problem, Solution, Status, relative_gap
+
+OPTIMAL_GAP = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to search.
+
+    time_limit_s: seconds for the whole call; None lets a solver finish its proof.
+    gap: stop once the relative gap is at most this; 0 asks for the optimum.
+    table_cap_bytes: memory that elimination tables may take together.
+    warm_start: an assignment to start from and to be at least as good as.
+    seed: for solvers that draw random numbers; equal seeds give equal answers.
+    on_incumbent: called with every better ``Solution`` as soon as it is known.
+    """
+
+    time_limit_s: float | None = None
+    gap: float = 0.0
+    table_cap_bytes: float = 1 << 30
+    warm_start: Sequence[int] | None = None
+    seed: int = 0
+    on_incumbent: Callable[[Solution], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What a solver can take and what its answer is worth.
+
+    memory: it respects a memory budget. proves: given time, it proves optimality.
+    bounds: it gives a lower bound even when it stops early.
+    """
+
+    memory: bool
+    proves: bool
+    bounds: bool
+
+
+class Solver(Protocol):
+    """One way to search."""
+
+    @property
+    def method(self) -> Method:
+        """The name under which ``solve`` knows the solver."""
+
+    @property
+    def capability(self) -> Capability:
+        """What the solver can take."""
+
+    def refuses(self, problem: Problem, options: Options) -> str | None:
+        """Why this problem is beyond the solver, as one line; None where it is not."""
+
+    def run(self, problem: Problem, progress: Progress) -> None:
+        """Offer assignments and raise the bound on ``progress`` until done or out of time."""
+
+
+class Progress:
+    """The best assignment and bound so far, with the clock."""
+
+    def __init__(self, problem: Problem, options: Options) -> None:
+        self.problem = problem
+        self.options = options
+        self.start_s = time.perf_counter()
+        self.assignment: tuple[int, ...] = ()
+        self.cost = math.inf
+        self.bound = -math.inf
+        self.found_by = ""
+        self.trail: list[str] = []
+        self.infeasible: str | None = None
+        self.least_feasible_budget: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the call began."""
+        return time.perf_counter() - self.start_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, +inf without a limit."""
+        limit = self.options.time_limit_s
+        return math.inf if limit is None else limit - self.elapsed_s
+
+    @property
+    def gap(self) -> float:
+        """The relative gap now."""
+        return relative_gap(self.cost, self.bound)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is worth doing: closed, infeasible, or out of time."""
+        closed = self.infeasible is not None or self.gap <= max(self.options.gap, OPTIMAL_GAP)
+        return closed or self.remaining_s <= 0
+
+    def enter(self, step: str) -> None:
+        """Note a step of the search for ``Solution.method``."""
+        if not self.trail or self.trail[-1] != step:
+            self.trail.append(step)
+
+    def offer(self, assignment: Sequence[int]) -> bool:
+        """Take the assignment if it is within the budget and better; say whether it was."""
+        cost = self.problem.cost(assignment)
+        if not cost < self.cost or not self.problem.fits(assignment):
+            return False
+        self.cost = cost
+        self.assignment = tuple(int(choice) for choice in assignment)
+        if self.options.on_incumbent is not None:
+            self.options.on_incumbent(self.solution())
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Note that no assignment costs less than ``bound`` (rounding is cut off at the cost)."""
+        self.bound = max(self.bound, bound)
+
+    def prove_infeasible(self, message: str, least_feasible_budget: float | None = None) -> None:
+        """Note that no assignment is allowed at all, or none within the budget."""
+        self.infeasible = message
+        self.least_feasible_budget = least_feasible_budget
+
+    def solution(self) -> Solution:
+        """The answer as of now."""
+        method = "+".join(self.trail)
+        if self.infeasible is not None:
+            return Solution(
+                assignment=(),
+                cost=math.inf,
+                status=Status.INFEASIBLE,
+                bound=math.inf,
+                gap=0.0,
+                time_s=self.elapsed_s,
+                method=method,
+                least_feasible_budget=self.least_feasible_budget,
+                message=self.infeasible,
+            )
+        bound = min(self.bound, self.cost)
+        gap = relative_gap(self.cost, bound)
+        status, message = Status.OPTIMAL, "proved optimal"
+        if not math.isfinite(self.cost):
+            status, message = Status.UNKNOWN, "stopped before any assignment was found"
+        elif gap > OPTIMAL_GAP:
+            status, message = Status.FEASIBLE, f"within {gap:.3%} of the optimum"
+        return Solution(
+            assignment=self.assignment,
+            cost=self.cost,
+            status=status,
+            bound=bound,
+            gap=0.0 if status is Status.OPTIMAL else gap,
+            time_s=self.elapsed_s,
+            method=method,
+            memory=self.problem.memory(self.assignment) if self.assignment else (),
+            message=message,
+        )
