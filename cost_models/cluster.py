@@ -1,0 +1,263 @@
+"""The hardware a plan is made for: one kind of device, and the links that join them.
+
+Comes in: a preset's name, the machine at hand, or a user's JSON. Goes out: a frozen, hashable
+``Cluster`` that every cost model reads and that a plan stores. It describes hardware only, so a
+plan for machines that are not there is priced like one for machines that are.
+"""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from autopar.errors import ClusterError
+
+
+class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Peak rate of matrix products per dtype, in floating-point operations per second.
+
+    A dtype of 0 has no units of its own and runs at float32's rate. ``vector`` is the rate of
+    everything that is not a matrix product (0: the same as float32).
+    """
+
+    float32: float
+    float64: float = 0.0
+    tensor_float32: float = 0.0
+    float16: float = 0.0
+    bfloat16: float = 0.0
+    float8: float = 0.0
+    vector: float = 0.0
+
+
+_DTYPE_FIELDS = {
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One device.
+
+    ``memory_bandwidth_bytes_per_s`` counts reads and writes together. ``kernel_launch_s`` is the
+    least time that a kernel takes from launch to launch; ``dispatch_s`` is what an operation costs
+    that launches none (a view). ``num_units`` is the number of multiprocessors (GPU) or cores
+    (CPU) that share one operation. ``source`` names where the figures come from.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    peak_flops_per_s: PeakFlops
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    kernel_launch_s: float
+    dispatch_s: float = 0.0
+    num_units: int = 1
+    num_threads: int = 1
+    cache_bytes: int = 0
+    allow_tensor_float32: bool = False
+    source: str = "the user's description"
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self.name,
+            {
+                "peak_flops_per_s.float32": self.peak_flops_per_s.float32,
+                "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+                "memory_bytes": self.memory_bytes,
+                "num_units": self.num_units,
+                "num_threads": self.num_threads,
+            },
+        )
+        _require_not_negative(
+            self.name, {"kernel_launch_s": self.kernel_launch_s, "dispatch_s": self.dispatch_s}
+        )
+
+    def matrix_flops_per_s(self, dtype: torch.dtype) -> float:
+        """Peak rate of matrix products in ``dtype``, in floating-point operations per second."""
+        peaks = self.peak_flops_per_s
+        if dtype == torch.float32 and self.allow_tensor_float32 and peaks.tensor_float32:
+            return peaks.tensor_float32
+        peak: float = getattr(peaks, _DTYPE_FIELDS.get(dtype, "float32"))
+        return peak or peaks.float32
+
+    @property
+    def vector_flops_per_s(self) -> float:
+        """Peak rate of everything that is not a matrix product."""
+        return self.peak_flops_per_s.vector or self.peak_flops_per_s.float32
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One level of links: ``size`` units (devices at the first level, nodes at the next) joined.
+
+    ``latency_s`` is the time of one step between two units. ``bandwidth_bytes_per_s`` is one
+    unit's link in one direction: at the second level a whole node's. Of it, one device alone can
+    push at most ``device_bandwidth_bytes_per_s`` through (0: all of it).
+    ``total_bandwidth_bytes_per_s`` is what all units together can move when they share one medium,
+    such as a bus or the memory of a host (0: every unit has its own link). ``efficiency`` is the
+    part of these bandwidths that collectives reach.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    device_bandwidth_bytes_per_s: float = 0.0
+    total_bandwidth_bytes_per_s: float = 0.0
+    efficiency: float = 1.0
+    source: str = "the user's description"
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            f"level {self.name!r}",
+            {
+                "size": self.size,
+                "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+                "efficiency": self.efficiency,
+            },
+        )
+        _require_not_negative(
+            f"level {self.name!r}",
+            {
+                "latency_s": self.latency_s,
+                "device_bandwidth_bytes_per_s": self.device_bandwidth_bytes_per_s,
+                "total_bandwidth_bytes_per_s": self.total_bandwidth_bytes_per_s,
+            },
+        )
+        if self.efficiency > 1:
+            raise ClusterError(
+                f"level {self.name!r} has efficiency {self.efficiency}; it is the part of the "
+                "bandwidth that collectives reach, so at most 1. Write efficiency=0.8, say."
+            )
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``num_devices`` equal devices joined by ``levels`` of links, innermost first.
+
+    Rank r lives in node ``r // devices_per_node``. ``memory_reserve_bytes`` is what the framework
+    itself holds on each device (contexts, communicators, library workspaces) and no plan may use.
+    ``collective_launch_s`` is the fixed cost of starting any collective.
+    ``overlap_slowdown`` is the factor by which compute slows while a collective runs beside it.
+    """
+
+    device: DeviceSpec
+    levels: tuple[Level, ...] = ()
+    memory_reserve_bytes: int = 0
+    collective_launch_s: float = 0.0
+    overlap_slowdown: float = 1.0
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+    def __post_init__(self) -> None:
+        _require_not_negative(
+            "the cluster",
+            {
+                "memory_reserve_bytes": self.memory_reserve_bytes,
+                "collective_launch_s": self.collective_launch_s,
+            },
+        )
+        if not (math.isfinite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
+            raise ClusterError(
+                f"overlap_slowdown is {self.overlap_slowdown}; it is the factor by which compute "
+                "slows beside a collective, so at least 1. Write overlap_slowdown=1.0 for none."
+            )
+        if self.memory_reserve_bytes >= self.device.memory_bytes:
+            raise ClusterError(
+                f"memory_reserve_bytes={self.memory_reserve_bytes} leaves nothing of "
+                f"{self.device.name}'s {self.device.memory_bytes} bytes. Lower it."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices joined by the first level; all of them where there is one level or none."""
+        return self.levels[0].size if self.levels else 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_devices // self.devices_per_node
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What a plan may use of each device's memory, in bytes."""
+        return self.device.memory_bytes - self.memory_reserve_bytes
+
+    def node_of(self, rank: int) -> int:
+        """The node that ``rank`` lives in."""
+        if not 0 <= rank < self.num_devices:
+            raise ClusterError(
+                f"rank {rank} is not in a cluster of {self.num_devices} devices; "
+                f"ranks go from 0 to {self.num_devices - 1}."
+            )
+        return rank // self.devices_per_node
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int = 1, devices_per_node: int = 8) -> "Cluster":
+        """A cluster of ``nodes`` usual nodes of a known device; ClusterError for unknown names."""
+        from autopar.cost_models.presets import preset_cluster
+
+        return preset_cluster(name, nodes=nodes, devices_per_node=devices_per_node)
+
+    @classmethod
+    def detect(cls, num_devices: int | None = None) -> "Cluster":
+        """The machine at hand: its CUDA devices, or local CPU workers where there are none.
+
+        ``num_devices`` left out means every CUDA device, or one worker for each usable core.
+        A CPU's peaks are measured for about two seconds once, and kept. ClusterError where more
+        CUDA devices are asked for than there are.
+        """
+        from autopar.cost_models.detect import detect_cluster
+
+        return detect_cluster(num_devices)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Readable JSON, also written to ``path`` where one is given."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> "Cluster":
+        """A cluster from JSON text or from a file of it.
+
+        A string that starts with ``{`` is text, anything else a path. ClusterError names the first
+        field that is unknown, missing or of the wrong kind.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClusterError(
+                f"no cluster description can be read from {str(source)!r}: {error}. "
+                "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
+            ) from error
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except ClusterError:
+            raise
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            cause = error.__cause__
+            detail = cause if isinstance(cause, ClusterError) else error
+            raise ClusterError(
+                f"this is not a cluster description: {detail}. "
+                "Cluster.preset('h100-sxm').to_json() shows every field."
+            ) from error
+
+
+def _require_positive(owner: str, values: dict[str, float]) -> None:
+    for field, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ClusterError(f"{owner} has {field}={value}; it must be positive and finite.")
+
+
+def _require_not_negative(owner: str, values: dict[str, float]) -> None:
+    for field, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ClusterError(f"{owner} has {field}={value}; it must be finite and at least 0.")

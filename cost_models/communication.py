@@ -1,0 +1,232 @@
+"""What a collective costs on a group of ranks of a cluster.
+
+Comes in: the kind of collective, the bytes of the full buffer on one device, and the ranks of one
+group of a mesh axis. Goes out: an ``Estimate``. The other groups of that axis run the same
+collective at the same time, so groups that share a link share its bandwidth.
+
+The analytical time of a collective is ``launch + steps * latency + bytes / bandwidth``:
+
+- *bytes*: a group spans ``fanout`` units at each level of links. Collectives run hierarchically
+  (inside the node, then across), which crosses each unit's link with the fewest bytes: for
+  all-gather and reduce-scatter of S bytes, ``S (f - 1) / f`` at each level of fan-out f; twice that
+  for an all-reduce. The levels work at the same time on different chunks, as NCCL's pipelined rings
+  do, so the slowest level sets the time.
+- *steps*: rings take ``f - 1`` steps a level, trees ``ceil(log2 f)``; the better counts.
+
+Times measured on a process group replace this where the store holds them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.estimate import CostError, Estimate, Source
+
+
+class Collective(StrEnum):
+    """The kinds of communication that are priced."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """How a group lies on one level of links.
+
+    ``fanout`` units of the level hold ``members`` ranks of the group each; ``sharing`` groups of
+    the same mesh axis use each unit's link at the same time. ``num_units`` is the level's size.
+    """
+
+    fanout: int
+    members: int
+    sharing: int
+    num_units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCurve:
+    """Measured times of one kind of collective on one shape of group, by size.
+
+    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes_bytes or len(self.sizes_bytes) != len(self.times_s):
+            raise CostError("a measured curve needs one time for each size, and at least one.")
+        if any(a >= b for a, b in zip(self.sizes_bytes, self.sizes_bytes[1:])):
+            raise CostError("the sizes of a measured curve must ascend.")
+
+    def at(self, size_bytes: int) -> Estimate:
+        """The time at ``size_bytes``: linear between two sizes, and beyond the last two."""
+        sizes, times = self.sizes_bytes, self.times_s
+        for size, time_s in zip(sizes, times):
+            if size == size_bytes:
+                return Estimate(time_s, Source.MEASURED)
+        if size_bytes < sizes[0] or len(sizes) == 1:
+            # Below the least size latency rules; with one size alone only the latency is known.
+            scale = max(1.0, size_bytes / sizes[0])
+            return Estimate(times[0] * scale, Source.INTERPOLATED)
+        upper = next((i for i, size in enumerate(sizes) if size > size_bytes), len(sizes) - 1)
+        lower = upper - 1
+        slope = (times[upper] - times[lower]) / (sizes[upper] - sizes[lower])
+        time_s = times[lower] + max(slope, 0.0) * (size_bytes - sizes[lower])
+        return Estimate(max(time_s, min(times)), Source.INTERPOLATED)
+
+
+GroupShape = tuple[tuple[int, int], ...]
+"""Fan-out and sharing at each level of links, innermost first: the link class of a group."""
+
+
+class CommunicationModel:
+    """Prices collectives on ``cluster``; estimates are kept, so repeated questions are fast.
+
+    ``measured`` maps a kind and a group's shape to measured times.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        measured: Mapping[tuple[Collective, GroupShape], MeasuredCurve] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._measured = dict(measured or {})
+        self._spans: dict[tuple[int, ...], tuple[Span, ...]] = {}
+        self._estimates: dict[tuple[str, int, tuple[int, ...]], Estimate] = {}
+
+    def estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
+        """Seconds of ``kind`` on ``ranks``.
+
+        ``size_bytes`` is the full buffer on one device: the input of all-reduce, reduce-scatter
+        and all-to-all, the output of all-gather, the message of broadcast and send-recv. A group
+        of one costs nothing. CostError for unknown kinds, negative sizes, and ranks that are
+        repeated or not in the cluster.
+        """
+        key = (kind, size_bytes, ranks)
+        known = self._estimates.get(key)
+        if known is None:
+            known = self._estimates[key] = self._estimate(kind, size_bytes, ranks)
+        return known
+
+    def spans(self, ranks: tuple[int, ...]) -> tuple[Span, ...]:
+        """How the group ``ranks`` lies on each level of links, innermost first."""
+        known = self._spans.get(ranks)
+        if known is None:
+            known = self._spans[ranks] = _spans_of(self.cluster, ranks)
+        return known
+
+    def group_shape(self, ranks: tuple[int, ...]) -> GroupShape:
+        """The link class of a group: groups of one shape cost the same."""
+        return tuple((span.fanout, span.sharing) for span in self.spans(ranks))
+
+    def _estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
+        try:
+            collective = Collective(kind)
+        except ValueError:
+            raise CostError(
+                f"there is no collective {kind!r}; there are {', '.join(Collective)}."
+            ) from None
+        if size_bytes < 0:
+            raise CostError(f"{kind} of {size_bytes} bytes: a size is at least 0.")
+        spans = self.spans(ranks)
+        if len(ranks) <= 1 or size_bytes == 0:
+            # Nothing moves, and that is exact: no guess is involved.
+            return Estimate(0.0, Source.ANALYTICAL)
+        curve = self._measured.get((collective, self.group_shape(ranks)))
+        if curve is not None:
+            return curve.at(size_bytes)
+        return Estimate(self._analytical_s(collective, size_bytes, spans), Source.ANALYTICAL)
+
+    def _analytical_s(self, kind: Collective, size_bytes: int, spans: tuple[Span, ...]) -> float:
+        group_size = math.prod(span.fanout for span in spans)
+        latency_s = 0.0
+        transfer_s = 0.0
+        tree_latency_s = 0.0
+        for level, span in zip(self.cluster.levels, spans):
+            if span.fanout == 1:
+                continue
+            latency_s += _ring_steps(kind, span.fanout) * level.latency_s
+            tree_latency_s += _tree_steps(kind, span.fanout) * level.latency_s
+            crossing = _crossing_bytes(kind, size_bytes, span, group_size)
+            unit_s = span.sharing * crossing / level.bandwidth_bytes_per_s
+            device_s = 0.0
+            if level.device_bandwidth_bytes_per_s:
+                device_s = crossing / (span.members * level.device_bandwidth_bytes_per_s)
+            medium_s = 0.0
+            if level.total_bandwidth_bytes_per_s:
+                everything = span.sharing * crossing * span.num_units
+                medium_s = everything / level.total_bandwidth_bytes_per_s
+            transfer_s = max(transfer_s, max(unit_s, device_s, medium_s) / level.efficiency)
+        return self.cluster.collective_launch_s + min(latency_s, tree_latency_s) + transfer_s
+
+
+def _spans_of(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Span, ...]:
+    if len(set(ranks)) != len(ranks) or not ranks:
+        raise CostError(f"the ranks {ranks} of a group must be one or more, none repeated.")
+    if min(ranks) < 0 or max(ranks) >= cluster.num_devices:
+        raise CostError(
+            f"the ranks {ranks} are not all in a cluster of {cluster.num_devices} devices."
+        )
+    spans = []
+    unit_devices = 1
+    for level in cluster.levels:
+        members = Counter(rank // unit_devices for rank in ranks)
+        fanouts = Counter(unit // level.size for unit in members)
+        spans.append(
+            Span(
+                fanout=max(fanouts.values()),
+                # An uneven group waits for the unit with the fewest members to feed its link.
+                members=min(members.values()),
+                sharing=max(1, unit_devices // max(members.values())),
+                num_units=level.size,
+            )
+        )
+        unit_devices *= level.size
+    return tuple(spans)
+
+
+def _crossing_bytes(kind: Collective, size_bytes: int, span: Span, group_size: int) -> float:
+    """Bytes that one group sends out over one unit's link at this level."""
+    fanout = span.fanout
+    match kind:
+        case Collective.ALL_REDUCE:
+            return 2 * size_bytes * (fanout - 1) / fanout
+        case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+            return size_bytes * (fanout - 1) / fanout
+        case Collective.ALL_TO_ALL:
+            # Each member sends an equal part to each member of the level's other units.
+            return span.members * size_bytes * span.members * (fanout - 1) / group_size
+        case Collective.BROADCAST | Collective.SEND_RECV:
+            return float(size_bytes)
+
+
+def _ring_steps(kind: Collective, fanout: int) -> int:
+    match kind:
+        case Collective.ALL_REDUCE:
+            return 2 * (fanout - 1)
+        case Collective.SEND_RECV:
+            return 1
+        case _:
+            return fanout - 1
+
+
+def _tree_steps(kind: Collective, fanout: int) -> int:
+    depth = math.ceil(math.log2(fanout))
+    match kind:
+        case Collective.ALL_REDUCE:
+            return 2 * depth
+        case Collective.BROADCAST:
+            return depth
+        case _:
+            # Gathering, scattering and exchanging have no tree that moves as few bytes.
+            return _ring_steps(kind, fanout)

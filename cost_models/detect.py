@@ -1,0 +1,286 @@
+"""The machine at hand as a ``Cluster``: its CUDA devices, or local CPU workers.
+
+CUDA devices that a preset knows take its figures; others are measured. A CPU's peaks are measured
+with every worker's threads busy, since workers share the memory and the power of one host, and
+kept in the cache folder, so that a machine is measured once for each number of workers.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops
+from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
+from msgspec import structs
+
+from autopar.errors import ClusterError
+
+_CACHE_VERSION = 1
+_PROBE_S = 0.15
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: ``$AUTOPAR_CACHE_DIR``, or ``autopar`` in the user's cache."""
+    folder = os.environ.get("AUTOPAR_CACHE_DIR")
+    if folder:
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "autopar"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's model as the operating system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def detect_cluster(num_devices: int | None = None) -> Cluster:
+    """The machine at hand with ``num_devices`` of its devices; see ``Cluster.detect``."""
+    if num_devices is not None and num_devices < 1:
+        raise ClusterError(f"num_devices={num_devices}; a cluster has at least one device.")
+    if torch.cuda.is_available():
+        return _detect_cuda(num_devices)
+    return _detect_cpu(num_devices)
+
+
+def _detect_cuda(num_devices: int | None) -> Cluster:
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.cuda.device_count()
+    count = num_devices or world_size or torch.cuda.device_count()
+    per_node = min(count, local)
+    if count > per_node and (not world_size or count > world_size or count % per_node):
+        raise ClusterError(
+            f"{count} devices were asked for and this machine has {torch.cuda.device_count()} CUDA "
+            f"devices. Ask for Cluster.detect({torch.cuda.device_count()}), or describe the whole "
+            "machine with Cluster.preset(name, nodes=..., devices_per_node=...)."
+        )
+    properties = torch.cuda.get_device_properties(0)
+    known = _preset_of(properties.name, properties.total_memory)
+    nodes = count // per_node
+    if known is None:
+        base = preset_cluster("2080ti", nodes=nodes, devices_per_node=per_node)
+        device = _measured_cuda_device()
+    else:
+        base = preset_cluster(known, nodes=nodes, devices_per_node=per_node)
+        device = structs.replace(
+            base.device,
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            num_units=properties.multi_processor_count,
+            source=f"{base.device.source}; memory and multiprocessors as the driver reports",
+        )
+    if not _peers_connected(per_node) and base.levels[0].name == "nvlink":
+        pcie = preset_cluster("2080ti", devices_per_node=per_node).levels[0]
+        base = structs.replace(base, levels=(pcie, *base.levels[1:]))
+    return structs.replace(base, device=device)
+
+
+def _preset_of(name: str, memory_bytes: int) -> str | None:
+    """The preset that describes the CUDA device called ``name``, or None."""
+    text = name.upper()
+    large = memory_bytes > 60 * 10**9
+    if "H100" in text:
+        # The PCIe card and the NVL pair have other rates; only SXM modules carry HBM3 in the name.
+        return "h100-sxm" if "HBM3" in text or "SXM" in text else None
+    if "A100" in text:
+        return ("a100-80" if large else "a100-40") if "SXM" in text else None
+    if "V100" in text:
+        return "v100" if "SXM" in text else None
+    for mark, preset in (("H200", "h200"), ("B200", "b200")):
+        if mark in text.split("NVIDIA")[-1].split() and preset in PRESET_NAMES:
+            return preset
+    for mark, preset in (("1080 TI", "1080ti"), ("2080 TI", "2080ti")):
+        if mark in text:
+            return preset
+    return None
+
+
+def _peers_connected(count: int) -> bool:
+    return all(
+        torch.cuda.can_device_access_peer(a, b)
+        for a in range(min(count, torch.cuda.device_count()))
+        for b in range(min(count, torch.cuda.device_count()))
+        if a != b
+    )
+
+
+def _measured_cuda_device() -> DeviceSpec:
+    properties = torch.cuda.get_device_properties(0)
+    peaks = _measure_peaks(torch.device("cuda"), size=4096)
+    return DeviceSpec(
+        name=properties.name,
+        kind="cuda",
+        peak_flops_per_s=peaks,
+        memory_bandwidth_bytes_per_s=_measure_bandwidth(torch.device("cuda"), 1 << 28),
+        memory_bytes=properties.total_memory,
+        kernel_launch_s=_measure_launch(torch.device("cuda")),
+        num_units=properties.multi_processor_count,
+        source="measured here: square matrix products, a copy, and the smallest addition",
+    )
+
+
+def _detect_cpu(num_devices: int | None) -> Cluster:
+    cores = usable_cores()
+    count = num_devices or int(os.environ.get("WORLD_SIZE", 0)) or cores
+    threads = max(1, cores // count)
+    base = preset_cluster("cpu", devices_per_node=count)
+    memory_bytes = _host_memory_bytes() // count
+    device = _cached_cpu_device(count, threads, memory_bytes)
+    reserve = min(base.memory_reserve_bytes, memory_bytes // 4)
+    return structs.replace(base, device=device, memory_reserve_bytes=reserve)
+
+
+def _host_memory_bytes() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return preset_cluster("cpu").device.memory_bytes
+
+
+def _cached_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
+    parts = (cpu_name(), usable_cores(), count, threads, memory_bytes, torch.__version__)
+    identity = json.dumps(
+        [
+            _CACHE_VERSION,
+            cpu_name(),
+            usable_cores(),
+            count,
+            threads,
+            memory_bytes,
+            torch.__version__,
+        ]
+    )
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = cache_folder() / f"cpu-{digest}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DeviceSpec)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        warnings.warn(f"{path} cannot be used and is measured again: {error}", stacklevel=4)
+    device = _measured_cpu_device(count, threads, memory_bytes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(device))
+        scratch.replace(path)
+    except OSError as error:
+        warnings.warn(f"this machine's peaks are not kept: {error}", stacklevel=4)
+    return device
+
+
+def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
+    """One of ``count`` workers: the whole host measured at once, and an equal part taken."""
+    cpu = torch.device("cpu")
+    busy = min(usable_cores(), threads * count)
+    with _threads(busy):
+        shared_bandwidth = _measure_bandwidth(cpu, 1 << 26)
+        everything = _measure_peaks(cpu, size=768)
+    with _threads(threads):
+        alone_bandwidth = _measure_bandwidth(cpu, 1 << 26)
+        launch_s = _measure_launch(cpu)
+        dispatch_s = _measure_dispatch()
+    peaks = PeakFlops(**{name: rate / count for name, rate in structs.asdict(everything).items()})
+    return DeviceSpec(
+        name=cpu_name(),
+        kind="cpu",
+        peak_flops_per_s=peaks,
+        memory_bandwidth_bytes_per_s=min(alone_bandwidth, shared_bandwidth / count),
+        memory_bytes=memory_bytes,
+        kernel_launch_s=launch_s,
+        dispatch_s=dispatch_s,
+        num_units=threads,
+        num_threads=threads,
+        cache_bytes=preset_cluster("cpu").device.cache_bytes * threads,
+        source=(
+            f"measured here on {busy} threads, an equal part for each of {count} workers: square "
+            "matrix products, a copy, the smallest addition, a view"
+        ),
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_s(function: Callable[[], object], device: torch.device) -> float:
+    """The median of the faster half of as many runs as fit in a moment, in seconds."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    samples: list[float] = []
+    end = time.perf_counter() + _PROBE_S
+    while len(samples) < 3 or time.perf_counter() < end:
+        samples.append(once())
+    return statistics.median(sorted(samples)[: max(1, len(samples) // 2)])
+
+
+def _measure_peaks(device: torch.device, size: int) -> PeakFlops:
+    rates = {}
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        # A dtype without units of its own can be a hundred times slower: start small.
+        side = size if dtype in (torch.float32, torch.bfloat16) else size // 2
+        a = torch.ones(side, side, dtype=dtype, device=device)
+        b = torch.ones(side, side, dtype=dtype, device=device)
+        rate = 2 * side**3 / _best_s(lambda a=a, b=b: torch.mm(a, b), device)  # type: ignore[misc]
+        rates[str(dtype).removeprefix("torch.")] = rate
+    return PeakFlops(**rates)
+
+
+def _measure_bandwidth(device: torch.device, size_bytes: int) -> float:
+    source = torch.ones(size_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size_bytes / _best_s(lambda: target.copy_(source), device)
+
+
+def _measure_launch(device: torch.device) -> float:
+    small = torch.ones(4, device=device)
+    repeats = 200
+
+    def several() -> None:
+        for _ in range(repeats):
+            torch.add(small, small)
+
+    return _best_s(several, device) / repeats
+
+
+def _measure_dispatch() -> float:
+    small = torch.ones(4)
+    repeats = 200
+
+    def several() -> None:
+        for _ in range(repeats):
+            small.view(2, 2)
+
+    return _best_s(several, torch.device("cpu")) / repeats

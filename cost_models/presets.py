@@ -1,0 +1,340 @@
+"""Known devices and their usual nodes, each figure with the document it comes from.
+
+Rates are dense (no structured sparsity). NVLink figures are per device and direction: half of the
+total that vendors print. Figures that no vendor prints (latencies, the part of a link that
+collectives reach, reserves) say what they are derived from.
+"""
+
+from dataclasses import dataclass
+
+from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
+from msgspec import structs
+
+from autopar.errors import ClusterError
+
+_TERA = 1e12
+_GIGA = 1e9
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+# Rounded from the per-step hardware latencies in NCCL's tuning table (src/graph/tuning.cc, LL and
+# LL128 protocols): 0.6-1.9 us over NVLink, 1.0-1.9 us over PCIe, 2.7-4 us over a network, and a
+# base of 6.6 us for each ring collective.
+_NVLINK_STEP_S = 1.0e-6
+_PCIE_STEP_S = 1.5e-6
+_NETWORK_STEP_S = 4.0e-6
+_NCCL_LAUNCH_S = 6.6e-6
+
+# A kernel launched from eager PyTorch follows the one before by about 5 us of host time; the
+# launch itself is about 2.5 us. The host runs ahead in a training step, so the lower figure holds.
+_CUDA_LAUNCH_S = 2.5e-6
+
+# A CUDA context, the libraries' workspaces and NCCL's buffers, as nvidia-smi shows for a process
+# that has run one matrix product and one all-reduce: about 1 GiB on recent devices.
+_CUDA_RESERVE_BYTES = _GIB
+
+# All-reduce bus bandwidth over the link's own: nccl-tests on 8 devices report about 230 of
+# 300 GB/s (A100), 360 of 450 GB/s (H100) and 130 of 150 GB/s (V100).
+_NVLINK_EFFICIENCY = 0.8
+_INFINIBAND_EFFICIENCY = 0.9
+_PCIE_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Preset:
+    device: DeviceSpec
+    inner: Level
+    outer: Level
+    memory_reserve_bytes: int = _CUDA_RESERVE_BYTES
+    collective_launch_s: float = _NCCL_LAUNCH_S
+    overlap_slowdown: float = 1.0
+
+
+def _nvlink(gigabytes_per_s: float, source: str) -> Level:
+    return Level(
+        name="nvlink",
+        size=8,
+        latency_s=_NVLINK_STEP_S,
+        bandwidth_bytes_per_s=gigabytes_per_s * _GIGA,
+        efficiency=_NVLINK_EFFICIENCY,
+        source=f"{source}: half of NVLink's total; efficiency from nccl-tests' bus bandwidth",
+    )
+
+
+def _infiniband(adapters: int, gigabits_per_s: float, devices: int, source: str) -> Level:
+    node = adapters * gigabits_per_s / 8 * _GIGA
+    return Level(
+        name="infiniband",
+        size=8,
+        latency_s=_NETWORK_STEP_S,
+        bandwidth_bytes_per_s=node,
+        device_bandwidth_bytes_per_s=max(node / devices, gigabits_per_s / 8 * _GIGA),
+        efficiency=_INFINIBAND_EFFICIENCY,
+        source=f"{source}: {adapters} adapters of {gigabits_per_s:g} Gb/s",
+    )
+
+
+def _pcie3(source: str) -> Level:
+    # 16 lanes at 8 GT/s with 128b/130b coding. Consumer cards exchange through the host, whose
+    # two sockets have one root port for each four cards: four links' worth for all of them.
+    link = 16 * 8e9 * 128 / 130 / 8
+    return Level(
+        name="pcie3",
+        size=8,
+        latency_s=_PCIE_STEP_S,
+        bandwidth_bytes_per_s=link,
+        total_bandwidth_bytes_per_s=4 * link,
+        efficiency=_PCIE_EFFICIENCY,
+        source=f"PCI Express 3.0, 16 lanes; {source}",
+    )
+
+
+_DGX1 = "NVIDIA DGX-1 with V100 datasheet"
+_DGXA100 = "NVIDIA DGX A100 datasheet"
+_DGXH100 = "NVIDIA DGX H100 datasheet"
+_DGXH200 = "NVIDIA DGX H200 datasheet"
+_DGXB200 = "NVIDIA DGX B200 datasheet"
+
+
+def _v100() -> _Preset:
+    device = DeviceSpec(
+        name="Tesla V100-SXM2-32GB",
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(
+            float64=7.8 * _TERA, float32=15.7 * _TERA, float16=125 * _TERA, vector=15.7 * _TERA
+        ),
+        memory_bandwidth_bytes_per_s=900 * _GIGA,
+        memory_bytes=32 * _GIB,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=80,
+        cache_bytes=6 * _MIB,
+        source="NVIDIA V100 datasheet (SXM2, 32 GB); 80 SMs and 6 MB L2 from the Volta whitepaper",
+    )
+    return _Preset(
+        device=device,
+        inner=_nvlink(150, "NVIDIA V100 datasheet, 300 GB/s"),
+        outer=_infiniband(4, 100, 8, _DGX1),
+    )
+
+
+def _a100(memory_bytes: int, bandwidth: float, name: str) -> _Preset:
+    device = DeviceSpec(
+        name=name,
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(
+            float64=19.5 * _TERA,
+            float32=19.5 * _TERA,
+            tensor_float32=156 * _TERA,
+            float16=312 * _TERA,
+            bfloat16=312 * _TERA,
+            vector=19.5 * _TERA,
+        ),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        memory_bytes=memory_bytes,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=108,
+        cache_bytes=40 * _MIB,
+        source="NVIDIA A100 datasheet (SXM4); 108 SMs and 40 MB L2 from the Ampere whitepaper",
+    )
+    return _Preset(
+        device=device,
+        inner=_nvlink(300, "NVIDIA A100 datasheet, 600 GB/s"),
+        outer=_infiniband(8, 200, 8, _DGXA100),
+    )
+
+
+def _hopper(name: str, memory_bytes: int, bandwidth: float, node: str, sheet: str) -> _Preset:
+    device = DeviceSpec(
+        name=name,
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(
+            float64=66.9 * _TERA,
+            float32=66.9 * _TERA,
+            tensor_float32=494.7 * _TERA,
+            float16=989.4 * _TERA,
+            bfloat16=989.4 * _TERA,
+            float8=1978.9 * _TERA,
+            vector=66.9 * _TERA,
+        ),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        memory_bytes=memory_bytes,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=132,
+        cache_bytes=50 * _MIB,
+        source=f"{sheet}; dense rates, 132 SMs and 50 MB L2 from the Hopper whitepaper",
+    )
+    return _Preset(
+        device=device,
+        inner=_nvlink(450, f"{sheet}, 900 GB/s"),
+        outer=_infiniband(8, 400, 8, node),
+    )
+
+
+def _b200() -> _Preset:
+    device = DeviceSpec(
+        name="NVIDIA B200",
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(
+            float64=37 * _TERA,
+            float32=75 * _TERA,
+            tensor_float32=1100 * _TERA,
+            float16=2250 * _TERA,
+            bfloat16=2250 * _TERA,
+            float8=4500 * _TERA,
+            vector=75 * _TERA,
+        ),
+        memory_bandwidth_bytes_per_s=8000 * _GIGA,
+        memory_bytes=180 * 10**9,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=148,
+        cache_bytes=126 * _MIB,
+        source=(
+            "NVIDIA DGX B200 datasheet (1,440 GB, 64 TB/s and 72 PFLOPS of sparse FP8 for 8) and "
+            "HGX B200 specifications; 148 SMs and 126 MB L2 as the driver reports"
+        ),
+    )
+    return _Preset(
+        device=device,
+        inner=_nvlink(900, "NVIDIA DGX B200 datasheet, 1,800 GB/s"),
+        outer=_infiniband(8, 400, 8, _DGXB200),
+    )
+
+
+def _gtx1080ti() -> _Preset:
+    device = DeviceSpec(
+        name="NVIDIA GeForce GTX 1080 Ti",
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(float64=0.354 * _TERA, float32=11.34 * _TERA),
+        memory_bandwidth_bytes_per_s=484 * _GIGA,
+        memory_bytes=11 * _GIB,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=28,
+        cache_bytes=2816 << 10,
+        source=(
+            "NVIDIA GeForce GTX 1080 Ti specifications: 3,584 cores at 1,582 MHz boost, 484 GB/s; "
+            "float64 at 1/32 of float32 (CUDA C++ programming guide, compute capability 6.1); "
+            "float16 products are computed in float32"
+        ),
+    )
+    return _Preset(
+        device=device,
+        inner=_pcie3("cards under two root complexes"),
+        outer=_infiniband(1, 100, 8, "one EDR adapter a node"),
+    )
+
+
+def _rtx2080ti() -> _Preset:
+    device = DeviceSpec(
+        name="NVIDIA GeForce RTX 2080 Ti",
+        kind="cuda",
+        peak_flops_per_s=PeakFlops(
+            float64=0.42 * _TERA, float32=13.45 * _TERA, float16=53.8 * _TERA, vector=13.45 * _TERA
+        ),
+        memory_bandwidth_bytes_per_s=616 * _GIGA,
+        memory_bytes=11 * _GIB,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=68,
+        cache_bytes=5632 << 10,
+        source=(
+            "NVIDIA Turing whitepaper, table of the RTX 2080 Ti (reference clocks, float16 with "
+            "float32 accumulation)"
+        ),
+    )
+    return _Preset(
+        device=device,
+        inner=_pcie3("no peer access between cards: exchanged through the host"),
+        outer=_infiniband(1, 100, 8, "one EDR adapter a node"),
+    )
+
+
+def _cpu() -> _Preset:
+    device = DeviceSpec(
+        name="cpu (one core with 256-bit vectors)",
+        kind="cpu",
+        peak_flops_per_s=PeakFlops(
+            float64=40 * _GIGA, float32=80 * _GIGA, float16=1 * _GIGA, bfloat16=20 * _GIGA
+        ),
+        memory_bandwidth_bytes_per_s=12 * _GIGA,
+        memory_bytes=4 * _GIB,
+        kernel_launch_s=2.0e-6,
+        dispatch_s=1.0e-6,
+        cache_bytes=_MIB,
+        source=(
+            "one core at 2.5 GHz with two 256-bit fused multiply-adds a cycle; half a DDR4-3200 "
+            "channel's bandwidth a core; times of an eager PyTorch call. Cluster.detect() measures"
+        ),
+    )
+    inner = Level(
+        name="loopback",
+        size=8,
+        latency_s=60e-6,
+        bandwidth_bytes_per_s=1.6 * _GIGA,
+        total_bandwidth_bytes_per_s=4 * _GIGA,
+        source="gloo between processes of one host, order of magnitude; measure() replaces it",
+    )
+    outer = Level(
+        name="ethernet",
+        size=8,
+        latency_s=100e-6,
+        bandwidth_bytes_per_s=10 / 8 * _GIGA,
+        efficiency=0.9,
+        source="10 Gb/s Ethernet, one port a node",
+    )
+    return _Preset(
+        device=device,
+        inner=inner,
+        outer=outer,
+        memory_reserve_bytes=256 * _MIB,
+        collective_launch_s=50e-6,
+        overlap_slowdown=1.5,
+    )
+
+
+_PRESETS = {
+    "v100": _v100,
+    "a100-40": lambda: _a100(40 * _GIB, 1555 * _GIGA, "NVIDIA A100-SXM4-40GB"),
+    "a100-80": lambda: _a100(80 * _GIB, 2039 * _GIGA, "NVIDIA A100-SXM4-80GB"),
+    "h100-sxm": lambda: _hopper(
+        "NVIDIA H100 80GB HBM3",
+        80 * _GIB,
+        3350 * _GIGA,
+        _DGXH100,
+        "NVIDIA H100 datasheet (SXM5)",
+    ),
+    "h200": lambda: _hopper(
+        "NVIDIA H200", 141 * 10**9, 4800 * _GIGA, _DGXH200, "NVIDIA H200 datasheet (SXM)"
+    ),
+    "b200": _b200,
+    "1080ti": _gtx1080ti,
+    "2080ti": _rtx2080ti,
+    "cpu": _cpu,
+}
+
+PRESET_NAMES = tuple(_PRESETS)
+
+
+def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> Cluster:
+    """The cluster of ``nodes`` usual nodes of the device called ``name``.
+
+    ClusterError for an unknown name (the known ones are listed) or a count below one.
+    """
+    if name not in _PRESETS:
+        raise ClusterError(
+            f"there is no preset {name!r}; there are {', '.join(PRESET_NAMES)}. Describe other "
+            "hardware as JSON: start from Cluster.preset('h100-sxm').to_json('cluster.json')."
+        )
+    for field, value in (("nodes", nodes), ("devices_per_node", devices_per_node)):
+        if value < 1:
+            raise ClusterError(f"{field}={value}; a cluster has at least one. Write {field}=1.")
+    preset = _PRESETS[name]()
+    levels: tuple[Level, ...] = (structs.replace(preset.inner, size=devices_per_node),)
+    if nodes > 1:
+        levels += (structs.replace(preset.outer, size=nodes),)
+    return Cluster(
+        device=preset.device,
+        levels=levels,
+        memory_reserve_bytes=preset.memory_reserve_bytes,
+        collective_launch_s=preset.collective_launch_s,
+        overlap_slowdown=preset.overlap_slowdown,
+        backend="nccl" if preset.device.kind == "cuda" else "gloo",
+    )
