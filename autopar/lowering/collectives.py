@@ -1,0 +1,197 @@
+"""Moves of values between placements, as axis-named ops that fx can trace, print and differentiate.
+
+A move is an ``autograd.Function`` whose forward and backward call raw ops of the ``autopar``
+library. The raw ops name mesh *axes*, not process groups, so a sharded graph is built without any
+process group; at run time each raw op is bound to a communicator (`autopar.runtime.binding`), and
+in tests the programs of all ranks run side by side in one process (`autopar.runtime.lockstep`).
+
+Raw ops, ``num`` being the group's size, ``dim`` and ``outer`` the digit (see autopar.placement):
+
+- ``all_reduce(x, axes, num)``
+- ``all_gather(x, axes, num, dim, outer)``      dim grows ``num`` times
+- ``reduce_scatter(x, axes, num, dim, outer)``  dim shrinks ``num`` times
+- ``all_to_all(x, axes, num, src_dim, src_outer, dst_dim, dst_outer)``  src grows, dst shrinks
+- ``shard(x, axes, num, dim, outer)``     this device's slice, no communication
+- ``unshard(x, axes, num, dim, outer)``   the inverse with zeros elsewhere, no communication
+- ``mask(x, axes, num)``                  x at position 0 of the group, zeros elsewhere
+- ``axis_index(like, axes, num)``         this device's position in its group, a 0-d int64 tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.placement import Placements, State, Step, StepKind, redistribute
+
+_UNBOUND = (
+    "an axis-named collective was called outside a bound program; run programs through "
+    "autopar.runtime (or autopar.runtime.lockstep in tests)"
+)
+
+
+def _raw_op(name: str, fake: Callable[..., Tensor]) -> Any:
+    """Register ``autopar::name``; its schema is read from the fake's annotations."""
+
+    def unbound(*args: Any, **kwargs: Any) -> Tensor:
+        raise AutoparError(_UNBOUND)
+
+    schema = torch.library.infer_schema(fake, mutates_args=())
+    op = torch.library.custom_op(f"autopar::{name}", unbound, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    return getattr(torch.ops.autopar, name).default
+
+
+def _same(x: Tensor, axes: str, num: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _grown(x: Tensor, axes: str, num: int, dim: int, outer: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= num
+    return x.new_empty(shape)
+
+
+def _shrunk(x: Tensor, axes: str, num: int, dim: int, outer: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= num
+    return x.new_empty(shape)
+
+
+def _exchanged(
+    x: Tensor, axes: str, num: int, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
+) -> Tensor:
+    shape = list(x.shape)
+    shape[src_dim] *= num
+    shape[dst_dim] //= num
+    return x.new_empty(shape)
+
+
+def _index(like: Tensor, axes: str, num: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+def _reduced_max(x: Tensor, axes: str, num: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+ALL_REDUCE = _raw_op("all_reduce", _same)
+ALL_REDUCE_MAX = _raw_op("all_reduce_max", _reduced_max)
+ALL_GATHER = _raw_op("all_gather", _grown)
+REDUCE_SCATTER = _raw_op("reduce_scatter", _shrunk)
+ALL_TO_ALL = _raw_op("all_to_all", _exchanged)
+SHARD = _raw_op("shard", _shrunk)
+UNSHARD = _raw_op("unshard", _grown)
+MASK = _raw_op("mask", _same)
+AXIS_INDEX = _raw_op("axis_index", _index)
+
+RAW_OPS = frozenset(
+    {
+        ALL_REDUCE,
+        ALL_REDUCE_MAX,
+        ALL_GATHER,
+        REDUCE_SCATTER,
+        ALL_TO_ALL,
+        SHARD,
+        UNSHARD,
+        MASK,
+        AXIS_INDEX,
+    }
+)
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+
+
+class _Move(torch.autograd.Function):
+    """One step: ``forward_op`` on the value, ``backward_op`` on its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward_op: Callable[[Tensor], Tensor],
+        backward_op: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.backward_op = backward_op
+        return forward_op(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.backward_op(grads[0]), None, None
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _raw(op: Any, *args: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: op(x, *args)
+
+
+def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
+    """Apply one step of `redistribute` to the local part ``x``."""
+    axes, num = mesh.axes_label(step.axes), mesh.size(step.axes)
+    if num == 1:
+        return x
+    source = (axes, num, step.source.dim, step.local_outer)
+    target = (axes, num, step.target.dim, step.target_local_outer)
+    reduce, mask = _raw(ALL_REDUCE, axes, num), _raw(MASK, axes, num)
+    states = (step.source.state, step.target.state)
+    match step.kind:
+        case StepKind.SLICE:
+            undo = UNSHARD if states[0] is State.VARYING else ALL_GATHER
+            pair = (_raw(SHARD, *target), _raw(undo, *target))
+        case StepKind.MASK:
+            pair = (mask, mask if states[0] is State.VARYING else _identity)
+        case StepKind.PAD:
+            pair = (_raw(UNSHARD, *source), _raw(SHARD, *source))
+        case StepKind.VARY:
+            pair = (_identity, reduce)
+        case StepKind.UNVARY:
+            pair = (_identity, mask)
+        case StepKind.ALL_REDUCE:
+            pair = (reduce, reduce if states[1] is State.VARYING else _identity)
+        case StepKind.ALL_GATHER:
+            undo = REDUCE_SCATTER if states[1] is State.VARYING else SHARD
+            pair = (_raw(ALL_GATHER, *source), _raw(undo, *source))
+        case StepKind.REDUCE_SCATTER:
+            pair = (_raw(REDUCE_SCATTER, *target), _raw(ALL_GATHER, *target))
+        case StepKind.ALL_TO_ALL:
+            pair = (
+                _raw(ALL_TO_ALL, axes, num, *source[2:], *target[2:]),
+                _raw(ALL_TO_ALL, axes, num, *target[2:], *source[2:]),
+            )
+    if not x.is_floating_point():
+        return pair[0](x)
+    result: Tensor = _Move.apply(x, *pair)  # type: ignore[no-untyped-call]
+    return result
+
+
+def move(
+    x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Tensor:
+    """Turn the local part of a value of global ``shape`` from ``source`` into ``target``."""
+    for step in redistribute(source, target, shape, mesh):
+        x = apply_step(x, step, mesh)
+    return x
+
+
+def assemble(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """``[num, *local]`` to the whole: the parts become the digit behind ``outer`` of ``dim``."""
+    num, local = parts.shape[0], list(parts.shape[1:])
+    split = [*local[:dim], outer, local[dim] // outer, *local[dim + 1 :]]
+    whole = parts.reshape(num, *split).movedim(0, dim + 1)
+    local[dim] *= num
+    return whole.reshape(local)
+
+
+def disassemble(whole: Tensor, num: int, dim: int, outer: int) -> Tensor:
+    """The inverse of `assemble`: ``[num, *local]``, contiguous."""
+    shape = list(whole.shape)
+    split = [*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :]]
+    shape[dim] //= num
+    return whole.reshape(split).movedim(dim + 1, 0).reshape(num, *shape).contiguous()

@@ -1,0 +1,338 @@
+"""Messages between a process and its local workers: tensors in shared memory, waits with limits.
+
+In: any object that can be pickled, and a connected Unix socket. Out: the same object in another
+process of this machine. It exists because the standard ways each lack something here:
+
+* A pipe copies every tensor through the kernel, once for each worker. Here all CPU tensors of one
+  message are copied once into one anonymous shared-memory segment, whose descriptor every worker
+  gets; only a few hundred bytes go through the socket.
+* ``torch.multiprocessing`` moves the sender's own tensors to shared memory behind its back, keeps
+  a descriptor open for every tensor in every process (a model with 1,000 tensors meets the usual
+  limit of 1,024), and shares the whole storage of a slice. Here a message takes one descriptor,
+  slices send only the bytes they span, and the sender's tensors are left as they are.
+* A receiver maps the segment *copy-on-write*. Reading costs no copy, and a worker that writes to
+  its batch in place changes neither the caller's tensors nor another worker's.
+
+What is not a plain CPU tensor is pickled with the reductions of ``torch.multiprocessing`` (CUDA
+tensors by CUDA IPC, sparse tensors by their parts); storages inside still go to the segment.
+
+Functions and classes that live in ``__main__`` (a script, a notebook, ``python -``) and lambdas
+and closures are pickled by value, with cloudpickle: a worker never imports ``__main__``, so a
+script needs no ``if __name__ == "__main__"`` guard and is never run twice.
+"""
+
+import array
+import contextlib
+import io
+import math
+import mmap
+import multiprocessing.reduction
+import os
+import pickle
+import select
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.multiprocessing  # registers torch's reductions with ForkingPickler
+from torch.nn import Parameter
+
+_ALIGNMENT_BYTES = 64
+_HEADER = struct.Struct("!QQ")  # payload bytes, segment bytes
+_FD_SIZE_BYTES = array.array("i").itemsize
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # not on macOS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A pickled object, and the descriptor of the segment that holds its tensors, if it has any."""
+
+    payload: bytes | bytearray
+    segment_fd: int | None
+    segment_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Bytes of a segment; stands for a storage in the pickle."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
+@contextlib.contextmanager
+def packed(value: object) -> Iterator[Message]:
+    """Pickle ``value`` once for any number of receivers; its segment is let go at the end.
+
+    Two tensors that are the same part of one storage (tied parameters) stay so at the receiver.
+    Raises what pickling raises; nothing has been sent then.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    segment_fd = pickler.write_segment()
+    try:
+        yield Message(
+            payload=buffer.getvalue(),
+            segment_fd=segment_fd,
+            segment_size_bytes=pickler.segment_size_bytes,
+        )
+    finally:
+        if segment_fd is not None:
+            os.close(segment_fd)
+
+
+def unpack(message: Message) -> Any:
+    """The object of a message that was received; closes its segment's descriptor.
+
+    Raises whatever the objects' own reconstruction raises.
+    """
+    segment = None
+    if message.segment_fd is not None:
+        try:
+            segment = mmap.mmap(
+                message.segment_fd, message.segment_size_bytes, access=mmap.ACCESS_COPY
+            )
+        finally:
+            os.close(message.segment_fd)
+    return _Unpickler(io.BytesIO(message.payload), segment).load()
+
+
+class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
+    """torch's reductions and cloudpickle's functions, with CPU storages left to a segment."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        torch_reducers = self.dispatch_table
+        self._reduce_other_tensor: Callable[[torch.Tensor], Any] = torch_reducers[torch.Tensor]
+        self._reduce_other_storage: Callable[[torch.UntypedStorage], Any] = torch_reducers[
+            torch.UntypedStorage
+        ]
+        ours = {
+            torch.Tensor: self._reduce_tensor,
+            Parameter: self._reduce_tensor,
+            torch.UntypedStorage: self._reduce_storage,
+        }
+        self.dispatch_table = torch_reducers.new_child(ours)
+        self.dispatch_table.maps.append(cloudpickle.Pickler.dispatch_table)
+        self._spans: dict[tuple[int, int, int], _Span] = {}
+        self._sources: list[tuple[_Span, torch.Tensor]] = []
+        self.segment_size_bytes = 0
+
+    def persistent_id(self, obj: object) -> tuple[int, int] | None:
+        if type(obj) is _Span:
+            return (obj.offset_bytes, obj.size_bytes)
+        return None
+
+    def write_segment(self) -> int | None:
+        """Copy the tensors met so far into a new segment; its descriptor, None without tensors."""
+        if not self.segment_size_bytes:
+            return None
+        segment_fd = _new_segment(self.segment_size_bytes)
+        try:
+            segment = mmap.mmap(segment_fd, self.segment_size_bytes)
+            for span, source in self._sources:
+                torch.frombuffer(
+                    segment, dtype=torch.uint8, count=span.size_bytes, offset=span.offset_bytes
+                ).copy_(source)
+        except BaseException:
+            os.close(segment_fd)
+            raise
+        return segment_fd
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is the result of a differentiable "
+                "operation; only its values can be sent to another process: pass tensor.detach()"
+            )
+        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized or tensor.is_nested:
+            return self._reduce_other_tensor(tensor)
+        tensor = tensor.resolve_conj().resolve_neg()
+        size, stride = tuple(tensor.shape), tensor.stride()
+        last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        span = self._span(
+            tensor.untyped_storage(),
+            start_bytes=tensor.storage_offset() * tensor.itemsize,
+            size_bytes=(last + 1) * tensor.itemsize if tensor.numel() else 0,
+        )
+        is_parameter = type(tensor) is Parameter
+        return _rebuild_tensor, (
+            span,
+            tensor.dtype,
+            size,
+            stride,
+            tensor.requires_grad,
+            is_parameter,
+        )
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            return self._reduce_other_storage(storage)
+        span = self._span(storage, start_bytes=0, size_bytes=storage.nbytes())
+        return _rebuild_storage, (span,)
+
+    def _span(
+        self, storage: torch.UntypedStorage, *, start_bytes: int, size_bytes: int
+    ) -> _Span:
+        if not size_bytes:
+            return _Span(offset_bytes=0, size_bytes=0)
+        key = (storage.data_ptr(), start_bytes, size_bytes)
+        if key not in self._spans:
+            offset_bytes = -(-self.segment_size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            span = _Span(offset_bytes=offset_bytes, size_bytes=size_bytes)
+            source = torch.empty(0, dtype=torch.uint8)
+            source.set_(storage, start_bytes, (size_bytes,), (1,))  # type: ignore[call-overload]
+            self.segment_size_bytes = offset_bytes + size_bytes
+            self._spans[key] = span
+            self._sources.append((span, source))
+        return self._spans[key]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives the storages that a message names as spans of its segment."""
+
+    def __init__(self, file: io.BytesIO, segment: mmap.mmap | None) -> None:
+        super().__init__(file)
+        self._segment = segment
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def persistent_load(self, pid: tuple[int, int]) -> torch.UntypedStorage:
+        offset_bytes, size_bytes = pid
+        if not size_bytes:
+            return torch.UntypedStorage(0)
+        if pid not in self._storages:
+            assert self._segment is not None, "a message with tensors came without its segment"
+            view = torch.frombuffer(
+                self._segment, dtype=torch.uint8, count=size_bytes, offset=offset_bytes
+            )
+            self._storages[pid] = view.untyped_storage()
+        return self._storages[pid]
+
+
+def _rebuild_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage
+
+
+def _rebuild_tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, 0, size, stride)  # type: ignore[call-overload]
+    if is_parameter:
+        return Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _new_segment(size_bytes: int) -> int:
+    """The descriptor of new anonymous shared memory; nothing of it outlives its last user."""
+    if hasattr(os, "memfd_create"):  # Linux; not bound by the size of /dev/shm, as in containers
+        segment_fd = os.memfd_create("autopar-message")
+    else:
+        with tempfile.TemporaryFile() as file:
+            segment_fd = os.dup(file.fileno())
+    try:
+        # Reserved now, a lack of memory is an OSError; later it would be a SIGBUS.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(segment_fd, 0, size_bytes)
+        else:
+            os.ftruncate(segment_fd, size_bytes)
+    except BaseException:
+        os.close(segment_fd)
+        raise
+    return segment_fd
+
+
+class Channel:
+    """One end of a connected Unix socket that carries messages, each wait with a deadline.
+
+    Deadlines are on ``time.monotonic()``'s clock; ``math.inf`` is for the side that is ended from
+    outside. One thread may send while another receives. Raises ``TimeoutError`` at the deadline
+    and ``ConnectionError`` once the other end is gone.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: Message, *, deadline_s: float) -> None:
+        header = _HEADER.pack(len(message.payload), message.segment_size_bytes)
+        rights: list[tuple[int, int, bytes]] = []
+        if message.segment_fd is not None:
+            fds = array.array("i", [message.segment_fd]).tobytes()
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+        sent = 0
+        while not sent:  # the descriptor travels with the first byte
+            self._wait(select.POLLOUT, deadline_s)
+            with contextlib.suppress(BlockingIOError):
+                sent = self._socket.sendmsg([header], rights)
+        self._send_all(memoryview(header)[sent:], deadline_s)
+        self._send_all(memoryview(message.payload), deadline_s)
+
+    def receive(self, *, deadline_s: float) -> Message:
+        """The next message; whoever calls must ``unpack`` it, which closes its descriptor."""
+        header = bytearray()
+        segment_fd = None
+        while len(header) < _HEADER.size:
+            self._wait(select.POLLIN, deadline_s)
+            with contextlib.suppress(BlockingIOError):
+                data, ancillary, _flags, _address = self._socket.recvmsg(
+                    _HEADER.size - len(header), socket.CMSG_SPACE(_FD_SIZE_BYTES), _CLOEXEC
+                )
+                _require_data(len(data))
+                header += data
+                for _level, _type, raw in ancillary:
+                    segment_fd = array.array("i", raw[:_FD_SIZE_BYTES])[0]
+        payload_size_bytes, segment_size_bytes = _HEADER.unpack(header)
+        payload = bytearray(payload_size_bytes)
+        self._receive_into(memoryview(payload), deadline_s)
+        return Message(
+            payload=payload, segment_fd=segment_fd, segment_size_bytes=segment_size_bytes
+        )
+
+    def _send_all(self, data: memoryview, deadline_s: float) -> None:
+        while data:
+            self._wait(select.POLLOUT, deadline_s)
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._socket.send(data) :]
+
+    def _receive_into(self, data: memoryview, deadline_s: float) -> None:
+        while data:
+            self._wait(select.POLLIN, deadline_s)
+            with contextlib.suppress(BlockingIOError):
+                count = self._socket.recv_into(data)
+                _require_data(count)
+                data = data[count:]
+
+    def _wait(self, event: int, deadline_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if poller.poll(max(0, math.ceil(min(left_s, 60.0) * 1000))):
+                return
+            if left_s <= 0:
+                raise TimeoutError("the other process did not take part in time")
+
+
+def _require_data(count: int) -> None:
+    if not count:
+        raise ConnectionResetError("the other process has closed the connection")

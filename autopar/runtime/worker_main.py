@@ -1,0 +1,171 @@
+"""What runs inside a local worker process: join the group, build the service, answer calls.
+
+In: a connected socket from the parent (``autopar.runtime.worker_process`` starts this module).
+Out: one ``Reply`` for ``Start`` and for each ``Call``. It exists apart from the parent's half so
+that a worker is a fresh interpreter that never imports the user's ``__main__``.
+
+A worker never outlives its parent. One thread reads the socket, whose end of file is the parent's
+death; another watches the parent's process id, because a process that the parent forked (a data
+loader's) may hold the parent's end of the socket open. ``PR_SET_PDEATHSIG`` is not used: it
+fires when the *thread* that started the worker ends.
+
+A worker that fails reports and then holds still with its connections open, until its parent ends
+it: the other workers go on waiting in their collectives and do not add errors of their own.
+"""
+
+import datetime
+import math
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.transport import Channel, Message, packed, unpack
+
+# The parent limits every call and ends its workers; a collective's own limit, reached earlier in
+# a rank that only waits, would put the blame on that rank.
+_COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
+_PARENT_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message to a worker; answered when its process group and service are up."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    backend: str
+    device_type: str
+    device_index: int  # without meaning on CPU
+    num_threads: int
+    start_timeout_s: float
+    service: Callable[..., Any]
+    service_args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Call a method of the service; a message with this rank's further arguments follows."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Leave the process group and exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a worker raised; ``time_s`` is on the machine's monotonic clock."""
+
+    time_s: float
+    summary: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The result of one message, or the failure."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+def main(socket_fd: int) -> None:
+    """Serve the parent at the other end of the socket until it says stop, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    sys.argv = ["autopar-worker"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parent_pid = os.getppid()
+    channel = Channel(socket.socket(fileno=socket_fd))
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+    try:
+        _serve(channel, inbox)
+    except BaseException as error:
+        _report(channel, error)
+        threading.Event().wait()
+
+
+def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
+    service = _start(unpack(inbox.get()))
+    _reply(channel, Reply())
+    while True:
+        request = unpack(inbox.get())
+        if isinstance(request, Stop):
+            break
+        rank_args = unpack(inbox.get())
+        value = getattr(service, request.method)(*request.args, *rank_args)
+        _reply(channel, Reply(value=value))
+        del request, rank_args, value  # a batch is not kept while waiting for the next
+    dist.destroy_process_group()
+
+
+def _start(start: Start) -> Any:
+    torch.set_num_threads(start.num_threads)
+    device_id = None
+    if start.device_type == "cuda":
+        torch.cuda.set_device(start.device_index)
+        if "nccl" in start.backend:
+            device_id = torch.device("cuda", start.device_index)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        start.store_port,
+        is_master=False,
+        timeout=datetime.timedelta(seconds=start.start_timeout_s),
+    )
+    dist.init_process_group(
+        start.backend,
+        store=store,
+        rank=start.rank,
+        world_size=start.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device_id,
+    )
+    return start.service(start.rank, start.world_size, *start.service_args)
+
+
+def _reply(channel: Channel, reply: Reply) -> None:
+    with packed(reply) as message:
+        channel.send(message, deadline_s=math.inf)
+
+
+def _report(channel: Channel, error: BaseException) -> None:
+    time_s = time.monotonic()
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception(error))
+    _reply(channel, Reply(failure=Failure(time_s=time_s, summary=summary, traceback=text)))
+
+
+def _read(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
+    try:
+        while True:
+            inbox.put(channel.receive(deadline_s=math.inf))
+    except ConnectionError:
+        _die()
+
+
+def _watch(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_POLL_S)
+    _die()
+
+
+def _die() -> None:
+    """End this worker and whatever it started; a worker leads a process group of its own."""
+    os.killpg(os.getpid(), signal.SIGKILL)

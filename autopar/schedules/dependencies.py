@@ -1,0 +1,227 @@
+"""Which action waits for which: the one statement of it that verify and simulate share.
+
+Comes in: a ``Schedule``. Goes out: an ``ActionGraph`` of numbered nodes. Within a training
+iteration (s stage, m micro-batch):
+
+- F(s,m) after F(s-1,m); I(s,m) and B(s,m) after F(s,m) and the I or B of (s+1,m); W(s,m) after I(s,m)
+- R(s,m) after F(s,m); O(s,m) after F(s,m); L(s,m) after O(s,m); where they exist, the backward
+  waits for R and L, and R waits for L
+- G(s) after every W and B of stage s in all its replicas; U(s) after G(s), or after its own
+  replica's W and B where nothing is reduced
+- a SEND after the action that makes the value, a RECV after its SEND, and, where sends are
+  written out, the consumer on another device after its RECV
+
+Across iterations: F(s,m) of one iteration after U(s) (else G(s), else the W and B of s) of the one
+before.
+"""
+
+from dataclasses import dataclass
+
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.schedule import Resource, Schedule, Step
+
+ABSENT = -1
+
+
+class ActionIndex:
+    """Node numbers by kind, stage and micro-batch; the first occurrence of each counts."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        size = num_stages * num_microbatches
+        self._tables: dict[Kind, list[int]] = {
+            kind: [] for kind in Kind if not kind.per_stage
+        }
+        self._size = size
+        self._whole: dict[tuple[Kind, int, int], int] = {}
+
+    def add(self, action: Action, node: int) -> int:
+        """Register the node; returns an earlier node of the same work, or ABSENT."""
+        if action.kind.per_stage:
+            return self._whole.setdefault((action.kind, action.stage, action.replica), node)
+        table = self._tables[action.kind]
+        if not table:
+            table.extend([ABSENT] * self._size)
+        base = action.stage * self.num_microbatches
+        earlier = ABSENT
+        for microbatch in action.microbatches:
+            if table[base + microbatch] != ABSENT:
+                earlier = table[base + microbatch]
+            else:
+                table[base + microbatch] = node
+        return earlier
+
+    def find(self, kind: Kind, stage: int, microbatch: int) -> int:
+        table = self._tables[kind]
+        return table[stage * self.num_microbatches + microbatch] if table else ABSENT
+
+    def find_whole(self, kind: Kind, stage: int, replica: int) -> int:
+        return self._whole.get((kind, stage, replica), ABSENT)
+
+    def backward(self, stage: int, microbatch: int) -> int:
+        """The node that makes the stage's input gradient: I or B."""
+        node = self.find(Kind.I, stage, microbatch)
+        return node if node != ABSENT else self.find(Kind.B, stage, microbatch)
+
+    def weight(self, stage: int, microbatch: int) -> int:
+        """The node that makes the stage's weight gradient: W or B."""
+        node = self.find(Kind.W, stage, microbatch)
+        return node if node != ABSENT else self.find(Kind.B, stage, microbatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionGraph:
+    """The steps of a schedule as numbered nodes, with what each waits for.
+
+    ``needs[node]`` are nodes of the same iteration. ``carried`` holds (source, target, back): the
+    target in iteration t waits for the source in iteration t - back. ``queues`` are the nodes of
+    each (device, resource, peer) in order; peer is -1 except on links.
+    """
+
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    device: tuple[int, ...]
+    position: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
+    carried: tuple[tuple[int, int, int], ...]
+    queues: dict[tuple[int, Resource, int], tuple[int, ...]]
+    index: ActionIndex
+
+
+def peer_of(schedule: Schedule, action: Action) -> int:
+    """The other device of a send or a receive; -1 for every other action."""
+    kind, shape = action.kind, schedule.shape
+    if kind is Kind.SEND_F or kind is Kind.RECV_B:
+        stage = action.stage + 1
+    elif kind is Kind.SEND_B or kind is Kind.RECV_F:
+        stage = action.stage - 1
+    else:
+        return -1
+    return shape.placement[action.replica][stage]
+
+
+def _needs_of(action: Action, index: ActionIndex, schedule: Schedule) -> list[int]:
+    """Nodes of the same iteration that the action waits for; ABSENT where one is missing."""
+    kind, stage = action.kind, action.stage
+    shape = schedule.shape
+    found: list[int] = []
+    if kind is Kind.G or (kind is Kind.U and not shape.reduces):
+        for microbatch in range(shape.num_microbatches):
+            if kind is Kind.G or shape.replica(microbatch) == action.replica:
+                found.append(index.weight(stage, microbatch))
+        return list(dict.fromkeys(found))
+    if kind is Kind.U:
+        return [index.find_whole(Kind.G, stage, action.replica)]
+    for microbatch in action.microbatches:
+        if kind is Kind.F:
+            if stage > 0:
+                received = index.find(Kind.RECV_F, stage, microbatch)
+                found.append(
+                    received if received != ABSENT else index.find(Kind.F, stage - 1, microbatch)
+                )
+        elif kind is Kind.W:
+            found.append(index.find(Kind.I, stage, microbatch))
+        elif kind is Kind.I or kind is Kind.B:
+            _backward_needs(stage, microbatch, index, shape.num_stages, found)
+        elif kind is Kind.L:
+            found.append(index.find(Kind.O, stage, microbatch))
+        elif kind is Kind.R:
+            loaded = index.find(Kind.L, stage, microbatch)
+            found.append(loaded if loaded != ABSENT else index.find(Kind.F, stage, microbatch))
+        elif kind is Kind.O or kind is Kind.SEND_F:
+            found.append(index.find(Kind.F, stage, microbatch))
+        elif kind is Kind.SEND_B:
+            found.append(index.backward(stage, microbatch))
+        elif kind is Kind.RECV_F:
+            found.append(index.find(Kind.SEND_F, stage - 1, microbatch))
+        elif kind is Kind.RECV_B:
+            found.append(index.find(Kind.SEND_B, stage + 1, microbatch))
+    return found if action.span == 1 else list(dict.fromkeys(found))
+
+
+def _backward_needs(
+    stage: int, microbatch: int, index: ActionIndex, num_stages: int, found: list[int]
+) -> None:
+    for kind in (Kind.R, Kind.L, Kind.F):
+        node = index.find(kind, stage, microbatch)
+        if node != ABSENT or kind is Kind.F:
+            found.append(node)
+            break
+    if stage + 1 < num_stages:
+        received = index.find(Kind.RECV_B, stage, microbatch)
+        found.append(received if received != ABSENT else index.backward(stage + 1, microbatch))
+
+
+def _weights_ready(index: ActionIndex, schedule: Schedule, stage: int, replica: int) -> list[int]:
+    """Nodes after which the next iteration may use the stage's weights."""
+    for kind in (Kind.U, Kind.G):
+        node = index.find_whole(kind, stage, replica)
+        if node != ABSENT:
+            return [node]
+    shape = schedule.shape
+    nodes = [
+        index.weight(stage, microbatch)
+        for microbatch in range(shape.num_microbatches)
+        if shape.replica(microbatch) == replica
+    ]
+    return [node for node in dict.fromkeys(nodes) if node != ABSENT]
+
+
+def _carried(
+    schedule: Schedule, steps: list[Step], device: list[int], index: ActionIndex
+) -> list[tuple[int, int, int]]:
+    """Edges between iterations; those that a resource's own order implies are left out."""
+    edges: list[tuple[int, int, int]] = []
+    ready: dict[tuple[int, int], list[int]] = {}
+    places: dict[tuple[int, Action], int] = {}
+    if any(item.after is not None for item in steps):
+        places = {(device[node], item.action): node for node, item in enumerate(steps)}
+    for node, item in enumerate(steps):
+        action = item.action
+        if action.kind is Kind.F:
+            key = (action.stage, action.replica)
+            if key not in ready:
+                ready[key] = _weights_ready(index, schedule, *key)
+            edges.extend(
+                (source, node, 1)
+                for source in ready[key]
+                if steps[source].lag or steps[source].resource is not item.resource
+            )
+        if item.after is not None:
+            source = places.get((device[node], item.after), ABSENT)
+            if source != ABSENT:
+                edges.append((source, node, steps[source].lag - item.lag))
+    return edges
+
+
+def action_graph(schedule: Schedule) -> ActionGraph:
+    """Number the steps of a schedule and find what each waits for; missing needs are left out."""
+    shape = schedule.shape
+    index = ActionIndex(shape.num_stages, shape.num_microbatches)
+    steps: list[Step] = []
+    device: list[int] = []
+    position: list[int] = []
+    queues: dict[tuple[int, Resource, int], list[int]] = {}
+    for number, items in enumerate(schedule.devices):
+        for place, item in enumerate(items):
+            node = len(steps)
+            steps.append(item)
+            device.append(number)
+            position.append(place)
+            index.add(item.action, node)
+            peer = peer_of(schedule, item.action)
+            queues.setdefault((number, item.resource, peer), []).append(node)
+    needs = tuple([
+        tuple([node for node in _needs_of(item.action, index, schedule) if node != ABSENT])
+        for item in steps
+    ])
+    return ActionGraph(
+        schedule=schedule,
+        steps=tuple(steps),
+        device=tuple(device),
+        position=tuple(position),
+        needs=needs,
+        carried=tuple(_carried(schedule, steps, device, index)),
+        queues={key: tuple(nodes) for key, nodes in queues.items()},
+        index=index,
+    )

@@ -1,0 +1,278 @@
+"""A schedule: for each device the ordered list of its actions, each on a resource.
+
+Comes in: steps from a generator, a search or a file. Goes out: a frozen ``Schedule`` with its text
+form. It exists as the one type that is verified, simulated, drawn, saved and run.
+
+Order. A device's list is the order of issue. Each resource of a device (a stream, a channel, a
+link) works through its own steps in that order; across resources only data dependencies and a
+step's ``after`` hold a step back. ``lag`` 1 means that the step belongs to the previous training
+iteration: a weight gradient placed beside the next iteration's forward.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from autopar.errors import ScheduleError
+from autopar.schedules.action import Action, Kind, parse_action
+
+
+class Resource(StrEnum):
+    """What an action occupies on its device."""
+
+    MAIN = "main"  # the compute stream
+    SIDE = "side"  # the second compute stream
+    COLLECTIVE = "collective"  # gradient reductions
+    SEND = "send"  # point-to-point link out, one per peer
+    RECV = "recv"  # point-to-point link in, one per peer
+    TO_HOST = "to_host"
+    FROM_HOST = "from_host"
+
+
+DEFAULT_RESOURCE = {
+    Kind.F: Resource.MAIN,
+    Kind.I: Resource.MAIN,
+    Kind.W: Resource.MAIN,
+    Kind.B: Resource.MAIN,
+    Kind.R: Resource.MAIN,
+    Kind.G: Resource.COLLECTIVE,
+    Kind.U: Resource.MAIN,
+    Kind.O: Resource.TO_HOST,
+    Kind.L: Resource.FROM_HOST,
+    Kind.SEND_F: Resource.SEND,
+    Kind.SEND_B: Resource.SEND,
+    Kind.RECV_F: Resource.RECV,
+    Kind.RECV_B: Resource.RECV,
+}
+
+
+class Step(NamedTuple):
+    """An action in a device's list, with its resource.
+
+    ``lag``: how many training iterations back the action belongs (0 or 1). ``after``: an action of
+    the same device and the same pass of the list that must have ended before this one starts.
+    """
+
+    action: Action
+    resource: Resource
+    lag: int = 0
+    after: Action | None = None
+
+    def __str__(self) -> str:
+        text = str(self.action)
+        if self.resource is not DEFAULT_RESOURCE[self.action.kind]:
+            text += f"@{self.resource.value}"
+        if self.lag:
+            text += f"~{self.lag}"
+        if self.after is not None:
+            text += f">{self.after}"
+        return text
+
+
+def step(
+    action: Action,
+    resource: Resource | None = None,
+    *,
+    lag: int = 0,
+    after: Action | None = None,
+) -> Step:
+    """A step on the resource that the action's kind uses unless another is given."""
+    return Step(action, resource or DEFAULT_RESOURCE[action.kind], lag, after)
+
+
+def parse_step(text: str) -> Step:
+    """Read a step's text, ``0W0@side~1>2F0``, back exactly. Raises ScheduleError."""
+    rest, _, after_text = text.partition(">")
+    rest, _, lag_text = rest.partition("~")
+    action_text, _, resource_text = rest.partition("@")
+    action = parse_action(action_text)
+    try:
+        resource = Resource(resource_text) if resource_text else DEFAULT_RESOURCE[action.kind]
+        parsed = Step(
+            action,
+            resource,
+            int(lag_text) if lag_text else 0,
+            parse_action(after_text) if after_text else None,
+        )
+    except ValueError as error:
+        raise ScheduleError(f"{text!r} is not a step: {error}") from error
+    if str(parsed) != text:
+        raise ScheduleError(f"{text!r} is not a step in its canonical form, {str(parsed)!r}")
+    return parsed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What has to be done and where: stages, replicas, micro-batches, and the extra work.
+
+    ``placement[replica][stage]`` is a device; ``replica_of[microbatch]`` the pipeline that takes
+    the micro-batch (empty: all take pipeline 0). ``reduces`` and ``updates`` say that every stage's
+    gradients are reduced (G) and its weights updated (U) by the schedule itself; ``recomputed`` and
+    ``offloaded`` list the stages whose activations are made again (R) or kept on the host (O, L).
+    """
+
+    num_microbatches: int
+    placement: tuple[tuple[int, ...], ...]
+    replica_of: tuple[int, ...] = ()
+    reduces: bool = False
+    updates: bool = False
+    recomputed: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ScheduleError(f"num_microbatches={self.num_microbatches}: at least 1 is needed")
+        if not self.placement or not self.placement[0]:
+            raise ScheduleError("placement is empty: give one device per stage, ((0, 1, 2, 3),)")
+        if len({len(row) for row in self.placement}) > 1:
+            raise ScheduleError(
+                f"placement rows have lengths {[len(row) for row in self.placement]}: "
+                "every replica has the same stages"
+            )
+        devices = {device for row in self.placement for device in row}
+        if devices != set(range(len(devices))):
+            raise ScheduleError(f"placement uses devices {sorted(devices)}: number them from 0")
+        if self.replica_of and len(self.replica_of) != self.num_microbatches:
+            raise ScheduleError(
+                f"replica_of has {len(self.replica_of)} entries for "
+                f"{self.num_microbatches} micro-batches: give one each"
+            )
+        if any(not 0 <= replica < len(self.placement) for replica in self.replica_of):
+            raise ScheduleError(
+                f"replica_of names a replica outside 0..{len(self.placement) - 1}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement[0])
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_devices(self) -> int:
+        return 1 + max(device for row in self.placement for device in row)
+
+    def replica(self, microbatch: int) -> int:
+        """The pipeline that takes this micro-batch."""
+        return self.replica_of[microbatch] if self.replica_of else 0
+
+    def device(self, stage: int, microbatch: int) -> int:
+        """The device that runs this stage for this micro-batch."""
+        return self.placement[self.replica(microbatch)][stage]
+
+    def stages_on(self, device: int) -> tuple[tuple[int, int], ...]:
+        """(replica, stage) pairs that live on the device, in order."""
+        return tuple(
+            (replica, stage)
+            for replica, row in enumerate(self.placement)
+            for stage, owner in enumerate(row)
+            if owner == device
+        )
+
+    def action(self, stage: int, kind: Kind, microbatch: int, span: int = 1) -> Action:
+        """The action of this stage on this micro-batch, its replica filled in."""
+        return Action(stage, kind, microbatch, span, self.replica(microbatch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A named shape with, for each device, its steps in order of issue."""
+
+    name: str
+    shape: PipelineShape
+    devices: tuple[tuple[Step, ...], ...]
+
+    @property
+    def num_actions(self) -> int:
+        return sum(len(steps) for steps in self.devices)
+
+    @property
+    def explicit_communication(self) -> bool:
+        """True when sends and receives are written as actions; else they are implied."""
+        return any(
+            item.resource is Resource.SEND or item.resource is Resource.RECV
+            for steps in self.devices
+            for item in steps
+        )
+
+    def __str__(self) -> str:
+        return format_schedule(self)
+
+
+def schedule_of(
+    name: str, shape: PipelineShape, orders: Iterable[Iterable[Action]]
+) -> Schedule:
+    """A schedule from plain actions, each on the resource that its kind uses."""
+    steps = tuple(
+        tuple([Step(action, DEFAULT_RESOURCE[action.kind]) for action in order])
+        for order in orders
+    )
+    return Schedule(name=name, shape=shape, devices=steps)
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return " ".join(str(value) for value in values)
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The schedule's text: a header with the shape, then one line a device."""
+    shape = schedule.shape
+    lines = [
+        f"name: {schedule.name}",
+        f"num_microbatches: {shape.num_microbatches}",
+        f"placement: {' | '.join(_numbers(row) for row in shape.placement)}",
+    ]
+    for field in ("replica_of", "recomputed", "offloaded"):
+        if getattr(shape, field):
+            lines.append(f"{field}: {_numbers(getattr(shape, field))}")
+    for field in ("reduces", "updates"):
+        if getattr(shape, field):
+            lines.append(f"{field}: yes")
+    lines += [
+        f"device {device}: {' '.join(str(item) for item in steps)}".rstrip()
+        for device, steps in enumerate(schedule.devices)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read ``format_schedule``'s text back. Raises ScheduleError naming the line."""
+    header: dict[str, str] = {}
+    devices: list[tuple[Step, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        key, colon, value = line.partition(":")
+        if not colon:
+            raise ScheduleError(f"line {number}, {line!r}: expected 'key: value'")
+        if key.startswith("device "):
+            if key != f"device {len(devices)}":
+                raise ScheduleError(f"line {number}: expected 'device {len(devices)}', got {key!r}")
+            devices.append(tuple(parse_step(item) for item in value.split()))
+        elif key in header:
+            raise ScheduleError(f"line {number}: {key!r} is given twice")
+        else:
+            header[key] = value.strip()
+    known = {"name", "num_microbatches", "placement", "replica_of", "recomputed", "offloaded"}
+    unknown = set(header) - known - {"reduces", "updates"}
+    missing = {"name", "num_microbatches", "placement"} - set(header)
+    if unknown or missing:
+        raise ScheduleError(f"header: unknown keys {sorted(unknown)}, missing {sorted(missing)}")
+    try:
+        shape = PipelineShape(
+            num_microbatches=int(header["num_microbatches"]),
+            placement=tuple(
+                tuple(int(item) for item in row.split()) for row in header["placement"].split("|")
+            ),
+            replica_of=tuple(int(item) for item in header.get("replica_of", "").split()),
+            reduces=header.get("reduces") == "yes",
+            updates=header.get("updates") == "yes",
+            recomputed=tuple(int(item) for item in header.get("recomputed", "").split()),
+            offloaded=tuple(int(item) for item in header.get("offloaded", "").split()),
+        )
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ScheduleError(f"header: {error}") from error
+    return Schedule(name=header["name"], shape=shape, devices=tuple(devices))

@@ -1,0 +1,120 @@
+"""The models that most tests run on: (model, batch) pairs, small enough for two cores.
+
+Three come from ``transformers`` with random weights, two are plain torch. Dropout is off, so
+that eager PyTorch is an exact reference; sizes divide by 4 where the tests split them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+BATCH, SEQUENCE, VOCABULARY = 4, 8, 32
+
+
+def token_batch(seed: int, batch: int = BATCH, sequence: int = SEQUENCE) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (batch, sequence), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (batch, sequence), generator=generator)
+    labels[0, 2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def image_batch(seed: int, batch: int = BATCH) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(batch, 3, 32, 32, generator=generator),
+        "labels": torch.randint(0, 8, (batch,), generator=generator),
+    }
+
+
+def vector_batch(seed: int, batch: int = BATCH) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(batch, 16, generator=generator),
+        "y": torch.randint(0, 8, (batch,), generator=generator),
+    }
+
+
+def gpt2(num_layers: int = 2) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=num_layers, n_embd=32, n_head=4, vocab_size=VOCABULARY, n_positions=16,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+            bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+            intermediate_size=64, max_position_embeddings=16,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(
+            embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1], num_labels=8,
+            layer_type="bottleneck",
+        )
+    )  # fmt: skip
+
+
+class MLP(nn.Module):
+    """Two hidden layers; returns logits, so it needs a loss_fn or its own ``y``."""
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
+        )
+        self.head = nn.Linear(hidden, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        logits = self.head(self.layers(x))
+        return logits if y is None else F.cross_entropy(logits, y)
+
+
+class LSTMLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(input_ids))
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (MLP, vector_batch),
+    "lstm": (LSTMLanguageModel, token_batch),
+    "gpt2": (gpt2, token_batch),
+    "bert": (bert, token_batch),
+    "resnet": (resnet, image_batch),
+}
+
+
+def build(name: str) -> tuple[nn.Module, Callable[[int], Any]]:
+    """A freshly seeded model of the zoo in train mode, and its batch maker (seed to batch)."""
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    return make().train(), batch
