@@ -21,7 +21,12 @@ _LOG_SCALE = 1 << 20  # logarithms are kept as integers: sums stay exact in any 
 
 
 class Rule(StrEnum):
-    """How the next node is picked; ties go to the lowest index."""
+    """How the next node is picked; ties go to the shallowest step, then to the lowest index.
+
+    The depth of a step counts the steps whose results it builds on. Shallow ones first means
+    that equal layers are worked off side by side, each in the same way, and their equal steps
+    are recognised (``elimination.Tables``) instead of mixing with what lies to their left.
+    """
 
     LEAST_WORK = "least_work"
     LEAST_TABLE = "least_table"
@@ -48,37 +53,35 @@ class Order:
     width: int
 
 
-def best_order(
+def candidate_orders(
     sizes: Sequence[int], edges: Iterable[tuple[int, int]], *, cheap: float = 2e8
-) -> Order:
-    """The order with the least predicted work; rules are tried until one is ``cheap``."""
+) -> list[Order]:
+    """Orders by rising predicted work; rules are tried until one is ``cheap``."""
     edge_list = list(edges)
-    best: Order | None = None
+    orders: list[Order] = []
     for rule in Rule:
         if rule is Rule.LEAST_FILL and len(sizes) > 4000:
             continue
-        order = simulate(sizes, edge_list, rule)
-        if best is None or order.num_operations < best.num_operations:
-            best = order
-        if best.num_operations <= cheap:
+        orders.append(simulate(sizes, edge_list, rule))
+        if orders[-1].num_operations <= cheap:
             break
-    assert best is not None
-    return best
+    return sorted(orders, key=lambda order: order.num_operations)
 
 
 def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule) -> Order:
     """Eliminate symbolically under one rule and add up what it takes."""
     graph = _Graph(sizes, edges)
     score = graph.score(rule)
-    heap = [(score(node), node) for node in range(len(sizes))]
-    current = [value for value, _ in heap]
+    depth = [0] * len(sizes)
+    heap = [(score(node), 0, node) for node in range(len(sizes))]
+    current = [value for value, _, _ in heap]
     heapq.heapify(heap)
     nodes: list[int] = []
     operations = largest = largest_step = total = 0.0
     width = 0
     while heap:
-        value, node = heapq.heappop(heap)
-        if graph.gone[node] or value != current[node]:
+        value, level, node = heapq.heappop(heap)
+        if graph.gone[node] or value != current[node] or level != depth[node]:
             continue
         nodes.append(node)
         width = max(width, len(graph.adjacent[node]))
@@ -86,11 +89,12 @@ def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule)
         step = table * sizes[node]
         operations, largest, total = operations + step, max(largest, table), total + table
         largest_step = max(largest_step, step)
+        near = graph.adjacent[node]
         for touched in graph.eliminate(node, wide=rule is Rule.LEAST_FILL):
-            fresh = score(touched)
-            if fresh != current[touched]:
-                current[touched] = fresh
-                heapq.heappush(heap, (fresh, touched))
+            current[touched] = score(touched)
+            if touched in near:
+                depth[touched] = max(depth[touched], level + 1)
+            heapq.heappush(heap, (current[touched], depth[touched], touched))
     return Order(
         nodes=tuple(nodes),
         rule=rule,
