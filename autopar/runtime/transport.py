@@ -34,11 +34,11 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.multiprocessing  # registers torch's reductions with ForkingPickler
 from torch.nn import Parameter
@@ -107,20 +107,25 @@ def unpack(message: Message) -> Any:
 class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
     """torch's reductions and cloudpickle's functions, with CPU storages left to a segment."""
 
+    # The C pickler's own slot again: it does not see an instance attribute that is set where a
+    # class (cloudpickle's) has an attribute of this name.
+    dispatch_table = pickle.Pickler.dispatch_table  # type: ignore[assignment]
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        torch_reducers = self.dispatch_table
-        self._reduce_other_tensor: Callable[[torch.Tensor], Any] = torch_reducers[torch.Tensor]
-        self._reduce_other_storage: Callable[[torch.UntypedStorage], Any] = torch_reducers[
-            torch.UntypedStorage
-        ]
+        torch_reducers = self.dispatch_table  # copyreg's and torch's, set by ForkingPickler
+        self._reduce_other_tensor = torch_reducers[torch.Tensor]
+        self._reduce_other_storage = torch_reducers[torch.UntypedStorage]
         ours = {
             torch.Tensor: self._reduce_tensor,
             Parameter: self._reduce_tensor,
             torch.UntypedStorage: self._reduce_storage,
         }
-        self.dispatch_table = torch_reducers.new_child(ours)
-        self.dispatch_table.maps.append(cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = {
+            **cloudpickle.Pickler.dispatch_table,
+            **torch_reducers,
+            **ours,  # type: ignore[dict-item]
+        }
         self._spans: dict[tuple[int, int, int], _Span] = {}
         self._sources: list[tuple[_Span, torch.Tensor]] = []
         self.segment_size_bytes = 0
@@ -160,7 +165,7 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         span = self._span(
             tensor.untyped_storage(),
-            start_bytes=tensor.storage_offset() * tensor.itemsize,
+            start_bytes=int(tensor.storage_offset()) * tensor.itemsize,
             size_bytes=(last + 1) * tensor.itemsize if tensor.numel() else 0,
         )
         is_parameter = type(tensor) is Parameter
@@ -179,9 +184,7 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
         span = self._span(storage, start_bytes=0, size_bytes=storage.nbytes())
         return _rebuild_storage, (span,)
 
-    def _span(
-        self, storage: torch.UntypedStorage, *, start_bytes: int, size_bytes: int
-    ) -> _Span:
+    def _span(self, storage: torch.UntypedStorage, *, start_bytes: int, size_bytes: int) -> _Span:
         if not size_bytes:
             return _Span(offset_bytes=0, size_bytes=0)
         key = (storage.data_ptr(), start_bytes, size_bytes)
@@ -189,7 +192,7 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
             offset_bytes = -(-self.segment_size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             span = _Span(offset_bytes=offset_bytes, size_bytes=size_bytes)
             source = torch.empty(0, dtype=torch.uint8)
-            source.set_(storage, start_bytes, (size_bytes,), (1,))  # type: ignore[call-overload]
+            source.set_(storage, start_bytes, (size_bytes,), (1,))
             self.segment_size_bytes = offset_bytes + size_bytes
             self._spans[key] = span
             self._sources.append((span, source))
@@ -230,7 +233,7 @@ def _rebuild_tensor(
     is_parameter: bool,
 ) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype)
-    tensor.set_(storage, 0, size, stride)  # type: ignore[call-overload]
+    tensor.set_(storage, 0, size, stride)
     if is_parameter:
         return Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)

@@ -14,6 +14,7 @@ it: the other workers go on waiting in their collectives and do not add errors o
 """
 
 import datetime
+import io
 import math
 import os
 import queue
@@ -40,7 +41,7 @@ _PARENT_POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a worker; answered when its process group and service are up."""
+    """The first message to a worker: which part it has in the process group."""
 
     rank: int
     world_size: int
@@ -50,6 +51,12 @@ class Start:
     device_index: int  # without meaning on CPU
     num_threads: int
     start_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """The second message, the same to all; answered when group and service are up."""
+
     service: Callable[..., Any]
     service_args: tuple[Any, ...]
 
@@ -84,13 +91,13 @@ class Reply:
     failure: Failure | None = None
 
 
-def main(socket_fd: int) -> None:
+def main(socket_fd: int, parent_pid: int) -> None:
     """Serve the parent at the other end of the socket until it says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    parent_pid = os.getppid()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     channel = Channel(socket.socket(fileno=socket_fd))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
@@ -103,7 +110,11 @@ def main(socket_fd: int) -> None:
 
 
 def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
-    service = _start(unpack(inbox.get()))
+    start: Start = unpack(inbox.get())
+    _join_group(start)
+    build: Build = unpack(inbox.get())
+    service = build.service(start.rank, start.world_size, *build.service_args)
+    del build
     _reply(channel, Reply())
     while True:
         request = unpack(inbox.get())
@@ -116,7 +127,7 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
     dist.destroy_process_group()
 
 
-def _start(start: Start) -> Any:
+def _join_group(start: Start) -> None:
     torch.set_num_threads(start.num_threads)
     device_id = None
     if start.device_type == "cuda":
@@ -137,7 +148,6 @@ def _start(start: Start) -> Any:
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=device_id,
     )
-    return start.service(start.rank, start.world_size, *start.service_args)
 
 
 def _reply(channel: Channel, reply: Reply) -> None:
@@ -157,6 +167,9 @@ def _read(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
         while True:
             inbox.put(channel.receive(deadline_s=math.inf))
     except ConnectionError:
+        _die()
+    except BaseException:
+        traceback.print_exc()
         _die()
 
 

@@ -1,0 +1,100 @@
+"""Which worker was at fault: from what all of them showed to one ``WorkerError``.
+
+In: for each worker that failed, its exception or its death; or the workers that did not answer in
+time. Out: the error to raise, with the rank at fault and its traceback. It exists because one
+failure soon looks like many: the peers of a dead rank report broken connections, and the peers of
+a rank that hangs hang with it.
+"""
+
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Self
+
+from autopar.errors import WorkerError
+from autopar.runtime.worker_main import Failure
+from autopar.runtime.worker_process import WorkerProcess, python_stacks
+
+_EXIT_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What one worker failed with. ``time_s`` is on the machine's monotonic clock."""
+
+    rank: int
+    time_s: float
+    died: bool
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of_failure(cls, rank: int, failure: Failure) -> Self:
+        return cls(
+            rank=rank,
+            time_s=failure.time_s,
+            died=False,
+            summary=f"raised {failure.summary}",
+            traceback=failure.traceback,
+        )
+
+    @classmethod
+    def of_death(cls, worker: WorkerProcess) -> Self:
+        how = worker.how_it_ended(timeout_s=_EXIT_WAIT_S)
+        return cls(
+            rank=worker.rank,
+            time_s=time.monotonic(),
+            died=True,
+            summary=f"(process {worker.pid}) {how}",
+            traceback=worker.written_stack(),
+        )
+
+    @classmethod
+    def of_unreadable_result(cls, rank: int, error: Exception) -> Self:
+        return cls(
+            rank=rank,
+            time_s=time.monotonic(),
+            died=False,
+            summary=f"returned a result that cannot be rebuilt here: {error!r}",
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+
+def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerError:
+    """The error of the worker that failed first.
+
+    A worker that raises stays connected, so its peers go on waiting; only a death breaks their
+    collectives. A death therefore comes before every exception, whichever was seen first.
+    """
+    first, *others = sorted(troubles, key=lambda trouble: (not trouble.died, trouble.time_s))
+    lines = [f"worker {first.rank} of {world_size} {first.summary} (during {what})"]
+    lines += [f"after it, worker {other.rank} {_first_line(other.summary)}" for other in others]
+    if first.traceback:
+        lines += [f"traceback of worker {first.rank}:", first.traceback.rstrip()]
+    return WorkerError("\n".join(lines), rank=first.rank, traceback=first.traceback)
+
+
+def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> WorkerError:
+    """The error for workers that did not answer, naming the one the others wait for.
+
+    A worker that cannot even write down its stack is at fault first, then one that is not inside
+    a collective, then the lowest rank.
+    """
+    stacks = python_stacks(late)
+    rank = min(stacks, key=lambda rank: (bool(stacks[rank]), _waits_for_peers(stacks[rank]), rank))
+    lines = [f"worker {rank} of {world_size} did not finish {what}"]
+    for other in (rank, *(other for other in stacks if other != rank)):
+        stack = stacks[other].rstrip() or "none: it does not react to signals (stopped?)"
+        lines += [f"Python stack of worker {other}:", stack]
+    lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
+    return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
+
+
+def _waits_for_peers(stack: str) -> bool:
+    """Whether the innermost frame of faulthandler's text belongs to torch.distributed."""
+    frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
+    return bool(frames) and "torch/distributed/" in frames[0]
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""

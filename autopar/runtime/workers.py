@@ -1,0 +1,349 @@
+"""Local worker processes, for one process or a notebook that drives several devices.
+
+In: how many workers, and a service to build in each. Out: ``WorkerGroup``, whose ``call`` runs a
+method of the service on all ranks at once. It exists because ``torchrun`` starts one script for
+each device, which a notebook cannot do.
+
+What a failure looks like. The first rank that died or raised is named with its traceback, not the
+ranks whose collectives broke because of it; all workers are ended at once, whatever they wait
+for; and the group is closed. Whatever becomes of the parent, its workers go too: they are
+killed at interpreter exit, and notice by themselves the death of a parent that could not do it.
+"""
+
+import contextlib
+import datetime
+import multiprocessing.connection
+import os
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from autopar.errors import InputError, WorkerError
+from autopar.runtime.transport import Message, packed, unpack
+from autopar.runtime.worker_failures import Trouble, root_cause, timeout_error
+from autopar.runtime.worker_main import Build, Call, Reply, Start, Stop
+from autopar.runtime.worker_process import WorkerProcess, end_processes
+
+_POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
+_SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
+
+
+class WorkerGroup:
+    """``num_workers`` processes in one ``torch.distributed`` group, each with a service object.
+
+    ``service(rank, world_size, *service_args)`` is called in each worker once the group is up.
+    On ``device_type="cuda"`` rank r has device ``device_indices[r]``, by default r.
+    ``threads_per_worker`` is the number of threads of torch's operators on the CPU; by default
+    the cores are shared out. Raises ``WorkerError`` if the workers are not ready in time, and
+    ``InputError`` if the service or its arguments cannot be sent.
+
+    Functions and classes from ``__main__`` are sent by value, see ``autopar.runtime.transport``.
+    Calls from several threads take turns. With ``with``, at exit, and when the last reference to
+    the group is gone, the workers are ended.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        service: Callable[..., Any],
+        service_args: Sequence[Any] = (),
+        backend: str = "gloo",
+        device_type: str = "cpu",
+        device_indices: Sequence[int] | None = None,
+        threads_per_worker: int | None = None,
+        start_timeout_s: float = 120.0,
+        call_timeout_s: float = 600.0,
+    ) -> None:
+        if num_workers < 1:
+            raise InputError(
+                f"num_workers={num_workers}: a group has at least one worker; "
+                "pass num_workers=1 or more"
+            )
+        indices = range(num_workers) if device_indices is None else device_indices
+        if len(indices) != num_workers:
+            raise InputError(
+                f"device_indices={list(indices)} for {num_workers} workers: each worker has one "
+                f"device; pass {num_workers} indices"
+            )
+        num_threads = threads_per_worker
+        if num_threads is None:
+            num_threads = max(1, _num_cpus() // num_workers)
+        self._world_size = num_workers
+        self._call_timeout_s = call_timeout_s
+        self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
+        self._why_closed: str | None = None
+        self._store: dist.TCPStore | None = None
+        self._workers: list[WorkerProcess] = []
+        self._finalizer = weakref.finalize(self, end_processes, self._workers, self._owner_pid)
+        build = Build(service=service, service_args=tuple(service_args))
+        deadline_s = time.monotonic() + start_timeout_s
+        with (
+            _sendable(build, "service and service_args") as common,
+            self._closing_on_error("its start was interrupted"),
+        ):
+            self._store, store_port = _loopback_store(start_timeout_s)
+            for rank in range(num_workers):
+                env = _worker_env(rank, num_workers, num_threads)
+                self._workers.append(WorkerProcess(rank, env=env))
+            for worker, device_index in zip(self._workers, indices, strict=True):
+                start = Start(
+                    rank=worker.rank,
+                    world_size=num_workers,
+                    store_port=store_port,
+                    backend=backend,
+                    device_type=device_type,
+                    device_index=device_index,
+                    num_threads=num_threads,
+                    start_timeout_s=start_timeout_s,
+                )
+                with packed(start) as own:
+                    self._send(worker, own, deadline_s)
+                self._send(worker, common, deadline_s)
+            self._replies(deadline_s, f"the start, within start_timeout_s={start_timeout_s:g}")
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def closed(self) -> bool:
+        return self._why_closed is not None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank; empty once closed."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        per_rank_args: Sequence[tuple[Any, ...]] | None = None,
+    ) -> list[Any]:
+        """Run ``service.method(*args, *per_rank_args[rank])`` on all ranks; results by rank.
+
+        Tensors go and come through shared memory, those in ``args`` once for all ranks, and are
+        values: what a worker writes into them is seen by nobody else. A tensor with a history
+        of gradients must be detached. Raises ``InputError``, and stays usable, if the arguments
+        cannot be sent; ``WorkerError``, closed from then on, if a worker dies or raises, or if
+        the results are not there after ``timeout_s`` (by default the group's).
+        """
+        rank_args = [()] * self._world_size if per_rank_args is None else list(per_rank_args)
+        if len(rank_args) != self._world_size:
+            raise InputError(
+                f"per_rank_args has {len(rank_args)} entries for {self._world_size} workers: "
+                "pass one tuple of arguments for each"
+            )
+        limit_s = self._call_timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + limit_s
+        what = f"{method}()"
+        with contextlib.ExitStack() as stack:
+            call = Call(method=method, args=args)
+            common = stack.enter_context(_sendable(call, f"the arguments of {what}"))
+            by_rank = [
+                stack.enter_context(_sendable(tuple(own), f"per_rank_args[{rank}] of {what}"))
+                for rank, own in enumerate(rank_args)
+            ]
+            stack.enter_context(self._turn(deadline_s, what))
+            stack.enter_context(self._closing_on_error(f"{what} was interrupted"))
+            for worker, own_message in zip(self._workers, by_rank, strict=True):
+                self._send(worker, common, deadline_s)
+                self._send(worker, own_message, deadline_s)
+            return self._replies(deadline_s, f"{what}, within timeout_s={limit_s:g}")
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the workers, by force after ``timeout_s`` or if another thread is in a call."""
+        if self.closed:
+            return
+        holds_lock = idle = self._lock.acquire(blocking=False)
+        try:
+            self._why_closed = "close() was called"
+            if os.getpid() != self._owner_pid:
+                return
+            if idle:
+                self._stop(timeout_s)
+            else:  # the thread in the call sees its workers end, and lets go
+                for worker in list(self._workers):
+                    worker.kill()
+                holds_lock = self._lock.acquire(timeout=timeout_s)
+        finally:
+            self._end()
+            if holds_lock:
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stop(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        with packed(Stop()) as message:
+            for worker in self._workers:
+                # One that cannot be reached is seen by its exit code, and killed by _end.
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    worker.channel.send(message, deadline_s=deadline_s)
+        for worker in self._workers:
+            code = worker.wait(timeout_s=deadline_s - time.monotonic())
+            if code != 0:
+                state = f"did not stop within {timeout_s:g} s" if code is None else f"left {code}"
+                warnings.warn(f"worker {worker.rank} {state}", RuntimeWarning, stacklevel=3)
+
+    def _end(self) -> None:
+        self._finalizer()  # kills what still runs; does nothing the second time
+        self._store = None
+
+    @contextlib.contextmanager
+    def _turn(self, deadline_s: float, what: str) -> Iterator[None]:
+        """Hold the group for one call, once it is known to be open."""
+        self._require_open(what)
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise WorkerError(f"{what}: another thread's call held the workers all the time")
+        try:
+            self._require_open(what)
+            yield
+        finally:
+            self._lock.release()
+
+    def _require_open(self, what: str) -> None:
+        if self.closed:
+            raise WorkerError(
+                f"cannot call {what}: the worker group is closed because {self._why_closed}. "
+                "A group is not reopened: make a new WorkerGroup(...)"
+            )
+        if os.getpid() != self._owner_pid:
+            raise WorkerError(
+                f"cannot call {what} in process {os.getpid()}: the workers belong to process "
+                f"{self._owner_pid}, which this one was forked from; call it there"
+            )
+
+    @contextlib.contextmanager
+    def _closing_on_error(self, reason: str) -> Iterator[None]:
+        """End all workers on whatever is raised, Ctrl-C included: they may be at any point."""
+        try:
+            yield
+        except BaseException as error:
+            if self._why_closed is None:
+                failed = isinstance(error, WorkerError)
+                self._why_closed = str(error).splitlines()[0] if failed else reason
+            self._end()
+            raise
+
+    def _send(self, worker: WorkerProcess, message: Message, deadline_s: float) -> None:
+        # A worker that is gone, or does not read, is found and named by _replies.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            worker.channel.send(message, deadline_s=deadline_s)
+
+    def _replies(self, deadline_s: float, what: str) -> list[Any]:
+        """One result from each worker, by rank; raises for the first that failed."""
+        values: dict[int, Any] = {}
+        troubles: list[Trouble] = []
+        settled_s = deadline_s
+        while len(values) + len(troubles) < self._world_size and not self.closed:
+            done = {*values, *(trouble.rank for trouble in troubles)}
+            waiting = [worker for worker in self._workers if worker.rank not in done]
+            left_s = min(settled_s, deadline_s) - time.monotonic()
+            if left_s <= 0:
+                break
+            ready = multiprocessing.connection.wait(
+                [worker.channel.fileno() for worker in waiting], min(left_s, _POLL_S)
+            )
+            for worker in waiting:
+                if worker.channel.fileno() in ready:
+                    outcome = _outcome(worker, deadline_s)
+                elif worker.has_ended():  # a process that it forked holds its socket open
+                    outcome = Trouble.of_death(worker)
+                else:
+                    continue
+                if isinstance(outcome, Trouble):
+                    troubles.append(outcome)
+                    now_s = time.monotonic()
+                    settled_s = min(settled_s, now_s if outcome.died else now_s + _SETTLE_S)
+                else:
+                    values[worker.rank] = outcome.value
+        if self.closed:
+            raise WorkerError(f"the worker group was closed by another thread during {what}")
+        if troubles:
+            raise root_cause(troubles, what, self._world_size)
+        if len(values) < self._world_size:
+            late = [worker for worker in self._workers if worker.rank not in values]
+            raise timeout_error(late, what, self._world_size)
+        return [values[rank] for rank in range(self._world_size)]
+
+
+def _outcome(worker: WorkerProcess, deadline_s: float) -> Reply | Trouble:
+    """What a worker that spoke or ended has to say."""
+    try:
+        reply: Reply = unpack(worker.channel.receive(deadline_s=deadline_s))
+    except (ConnectionError, TimeoutError):
+        return Trouble.of_death(worker)
+    except Exception as error:
+        return Trouble.of_unreadable_result(worker.rank, error)
+    if reply.failure is not None:
+        return Trouble.of_failure(worker.rank, reply.failure)
+    return reply
+
+
+@contextlib.contextmanager
+def _sendable(value: object, what: str) -> Iterator[Message]:
+    with contextlib.ExitStack() as stack:
+        try:
+            message = stack.enter_context(packed(value))
+        except Exception as error:
+            raise InputError(
+                f"{what} cannot be sent to another process: {error}. They are pickled: pass "
+                "tensors, plain data and functions, and open files, locks or generators in the "
+                "service itself"
+            ) from error
+        yield message
+
+
+def _loopback_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """A store that only this machine can reach; its port is held from the moment it is known."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    return store, port
+
+
+def _worker_env(rank: int, world_size: int, num_threads: int) -> Mapping[str, str]:
+    env = dict(os.environ)
+    env["RANK"] = env["LOCAL_RANK"] = str(rank)
+    env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(world_size)
+    env["OMP_NUM_THREADS"] = str(num_threads)
+    for _index, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):  # gloo would look up the host's name, which may lead elsewhere
+            env["GLOO_SOCKET_IFNAME"] = name
+    return env
+
+
+def _num_cpus() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
