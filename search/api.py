@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from autopar.search.brute_force import BruteForce
 from autopar.search.constraints import apply_constraints
 from autopar.search.exact import EliminationSolver
+from autopar.search.ilp import IlpSolver
 from autopar.search.problem import Method, Problem, SearchError, Solution
 from autopar.search.solver import Options, Progress, Solver
 
 SOLVERS: dict[Method, Solver] = {
     Method.ELIMINATION: EliminationSolver(),
+    Method.ILP: IlpSolver(),
     Method.BRUTE_FORCE: BruteForce(),
 }
 

@@ -1,0 +1,307 @@
+"""The search as an integer linear program, linear relaxation first.
+
+In: any problem, with or without a memory budget. Out: the optimum, or the best found and a bound.
+
+Variables: x[i, a], node i takes choice a; y[e, r, s] >= 0, edge e pays for a pair of choices, one
+for every pair of *different* rows r and columns s of its table. Constraints, in this order
+(``_Builder``): sum_a x[i, a] = 1; sum_s y[e, r, s] = sum of x[i, a] with row r; the same for
+columns; the memory of each group, as a part of its budget, at most 1.
+
+The relaxation is integral on most instances of this kind, which proves optimality at once. Where
+it is not, its rounding is offered, and HiGHS branches from the best assignment known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
+from autopar.search.problem import Array, Method, Problem
+from autopar.search.reduction import Reduction, reduce_problem
+from autopar.search.solver import OPTIMAL_GAP, Capability, Options, Progress
+
+_MAX_VARIABLES = 3_000_000
+_INTEGRAL = 1e-6
+_TRUST = 1e-7  # HiGHS' own tolerance, as a part of the largest cost; bounds yield as much
+_SLACK = 2e-6
+_LARGEST = 1e4  # scaled costs lie in 0..1e4
+
+
+class IlpSolver:
+    """OR-Tools MathOpt with HiGHS."""
+
+    method = Method.ILP
+    capability = Capability(memory=True, proves=True, bounds=True)
+
+    def refuses(self, problem: Problem, options: Options) -> str | None:
+        """More variables than would fit in memory."""
+        distinct = {id(table): _pairs(table) for table in problem.edge_costs.values()}
+        num_variables = sum(distinct[id(table)] for table in problem.edge_costs.values())
+        if num_variables <= _MAX_VARIABLES:
+            return None
+        return f"{num_variables} edge variables, over {_MAX_VARIABLES}"
+
+    def run(self, problem: Problem, progress: Progress) -> None:
+        """Reduce, relax, and branch only if the relaxation is fractional."""
+        progress.enter(self.method)
+        reduction = reduce_problem(problem)
+        if reduction is None:
+            progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        else:
+            solve_reduced(reduction, progress, floor=math.inf)
+
+
+def solve_reduced(reduction: Reduction, progress: Progress, *, floor: float) -> None:
+    """Relaxation, then branch and bound, on ``progress`` in terms of the original problem.
+
+    floor: a bound for every assignment that the reduction left out.
+    """
+    form = Formulation(reduction.problem)
+    session = _Session(form=form, reduction=reduction, progress=progress, floor=floor)
+    relaxed = solve_linear(form.program(), time_limit_s=_left(progress), relaxed=True)
+    if relaxed.infeasible:
+        _report_infeasible(session)
+        return
+    session.take(relaxed)
+    if progress.done or (relaxed.optimal and form.is_integral(relaxed.values)):
+        return
+    slack = 0.0
+    for _ in range(2):
+        start = reduction.lower(progress.assignment) if progress.assignment else None
+        result = solve_linear(
+            form.program(slack),
+            time_limit_s=_left(progress),
+            hint=None if start is None else form.hint(start),
+            relative_gap=max(progress.options.gap, OPTIMAL_GAP / 10),
+        )
+        if result.infeasible:
+            if slack == 0.0:
+                _report_infeasible(session)
+            return
+        if session.take(result, bounds=slack == 0.0):
+            return
+        slack = _SLACK  # over the budget by rounding: ask again with a little less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What a result of HiGHS means for the original problem."""
+
+    form: Formulation
+    reduction: Reduction
+    progress: Progress
+    floor: float
+
+    def take(self, result: LinearResult, *, bounds: bool = True) -> bool:
+        """Offer the (rounded) values and raise the bound; False if they break the budget."""
+        fits = True
+        if result.values is not None:
+            assignment = self.reduction.lift(self.form.assignment(result.values))
+            self.progress.offer(assignment)
+            fits = self.progress.problem.fits(assignment)
+        if bounds:
+            bound = self.form.seconds(result.bound)
+            trust_s = _TRUST * self.form.span_s
+            best = self.progress.cost
+            self.progress.raise_bound(
+                min(self.floor, best)
+                if best - bound <= trust_s
+                else min(self.floor, bound - trust_s)
+            )
+        return fits
+
+
+def _left(progress: Progress) -> float | None:
+    return None if math.isinf(progress.remaining_s) else progress.remaining_s
+
+
+def _report_infeasible(session: _Session) -> None:
+    """No assignment is left: either a better one is known, or there is none at all."""
+    progress = session.progress
+    if progress.assignment:
+        progress.raise_bound(min(session.floor, progress.cost))
+    elif session.floor == math.inf:
+        least = least_budget(session.reduction.problem, _left(progress))
+        if least is None:
+            progress.prove_infeasible("every assignment holds a forbidden pair")
+        else:
+            progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
+
+
+def least_budget(problem: Problem, time_limit_s: float | None = None) -> float | None:
+    """The least bytes that, given to every group, leave an assignment; None if nothing does."""
+    if problem.node_memory is None:
+        return None
+    form = Formulation(problem, peak=True)
+    result = solve_linear(form.program(), time_limit_s=time_limit_s, relative_gap=1e-12)
+    if result.values is None:
+        return None
+    return max(problem.memory(form.assignment(result.values)))
+
+
+class Formulation:
+    """The arrays of the program, with costs shifted and scaled to what HiGHS resolves well.
+
+    peak: minimise the largest memory of any group instead of the cost.
+    """
+
+    def __init__(self, problem: Problem, *, peak: bool = False) -> None:
+        self.problem = problem
+        self.peak = peak
+        self.offsets = np.cumsum([0, *(len(cost) for cost in problem.node_costs)])
+        self._rows: list[Array] = []
+        self._columns: list[Array] = []
+        self._coefficients: list[Array] = []
+        self._row_bounds: list[tuple[Array, Array]] = []
+        self._num_rows = 0
+        self._num_columns = int(self.offsets[-1])
+        self._costs: list[Array] = []
+        self._upper: list[Array] = []
+        self._labels: dict[int, tuple[Array, Array]] = {}
+        self._edge_starts: list[tuple[int, int, int, Array, Array, int]] = []
+        self._shift: list[float] = []
+        self._add_nodes()
+        for (i, j), table in problem.edge_costs.items():
+            self._add_edge(i, j, table)
+        self.span_s = max((float(np.abs(c).max()) for c in self._costs if len(c)), default=0.0)
+        self._add_memory()
+
+    def seconds(self, value: float) -> float:
+        """The cost in seconds of an objective value of the program."""
+        return value * self._unit_s + math.fsum(self._shift)
+
+    @property
+    def _unit_s(self) -> float:
+        return self.span_s / _LARGEST if self.span_s > 0 and not self.peak else 1.0
+
+    def program(self, slack: float = 0.0) -> LinearProgram:
+        """The arrays; ``slack`` takes that part off every budget."""
+        lower = np.concatenate([low for low, _ in self._row_bounds])
+        upper = np.concatenate([high for _, high in self._row_bounds])
+        if self._num_memory_rows and slack:
+            upper[-self._num_memory_rows :] *= 1 - slack
+        num_nodes_columns = int(self.offsets[-1])
+        integer = np.zeros(self._num_columns, dtype=bool)
+        integer[:num_nodes_columns] = True
+        costs = np.concatenate(self._costs)
+        return LinearProgram(
+            costs=costs if self.peak else costs / self._unit_s,
+            lower=np.zeros(self._num_columns),
+            upper=np.concatenate(self._upper),
+            integer=integer,
+            rows=np.concatenate(self._rows),
+            columns=np.concatenate(self._columns),
+            coefficients=np.concatenate(self._coefficients),
+            row_lower=lower,
+            row_upper=upper,
+            num_wanted=num_nodes_columns,
+        )
+
+    def assignment(self, values: Array) -> tuple[int, ...]:
+        """The largest value of every node; ties to the lowest choice."""
+        pairs = zip(self.offsets[:-1], self.offsets[1:])
+        return tuple(int(values[low:high].argmax()) for low, high in pairs)
+
+    def is_integral(self, values: Array | None) -> bool:
+        """Whether the values are 0 or 1 to HiGHS' tolerance."""
+        return values is not None and bool((np.abs(values - values.round()) <= _INTEGRAL).all())
+
+    def hint(self, assignment: Sequence[int]) -> Array:
+        """Values of all variables at an assignment."""
+        values = np.zeros(self._num_columns)
+        values[self.offsets[:-1] + np.asarray(assignment)] = 1.0
+        for i, j, start, rows, columns, num_columns in self._edge_starts:
+            place = rows[assignment[i]] * num_columns + columns[assignment[j]]
+            values[start + place] = 1.0
+        return values
+
+    def _add_rows(self, low: Array, high: Array) -> int:
+        self._row_bounds.append((low, high))
+        self._num_rows += len(low)
+        return self._num_rows - len(low)
+
+    def _put(self, rows: Array, columns: Array, coefficients: Array) -> None:
+        self._rows.append(rows)
+        self._columns.append(columns)
+        self._coefficients.append(coefficients)
+
+    def _add_nodes(self) -> None:
+        """sum_a x[i, a] = 1."""
+        count = self.problem.num_nodes
+        first = self._add_rows(np.ones(count), np.ones(count))
+        for node, cost in enumerate(self.problem.node_costs):
+            size = len(cost)
+            columns = self.offsets[node] + np.arange(size)
+            self._put(np.full(size, first + node), columns, np.ones(size))
+            shift = float(cost.min())
+            self._shift.append(shift)
+            self._costs.append(np.zeros(size) if self.peak else cost - shift)
+            self._upper.append(np.ones(size))
+
+    def _add_edge(self, i: int, j: int, table: Array) -> None:
+        """sum_s y[e, r, s] = sum_(a in r) x[i, a] and the same for columns."""
+        if id(table) not in self._labels:
+            self._labels[id(table)] = (distinct_rows(table), distinct_rows(table.T))
+        rows, columns = self._labels[id(table)]
+        pick_rows = np.unique(rows, return_index=True)[1]
+        pick_columns = np.unique(columns, return_index=True)[1]
+        small = table[np.ix_(pick_rows, pick_columns)]
+        num_rows, num_columns = small.shape
+        start = self._num_columns
+        self._num_columns += small.size
+        first = self._add_rows(np.zeros(num_rows), np.zeros(num_rows))
+        second = self._add_rows(np.zeros(num_columns), np.zeros(num_columns))
+        y = start + np.arange(small.size)
+        self._put(first + np.repeat(np.arange(num_rows), num_columns), y, np.ones(small.size))
+        self._put(second + np.tile(np.arange(num_columns), num_rows), y, np.ones(small.size))
+        self._put(first + rows, self.offsets[i] + np.arange(len(rows)), -np.ones(len(rows)))
+        columns_x = self.offsets[j] + np.arange(len(columns))
+        self._put(second + columns, columns_x, -np.ones(len(columns)))
+        finite = np.isfinite(small)
+        shift = float(small[finite].min())
+        self._shift.append(shift)
+        self._costs.append(np.where(finite & (not self.peak), small - shift, 0.0).ravel())
+        self._upper.append(np.where(finite, 1.0, 0.0).ravel())
+        self._edge_starts.append((i, j, start, rows, columns, num_columns))
+
+    def _add_memory(self) -> None:
+        """Each group's memory over its budget, or over the peak, a last variable, at most 1."""
+        budgets, memory = self.problem.budgets, self.problem.node_memory
+        self._num_memory_rows = 0
+        if memory is None or (budgets is None and not self.peak):
+            return
+        top = math.fsum(float(each.max()) for each in memory) or 1.0
+        scales = [top] * self.problem.num_groups if self.peak else [b or 1.0 for b in budgets or ()]
+        limits = [0.0 if self.peak else float(b > 0) for b in budgets or scales]
+        groups = [g for g, scale in enumerate(scales) if math.isfinite(scale)]
+        self._num_memory_rows = len(groups)
+        high = np.array([limits[g] for g in groups])
+        first = self._add_rows(np.full(len(groups), -math.inf), high)
+        row_of = {group: first + k for k, group in enumerate(groups)}
+        for node, each in enumerate(memory):
+            group = self.problem.group(node)
+            if group in row_of:
+                columns = self.offsets[node] + np.arange(len(each))
+                self._put(np.full(len(each), row_of[group]), columns, each / scales[group])
+        if self.peak:
+            self._put(
+                np.array(sorted(row_of.values())),
+                np.full(len(groups), self._num_columns),
+                np.full(len(groups), -1.0),
+            )
+            self._costs.append(np.ones(1))
+            self._upper.append(np.full(1, math.inf))
+            self._num_columns += 1
+
+
+def distinct_rows(table: Array) -> Array:
+    """Labels 0.. of the rows of a table, equal for equal rows, in order of first appearance."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
+
+
+def _pairs(table: Array) -> int:
+    return int(distinct_rows(table).max() + 1) * int(distinct_rows(table.T).max() + 1)

@@ -1,0 +1,125 @@
+"""The adapter to OR-Tools MathOpt: linear and mixed-integer programs as arrays.
+
+In: a ``LinearProgram`` of numpy arrays. Out: a ``LinearResult``. Nothing else of this package
+touches OR-Tools. The model goes over as one protocol buffer, which is far quicker than adding
+variables one by one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from autopar.search.problem import Array
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearProgram:
+    """Minimise costs @ x with row_lower <= A x <= row_upper and lower <= x <= upper.
+
+    rows, columns, coefficients: the entries of A in any order, none twice.
+    num_wanted: only the first so many values are read back.
+    """
+
+    costs: Array
+    lower: Array
+    upper: Array
+    integer: Array
+    rows: Array
+    columns: Array
+    coefficients: Array
+    row_lower: Array
+    row_upper: Array
+    num_wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearResult:
+    """values: the best solution, None without one. bound: on the least cost; -inf if unknown."""
+
+    values: Array | None
+    cost: float
+    bound: float
+    optimal: bool
+    infeasible: bool
+
+
+def solve_linear(
+    program: LinearProgram,
+    *,
+    time_limit_s: float | None = None,
+    relaxed: bool = False,
+    hint: Array | None = None,
+    relative_gap: float = 0.0,
+) -> LinearResult:
+    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` is a start for all variables."""
+    model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
+    is_integer = bool(program.integer.any()) and not relaxed
+    parameters = mathopt.SolveParameters(
+        time_limit=None if time_limit_s is None else _seconds(time_limit_s),
+        relative_gap_tolerance=relative_gap if is_integer else None,
+        absolute_gap_tolerance=0.0 if is_integer else None,
+    )
+    wanted = [model.get_variable(index) for index in range(program.num_wanted)]
+    model_parameters = mathopt.ModelSolveParameters(
+        variable_values_filter=mathopt.VariableFilter(filtered_items=wanted),
+        solution_hints=[] if hint is None else [_hint(model, hint)],
+    )
+    result = mathopt.solve(
+        model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters
+    )
+    reason = result.termination.reason
+    values, cost = None, math.inf
+    if result.has_primal_feasible_solution():
+        found = result.variable_values(wanted)
+        values, cost = np.array(found), float(result.objective_value())
+    optimal = reason is mathopt.TerminationReason.OPTIMAL
+    bound = float(result.termination.objective_bounds.dual_bound)
+    if not is_integer and not optimal:
+        bound = -math.inf  # the objective of an unfinished simplex bounds nothing
+    return LinearResult(
+        values=values,
+        cost=cost,
+        bound=bound if math.isfinite(bound) else -math.inf,
+        optimal=optimal,
+        infeasible=reason
+        in (
+            mathopt.TerminationReason.INFEASIBLE,
+            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+        ),
+    )
+
+
+def _seconds(time_s: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(0.01, time_s))
+
+
+def _hint(model: mathopt.Model, hint: Array) -> mathopt.SolutionHint:
+    values = {model.get_variable(k): float(value) for k, value in enumerate(hint)}
+    return mathopt.SolutionHint(variable_values=values)
+
+
+def _proto(program: LinearProgram, *, relaxed: bool) -> model_pb2.ModelProto:
+    proto = model_pb2.ModelProto()
+    num_columns, num_rows = len(program.costs), len(program.row_lower)
+    proto.variables.ids.extend(range(num_columns))
+    proto.variables.lower_bounds.extend(program.lower.tolist())
+    proto.variables.upper_bounds.extend(program.upper.tolist())
+    integer = np.zeros(num_columns, dtype=bool) if relaxed else program.integer.astype(bool)
+    proto.variables.integers.extend(integer.tolist())
+    charged = np.flatnonzero(program.costs)
+    proto.objective.linear_coefficients.ids.extend(charged.tolist())
+    proto.objective.linear_coefficients.values.extend(program.costs[charged].tolist())
+    proto.linear_constraints.ids.extend(range(num_rows))
+    proto.linear_constraints.lower_bounds.extend(program.row_lower.tolist())
+    proto.linear_constraints.upper_bounds.extend(program.row_upper.tolist())
+    order = np.lexsort((program.columns, program.rows))
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend(program.rows[order].tolist())
+    matrix.column_ids.extend(program.columns[order].tolist())
+    matrix.coefficients.extend(program.coefficients[order].tolist())
+    return proto
