@@ -3,7 +3,8 @@
 Comes in: a ``Schedule``. Goes out: an ``ActionGraph`` of numbered nodes. Within a training
 iteration (s stage, m micro-batch):
 
-- F(s,m) after F(s-1,m); I(s,m) and B(s,m) after F(s,m) and the I or B of (s+1,m); W(s,m) after I(s,m)
+- F(s,m) after F(s-1,m); I(s,m) and B(s,m) after F(s,m) and the I or B of (s+1,m);
+  W(s,m) after I(s,m)
 - R(s,m) after F(s,m); O(s,m) after F(s,m); L(s,m) after O(s,m); where they exist, the backward
   waits for R and L, and R waits for L
 - G(s) after every W and B of stage s in all its replicas; U(s) after G(s), or after its own
@@ -29,9 +30,7 @@ class ActionIndex:
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
         size = num_stages * num_microbatches
-        self._tables: dict[Kind, list[int]] = {
-            kind: [] for kind in Kind if not kind.per_stage
-        }
+        self._tables: dict[Kind, list[int]] = {kind: [] for kind in Kind if not kind.per_stage}
         self._size = size
         self._whole: dict[tuple[Kind, int, int], int] = {}
 
@@ -211,10 +210,12 @@ def action_graph(schedule: Schedule) -> ActionGraph:
             index.add(item.action, node)
             peer = peer_of(schedule, item.action)
             queues.setdefault((number, item.resource, peer), []).append(node)
-    needs = tuple([
-        tuple([node for node in _needs_of(item.action, index, schedule) if node != ABSENT])
-        for item in steps
-    ])
+    needs = tuple(
+        [
+            tuple([node for node in _needs_of(item.action, index, schedule) if node != ABSENT])
+            for item in steps
+        ]
+    )
     return ActionGraph(
         schedule=schedule,
         steps=tuple(steps),

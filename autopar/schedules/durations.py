@@ -65,9 +65,9 @@ class Durations:
         """The durations of stages made of ``sizes`` adjacent stages each: sums."""
         num_stages = sum(sizes)
         table = self.table(num_stages)
-        return Durations(**{
-            kind.value: _group_sums(values, sizes) for kind, values in table.items()
-        })
+        return Durations(
+            **{kind.value: _group_sums(values, sizes) for kind, values in table.items()}
+        )
 
 
 def _group_sums(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
@@ -101,9 +101,7 @@ class Links:
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def link(self, source: int, target: int) -> Link:
-        default = Link(
-            latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
-        )
+        default = Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
         return self.between.get((source, target), default)
 
     def boundary_bytes(self, num_stages: int) -> list[float]:

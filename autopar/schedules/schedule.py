@@ -139,9 +139,7 @@ class PipelineShape:
                 f"{self.num_microbatches} micro-batches: give one each"
             )
         if any(not 0 <= replica < len(self.placement) for replica in self.replica_of):
-            raise ScheduleError(
-                f"replica_of names a replica outside 0..{len(self.placement) - 1}"
-            )
+            raise ScheduleError(f"replica_of names a replica outside 0..{len(self.placement) - 1}")
 
     @property
     def num_stages(self) -> int:
@@ -202,13 +200,10 @@ class Schedule:
         return format_schedule(self)
 
 
-def schedule_of(
-    name: str, shape: PipelineShape, orders: Iterable[Iterable[Action]]
-) -> Schedule:
+def schedule_of(name: str, shape: PipelineShape, orders: Iterable[Iterable[Action]]) -> Schedule:
     """A schedule from plain actions, each on the resource that its kind uses."""
     steps = tuple(
-        tuple([Step(action, DEFAULT_RESOURCE[action.kind]) for action in order])
-        for order in orders
+        tuple([Step(action, DEFAULT_RESOURCE[action.kind]) for action in order]) for order in orders
     )
     return Schedule(name=name, shape=shape, devices=steps)
 

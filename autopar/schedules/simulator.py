@@ -226,9 +226,7 @@ class _Run:
             kind = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
             sending = action._replace(kind=kind)
             self.intervals.append(
-                Interval(
-                    source, Resource.SEND, sending, start, start + occupied, iteration, target
-                )
+                Interval(source, Resource.SEND, sending, start, start + occupied, iteration, target)
             )
         self._push(self.arrival, ~reached)
 
@@ -265,9 +263,9 @@ class _Run:
         ]
         slowdown = 1.0
         if len(running) == 2:
-            slowdown = self.co_run.slowdown(*(
-                self.graph.steps[instance % self.num_nodes].action for instance in running
-            ))
+            slowdown = self.co_run.slowdown(
+                *(self.graph.steps[instance % self.num_nodes].action for instance in running)
+            )
         for instance in running:
             self.left[instance] -= (time - self.updated[instance]) * self.rate[instance]
             self.updated[instance] = time

@@ -1,0 +1,51 @@
+"""The conventional order on one device: forwards, then each layer's I and W together, backwards.
+
+Stages are layers, all on one device. With ``reduces``, a layer's gradients are reduced as soon as
+its last W is done, on the collective channel, and its weights are updated just before its next
+forward: wait-free backpropagation, the baseline of every overlap of gradients and reductions.
+"""
+
+from collections.abc import Iterator
+
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.schedule import PipelineShape, Schedule, Step, step
+
+
+def layers_shape(num_stages: int, num_microbatches: int, reduces: bool) -> PipelineShape:
+    """All layers on device 0; gradients reduced and weights updated by the schedule or not."""
+    return PipelineShape(
+        num_microbatches=num_microbatches,
+        placement=((0,) * num_stages,),
+        reduces=reduces,
+        updates=reduces,
+    )
+
+
+def forward_steps(shape: PipelineShape, microbatch: int) -> Iterator[Step]:
+    """The forwards; before the first micro-batch's, the update that the last iteration left."""
+    for layer in range(shape.num_stages):
+        if shape.updates and microbatch == 0:
+            yield step(Action(layer, Kind.U), lag=1)
+        yield step(shape.action(layer, Kind.F, microbatch))
+
+
+def accumulation_steps(shape: PipelineShape) -> Iterator[Step]:
+    """All micro-batches but the last, in the usual order: their gradients are only summed."""
+    for microbatch in range(shape.num_microbatches - 1):
+        yield from forward_steps(shape, microbatch)
+        for layer in reversed(range(shape.num_stages)):
+            yield step(shape.action(layer, Kind.I, microbatch))
+            yield step(shape.action(layer, Kind.W, microbatch))
+
+
+def conventional(*, num_stages: int, num_microbatches: int = 1, reduces: bool = False) -> Schedule:
+    """One device, W of a layer right after its I."""
+    shape = layers_shape(num_stages, num_microbatches, reduces)
+    last = num_microbatches - 1
+    steps = [*accumulation_steps(shape), *forward_steps(shape, last)]
+    for layer in reversed(range(num_stages)):
+        steps.append(step(shape.action(layer, Kind.I, last)))
+        steps.append(step(shape.action(layer, Kind.W, last)))
+        if reduces:
+            steps.append(step(Action(layer, Kind.G)))
+    return Schedule(name="conventional", shape=shape, devices=(tuple(steps),))

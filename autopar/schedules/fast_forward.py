@@ -1,0 +1,68 @@
+"""Gradient fast-forwarding with modulo allocation (Oh et al., EuroSys 2022).
+
+Stages are layers. Groups of ``group_size`` adjacent layers are dealt to the devices in turn, so
+every device is busy early. A device sends its input gradients on before it does any W; all W's of
+micro-batch m come before its first backward of m + 1; at most ``in_flight`` micro-batches are
+between their first forward and their last input gradient.
+"""
+
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.durations import Durations, Links
+from autopar.schedules.list_scheduler import Policy, kind_priority, list_schedule
+from autopar.schedules.schedule import PipelineShape, Schedule
+from autopar.schedules.shapes import looped_shape, require
+
+Edges = list[tuple[Action, Action]]
+
+
+def fast_forward(
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int | None = None,
+    group_size: int = 1,
+    in_flight: int | None = None,
+    durations: Durations | None = None,
+    links: Links | None = None,
+) -> Schedule:
+    """``num_devices`` defaults to half the stages, ``in_flight`` to the number of devices.
+
+    ``durations`` (default F = I = W = 1) and ``links`` decide which ready action comes first.
+    """
+    devices = num_devices if num_devices is not None else max(1, num_stages // 2)
+    require(
+        group_size >= 1 and 1 <= devices <= -(-num_stages // group_size),
+        f"fast_forward needs at least one group of layers a device, got {num_stages} layers in "
+        f"groups of {group_size} on {devices} devices",
+        f"use group_size={max(1, num_stages // max(1, devices))}",
+    )
+    limit = devices if in_flight is None else in_flight
+    require(limit >= 1, f"in_flight={limit} lets nothing start", "use in_flight=num_devices")
+    shape = looped_shape(num_stages, num_microbatches, devices, group_size)
+    policy = Policy(
+        priority=kind_priority((Kind.I, Kind.F, Kind.W)),
+        extra=(*_weights_before_next(shape), *_admission(shape, limit)),
+    )
+    costs = durations or Durations(F=1.0, I=1.0, W=1.0)
+    return list_schedule("fast_forward", shape, costs, policy, links=links)
+
+
+def _weights_before_next(shape: PipelineShape) -> Edges:
+    """On a device, every W of a micro-batch before the first backward of the next.
+
+    The device's deepest stage is always the first to run backward.
+    """
+    edges: Edges = []
+    for device in range(shape.num_devices):
+        stages = [stage for _, stage in shape.stages_on(device)]
+        for m in range(shape.num_microbatches - 1):
+            first = shape.action(max(stages), Kind.I, m + 1)
+            edges += [(shape.action(stage, Kind.W, m), first) for stage in stages]
+    return edges
+
+
+def _admission(shape: PipelineShape, in_flight: int) -> Edges:
+    return [
+        (shape.action(0, Kind.I, m), shape.action(0, Kind.F, m + in_flight))
+        for m in range(shape.num_microbatches - in_flight)
+    ]

@@ -1,0 +1,15 @@
+"""ZB-H1: zero bubble at 1F1B's memory. Bubble (D-1)(F+I-W) seconds, at most D activations."""
+
+from autopar.schedules.schedule import Schedule
+from autopar.schedules.zero_bubble import delayed_weights
+
+
+def zb_h1(*, num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B's forwards; stage s holds W back by s micro-batches."""
+    return delayed_weights(
+        "zb_h1",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        forwards_ahead=lambda stage: num_stages - 1 - stage,
+        weight_delay=lambda stage: stage,
+    )
