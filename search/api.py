@@ -8,6 +8,7 @@ from autopar.search.brute_force import BruteForce
 from autopar.search.constraints import apply_constraints
 from autopar.search.exact import EliminationSolver
 from autopar.search.ilp import IlpSolver
+from autopar.search.mcmc import McmcSolver
 from autopar.search.problem import Method, Problem, SearchError, Solution
 from autopar.search.solver import Options, Progress, Solver
 
@@ -15,6 +16,7 @@ SOLVERS: dict[Method, Solver] = {
     Method.ELIMINATION: EliminationSolver(),
     Method.ILP: IlpSolver(),
     Method.BRUTE_FORCE: BruteForce(),
+    Method.MCMC: McmcSolver(),
 }
 
 

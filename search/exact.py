@@ -1,14 +1,17 @@
 """The elimination solver: the order of least work, and one elimination.
 
-In: any problem whose tables fit the cap. Out: the optimum with its proof.
+In: any problem whose tables fit the cap. Out: the optimum with its proof; under a memory budget
+by branch and bound on Lagrangian bounds, each of which is an elimination.
 """
 
 from __future__ import annotations
 
 import math
 
-from autopar.search.elimination import best_program
-from autopar.search.problem import Method, Problem, SearchError
+from autopar.search.budget import solve_with_budget
+from autopar.search.elimination import Program, best_program
+from autopar.search.problem import Method, Problem
+from autopar.search.reduction import reduce_problem
 from autopar.search.solver import Capability, Options, Progress
 
 
@@ -16,7 +19,7 @@ class EliminationSolver:
     """PaSE's recurrence over the best of several orders."""
 
     method = Method.ELIMINATION
-    capability = Capability(memory=False, proves=True, bounds=True)
+    capability = Capability(memory=True, proves=True, bounds=True)
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
         """Tables over the cap whatever the order."""
@@ -26,15 +29,26 @@ class EliminationSolver:
         return f"{program.size_bytes:.3g} bytes of tables, over {options.table_cap_bytes:.3g}"
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """Eliminate; the optimum is also the bound."""
-        progress.enter(self.method)
+        """Eliminate; under a budget that the optimum breaks, branch on Lagrangian bounds."""
         program = best_program(problem.node_costs, problem.edge_costs)
-        cap_bytes = progress.options.table_cap_bytes
-        values = program.run(problem.node_costs, problem.edge_costs, cap_bytes)
-        if values.optimum == math.inf:
-            progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        eliminate(problem, program, progress)
+        if progress.done or problem.budgets is None:
             return
-        assignment = program.assignment(values)
-        progress.raise_bound(min(values.optimum, problem.cost(assignment)))
-        if not progress.offer(assignment) and not problem.fits(assignment):
-            raise SearchError("the unconstrained optimum is over the memory budget")
+        reduction = reduce_problem(problem)
+        assert reduction is not None, "an assignment of finite cost exists"
+        solve_with_budget(reduction, progress, use_ilp=False)
+
+
+def eliminate(problem: Problem, program: Program, progress: Progress) -> None:
+    """The optimum without the budget: a bound, and the answer if it keeps the budget."""
+    progress.enter(Method.ELIMINATION)
+    cap_bytes = progress.options.table_cap_bytes
+    values = program.run(problem.node_costs, problem.edge_costs, cap_bytes)
+    if values.optimum == math.inf:
+        progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        return
+    assignment = program.assignment(values)
+    progress.raise_bound(min(values.optimum, problem.cost(assignment)))
+    progress.offer(assignment)
+    if problem.fits(assignment):
+        progress.raise_bound(progress.cost)

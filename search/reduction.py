@@ -57,10 +57,16 @@ def reduce_problem(problem: Problem, *, dominance: bool = True) -> Reduction | N
         alive = _undominated(reduction.problem)
         if all(mask.all() for mask in alive):
             break
-        inner = restrict(reduction.problem, alive)
-        keep = tuple(kept[more] for kept, more in zip(reduction.keep, inner.keep))
-        reduction = Reduction(problem=_without_separable(inner.problem), keep=keep)
+        reduction = compose(reduction, alive)
+        reduction = replace(reduction, problem=_without_separable(reduction.problem))
     return reduction
+
+
+def compose(outer: Reduction, masks: Iterable[Array]) -> Reduction:
+    """``outer`` with only the choices of its smaller problem whose mask is True."""
+    inner = restrict(outer.problem, masks)
+    keep = tuple(kept[more] for kept, more in zip(outer.keep, inner.keep))
+    return Reduction(problem=inner.problem, keep=keep)
 
 
 def dominance_operations(problem: Problem) -> float:

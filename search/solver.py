@@ -7,9 +7,10 @@ assignment so far and a valid bound are there, and ``Progress.solution`` turns t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +77,7 @@ class Progress:
         self.problem = problem
         self.options = options
         self.start_s = time.perf_counter()
+        self.limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
         self.assignment: tuple[int, ...] = ()
         self.cost = math.inf
         self.bound = -math.inf
@@ -92,8 +94,17 @@ class Progress:
     @property
     def remaining_s(self) -> float:
         """Seconds left, +inf without a limit."""
-        limit = self.options.time_limit_s
-        return math.inf if limit is None else limit - self.elapsed_s
+        return self.limit_s - self.elapsed_s
+
+    @contextlib.contextmanager
+    def limited_to(self, time_s: float) -> Iterator[None]:
+        """Within the block, ``remaining_s`` is at most this."""
+        limit = self.limit_s
+        self.limit_s = min(limit, self.elapsed_s + time_s)
+        try:
+            yield
+        finally:
+            self.limit_s = limit
 
     @property
     def gap(self) -> float:

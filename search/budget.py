@@ -1,0 +1,175 @@
+"""The search within a memory budget: Lagrangian bounds, then whatever closes the gap.
+
+In: a problem with budgets whose elimination fits the table cap. Out, on the ``Progress``: the
+optimum, or the best found and a bound, or the least feasible budget.
+
+The steps, each left as soon as the gap is closed: is the budget feasible at all; the best prices;
+mixtures of dear and frugal assignments; the choices no better assignment takes are removed; the
+rest goes to the ILP, first with only the choices seen so far, or to branch and bound on L.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from autopar.search import ilp
+from autopar.search.lagrangian import Lagrangian, Point
+from autopar.search.problem import Array
+from autopar.search.reduction import Reduction, compose, reduce_problem
+from autopar.search.solver import Progress
+
+_POOL_SHARE = 0.35  # of the time left, for the ILP over the choices seen so far
+_SMALL = 60_000  # edge variables up to which the whole ILP is tried before branching on L
+
+
+def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool) -> None:
+    """Close the gap as far as the time allows; raises ``TableTooLargeError`` over the cap."""
+    progress.enter("lagrangian")
+    dual = Lagrangian(reduction, progress)
+    if not _is_feasible(dual, progress):
+        return
+    best = dual.maximise()
+    if progress.done:
+        return
+    dual.mix()
+    if progress.done:
+        return
+    left = dual.fix(best) if progress.assignment else reduction
+    if left is None:
+        progress.raise_bound(progress.cost)
+        return
+    if use_ilp:
+        _by_ilp(dual, left, progress)
+    if not progress.done:
+        floor = progress.cost if progress.assignment else math.inf
+        branch_and_bound(left, progress, best.prices, floor)
+
+
+def _is_feasible(dual: Lagrangian, progress: Progress) -> bool:
+    """Offer the most frugal assignment; report a budget that no assignment keeps."""
+    frugal = dual.least_memory([1.0] * len(dual.groups))
+    progress.offer(dual.reduction.lift(frugal))
+    if progress.assignment:
+        return True
+    budgets = dual.problem.budgets
+    assert budgets is not None
+    least = dual.least_of_each_group()
+    if all(used <= budgets[g] for g, used in zip(dual.groups, least)):
+        return True
+    report_least_budget(dual.reduction, progress)
+    return False
+
+
+def report_least_budget(reduction: Reduction, progress: Progress) -> None:
+    """INFEASIBLE, with the least number of bytes that would do for every group."""
+    left_s = None if math.isinf(progress.remaining_s) else max(1.0, progress.remaining_s)
+    least = ilp.least_budget(reduction.problem, left_s)
+    if least is None:
+        progress.prove_infeasible("no assignment keeps the memory budget")
+    else:
+        progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
+
+
+def _by_ilp(dual: Lagrangian, left: Reduction, progress: Progress) -> None:
+    """The ILP over the choices seen so far (no bound), then over all that are left."""
+    if _num_pairs(left) > _SMALL:
+        pool = reduce_within(dual.pool())
+        if pool is not None:
+            progress.enter("ilp")
+            with progress.limited_to(_POOL_SHARE * progress.remaining_s):
+                ilp.solve_reduced(pool, progress, floor=-math.inf)
+    if progress.done:
+        return
+    smaller = reduce_within(left)
+    floor = progress.cost
+    if smaller is None:
+        progress.raise_bound(floor)
+        return
+    if ilp.IlpSolver().refuses(smaller.problem, progress.options) is None:
+        progress.enter("ilp")
+        ilp.solve_reduced(smaller, progress, floor=floor)
+
+
+def reduce_within(outer: Reduction) -> Reduction | None:
+    """Reduce a smaller problem once more."""
+    inner = reduce_problem(outer.problem)
+    if inner is None:
+        return None
+    keep = tuple(kept[more] for kept, more in zip(outer.keep, inner.keep))
+    return Reduction(problem=inner.problem, keep=keep)
+
+
+def _num_pairs(reduction: Reduction) -> int:
+    return sum(table.size for table in reduction.problem.edge_costs.values())
+
+
+def branch_and_bound(
+    root: Reduction, progress: Progress, prices: Sequence[float], floor: float
+) -> None:
+    """Split the choices of one node at a time, the branch of least L first.
+
+    floor: a bound on every assignment outside ``root``.
+    """
+    progress.enter("branch_and_bound")
+    count = itertools.count()
+    heap: list[tuple[float, int, Reduction, tuple[float, ...]]] = []
+    heapq.heappush(heap, (progress.bound, next(count), root, tuple(prices)))
+    while heap:
+        bound = heap[0][0]
+        progress.raise_bound(min(bound, floor, progress.cost))
+        if progress.done:
+            return
+        _, _, branch, start = heapq.heappop(heap)
+        dual = Lagrangian(branch, progress, floor=-math.inf)
+        if not _can_fit(dual):
+            continue
+        best = dual.maximise(start)
+        if progress.remaining_s <= 0:
+            return
+        if best.value >= progress.cost:
+            continue
+        for masks in _split(dual, best):
+            heapq.heappush(heap, (best.value, next(count), compose(branch, masks), best.prices))
+    if progress.assignment:
+        progress.raise_bound(min(floor, progress.cost))
+    else:
+        report_least_budget(root, progress)
+
+
+def _can_fit(dual: Lagrangian) -> bool:
+    """Offer the branch's most frugal assignment; False if some group is over whatever it takes."""
+    budgets, frugal = dual.problem.budgets, dual.least_memory([1.0] * len(dual.groups))
+    if dual.problem.cost(frugal) == math.inf:
+        return False
+    assert budgets is not None
+    if dual.problem.fits(frugal):
+        dual.progress.offer(dual.reduction.lift(frugal))
+        return True
+    least = dual.least_of_each_group()
+    return all(used <= budgets[g] for g, used in zip(dual.groups, least))
+
+
+def _split(dual: Lagrangian, best: Point) -> list[list[Array]]:
+    """Two sets of masks that share the branch's assignments; none if only one is left."""
+    sizes = [len(cost) for cost in dual.problem.node_costs]
+    open_nodes = [node for node, size in enumerate(sizes) if size > 1]
+    if not open_nodes:
+        return []
+    ends = dual.ends()
+    dear = best if ends is None else ends[0]
+    other = best if ends is None else ends[1]
+    memory = dual.problem.node_memory
+    assert memory is not None
+
+    def weight(node: int) -> tuple[bool, float]:
+        first, second = dear.assignment[node], other.assignment[node]
+        return first != second, float(abs(memory[node][first] - memory[node][second]))
+
+    node = max(open_nodes, key=weight)
+    taken = np.arange(sizes[node]) == dear.assignment[node]
+    whole = [np.ones(size, dtype=bool) for size in sizes]
+    return [[*whole[:node], mask, *whole[node + 1 :]] for mask in (taken, ~taken)]

@@ -1,0 +1,146 @@
+"""FlexFlow's Markov-chain search: the baseline that exact plans are held against.
+
+In: any problem. Out: the best assignment met, and no bound. As in FlexFlow (Jia, MLSys 2019), a
+step proposes a random choice for a random node and takes it with probability
+min(1, exp(beta (F(x) - F(x')))); the chain starts from the warm start, or from each node's
+cheapest choice, and is started again from the best known when it has gone half of its budget
+without a better one. Assignments over the memory budget pay for what they are over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from autopar.search.problem import Array, Method, Problem
+from autopar.search.solver import Capability, Options, Progress
+
+_STEPS_PER_NODE = 500
+_MIN_STEPS = 20_000
+_CLOCK_EVERY = 256
+_SHARE = 0.02  # 1/beta starts at this part of the mean cost of a node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McmcSolver:
+    """Metropolis sampling over single-node changes; equal seeds give equal answers.
+
+    num_steps: by default 500 a node. A time limit may end the chain sooner.
+    """
+
+    num_steps: int | None = None
+
+    @property
+    def method(self) -> Method:
+        """The name of the solver."""
+        return Method.MCMC
+
+    @property
+    def capability(self) -> Capability:
+        """It keeps budgets, and proves nothing."""
+        return Capability(memory=True, proves=False, bounds=False)
+
+    def refuses(self, problem: Problem, options: Options) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def run(self, problem: Problem, progress: Progress) -> None:
+        """Walk until the steps or the time are spent."""
+        progress.enter(Method.MCMC)
+        num_steps = self.num_steps or max(_MIN_STEPS, _STEPS_PER_NODE * problem.num_nodes)
+        generator = np.random.default_rng(progress.options.seed)
+        chain = Chain(problem, progress.assignment or cheapest_choices(problem))
+        progress.offer(chain.assignment)
+        best_energy = math.inf
+        since_better = 0
+        temperature = chain.temperature()
+        nodes = generator.integers(problem.num_nodes, size=num_steps)
+        draws = generator.random((2, num_steps))
+        for step in range(num_steps):
+            if step % _CLOCK_EVERY == 0 and progress.remaining_s <= 0:
+                return
+            node = int(nodes[step])
+            choice = int(draws[0, step] * problem.num_choices(node))
+            change = chain.change(node, choice)
+            if change > 0 and draws[1, step] >= math.exp(-change / temperature):
+                since_better += 1
+                continue
+            chain.move(node, choice, change)
+            since_better += 1
+            if chain.energy < best_energy:
+                best_energy, since_better = chain.energy, 0
+                progress.offer(chain.assignment)
+            elif since_better > num_steps // 2 and progress.assignment:
+                chain = Chain(problem, progress.assignment)
+                since_better = 0
+
+
+class Chain:
+    """An assignment with its energy: the cost, and what it is over budget at a steep price."""
+
+    def __init__(self, problem: Problem, assignment: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.assignment = list(assignment)
+        self.near: list[list[tuple[int, Array]]] = [[] for _ in assignment]
+        for (i, j), table in problem.edge_costs.items():
+            self.near[i].append((j, table))
+            self.near[j].append((i, table.T))
+        self.used = list(problem.memory(assignment))
+        spread = [float(c[c < math.inf].mean()) for c in problem.node_costs if (c < math.inf).any()]
+        self.price = math.fsum(abs(each) for each in spread) or 1.0
+        self.energy = problem.cost(assignment) + self.price * self._over(self.used)
+
+    def temperature(self) -> float:
+        """1 / beta, in seconds."""
+        return _SHARE * self.price / max(1, len(self.assignment)) or 1.0
+
+    def change(self, node: int, choice: int) -> float:
+        """The energy of the proposal minus the current one; +inf for what is forbidden."""
+        old = self.assignment[node]
+        cost = self.problem.node_costs[node]
+        after, before = cost.item(choice), cost.item(old)
+        for other, table in self.near[node]:
+            taken = self.assignment[other]
+            after += table.item(choice, taken)
+            before += table.item(old, taken)
+        if after == math.inf:
+            return 0.0 if before == math.inf else math.inf
+        if before == math.inf:
+            return -math.inf
+        memory = self.problem.node_memory
+        if memory is None or self.problem.budgets is None:
+            return after - before
+        moved = self._moved(node, choice)
+        return after - before + self.price * (self._over(moved) - self._over(self.used))
+
+    def move(self, node: int, choice: int, change: float) -> None:
+        """Take the proposal."""
+        if self.used:
+            self.used = self._moved(node, choice)
+        self.assignment[node] = choice
+        if math.isfinite(self.energy) and math.isfinite(change):
+            self.energy += change
+        else:
+            self.energy = self.problem.cost(self.assignment) + self.price * self._over(self.used)
+
+    def _moved(self, node: int, choice: int) -> list[float]:
+        memory = self.problem.node_memory
+        assert memory is not None
+        moved = list(self.used)
+        each = memory[node]
+        moved[self.problem.group(node)] += each.item(choice) - each.item(self.assignment[node])
+        return moved
+
+    def _over(self, used: list[float]) -> float:
+        budgets = self.problem.budgets
+        if budgets is None:
+            return 0.0
+        return math.fsum(
+            max(0.0, u - b) / (b or 1.0) for u, b in zip(used, budgets) if b < math.inf
+        )
+
+
+def cheapest_choices(problem: Problem) -> tuple[int, ...]:
+    """Each node's cheapest choice by its own cost, edges left out; ties to the lowest."""
+    return tuple(int(cost.argmin()) for cost in problem.node_costs)
