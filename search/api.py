@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autopar.search.auto import AutoSolver
 from autopar.search.brute_force import BruteForce
 from autopar.search.constraints import apply_constraints
 from autopar.search.exact import EliminationSolver
@@ -13,6 +14,7 @@ from autopar.search.problem import Method, Problem, SearchError, Solution
 from autopar.search.solver import Options, Progress, Solver
 
 SOLVERS: dict[Method, Solver] = {
+    Method.AUTO: AutoSolver(),
     Method.ELIMINATION: EliminationSolver(),
     Method.ILP: IlpSolver(),
     Method.BRUTE_FORCE: BruteForce(),
@@ -51,7 +53,7 @@ def solve(
         names = ", ".join(repr(str(each)) for each in Method)
         raise SearchError(f"unknown method {method!r}; use one of {names}") from None
     problem = apply_constraints(problem)
-    solver = SOLVERS[Method.ELIMINATION if wanted is Method.AUTO else wanted]
+    solver = SOLVERS[wanted]
     refusal = solver.refuses(problem, options)
     if refusal is not None:
         raise SearchError(f"method {str(wanted)!r} cannot take this problem: {refusal}")

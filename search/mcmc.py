@@ -2,9 +2,9 @@
 
 In: any problem. Out: the best assignment met, and no bound. As in FlexFlow (Jia, MLSys 2019), a
 step proposes a random choice for a random node and takes it with probability
-min(1, exp(beta (F(x) - F(x')))); the chain starts from the warm start, or from each node's
-cheapest choice, and is started again from the best known when it has gone half of its budget
-without a better one. Assignments over the memory budget pay for what they are over.
+min(1, exp(beta (F(x) - F(x')))), with beta raised twice. The chain starts from the warm start, or
+from each node's cheapest choice, and again from the best known when it has gone half of its
+steps without a better one. Assignments over the memory budget pay for what they are over.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from autopar.search.problem import Array, Method, Problem
 from autopar.search.solver import Capability, Options, Progress
 
-_STEPS_PER_NODE = 500
+_STEPS_PER_NODE = 3_000
 _MIN_STEPS = 20_000
 _CLOCK_EVERY = 256
-_SHARE = 0.02  # 1/beta starts at this part of the mean cost of a node
+_SHARES = (1.0, 0.3, 0.1)  # 1/beta, in turn, as a part of the nodes' mean cheapest cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McmcSolver:
     """Metropolis sampling over single-node changes; equal seeds give equal answers.
 
-    num_steps: by default 500 a node. A time limit may end the chain sooner.
+    num_steps: by default 3,000 a node. A time limit may end the chain sooner.
     """
 
     num_steps: int | None = None
@@ -54,12 +54,13 @@ class McmcSolver:
         progress.offer(chain.assignment)
         best_energy = math.inf
         since_better = 0
-        temperature = chain.temperature()
+        unit_s = chain.unit_s()
         nodes = generator.integers(problem.num_nodes, size=num_steps)
         draws = generator.random((2, num_steps))
         for step in range(num_steps):
             if step % _CLOCK_EVERY == 0 and progress.remaining_s <= 0:
                 return
+            temperature = unit_s * _SHARES[step * len(_SHARES) // num_steps]
             node = int(nodes[step])
             choice = int(draws[0, step] * problem.num_choices(node))
             change = chain.change(node, choice)
@@ -87,13 +88,13 @@ class Chain:
             self.near[i].append((j, table))
             self.near[j].append((i, table.T))
         self.used = list(problem.memory(assignment))
-        spread = [float(c[c < math.inf].mean()) for c in problem.node_costs if (c < math.inf).any()]
-        self.price = math.fsum(abs(each) for each in spread) or 1.0
+        cheapest = [float(cost.min()) for cost in problem.node_costs]
+        self.price = math.fsum(abs(each) for each in cheapest if each < math.inf) or 1.0
         self.energy = problem.cost(assignment) + self.price * self._over(self.used)
 
-    def temperature(self) -> float:
-        """1 / beta, in seconds."""
-        return _SHARE * self.price / max(1, len(self.assignment)) or 1.0
+    def unit_s(self) -> float:
+        """The mean over nodes of their cheapest choice's cost, to which 1 / beta relates."""
+        return self.price / max(1, len(self.assignment))
 
     def change(self, node: int, choice: int) -> float:
         """The energy of the proposal minus the current one; +inf for what is forbidden."""

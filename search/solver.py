@@ -162,6 +162,8 @@ class Progress:
         status, message = Status.OPTIMAL, "proved optimal"
         if not math.isfinite(self.cost):
             status, message = Status.UNKNOWN, "stopped before any assignment was found"
+        elif not math.isfinite(bound):
+            status, message = Status.FEASIBLE, "no bound is known"
         elif gap > OPTIMAL_GAP:
             status, message = Status.FEASIBLE, f"within {gap:.3%} of the optimum"
         return Solution(

@@ -1,0 +1,189 @@
+"""``auto``: the solvers in the order in which they pay, with the best so far always at hand.
+
+In: any problem. Out: the optimum where it is affordable, else the best found and a valid bound.
+
+1. Elimination, if its tables fit the cap and its work is small; reductions first if they are
+   cheaper than what they save.
+2. Under a budget that the optimum breaks: Lagrangian bounds, ILP, branch and bound (``budget``).
+3. Too dense to eliminate: message passing bounds and local search in turns; choices ruled out
+   are removed, and elimination is tried again on what is left; then the ILP.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.search import ilp
+from autopar.search.budget import reduce_within, report_least_budget, solve_with_budget
+from autopar.search.elimination import Program, best_program
+from autopar.search.exact import eliminate
+from autopar.search.local_search import descend, improve
+from autopar.search.mcmc import McmcSolver, cheapest_choices
+from autopar.search.messages import Messages
+from autopar.search.problem import Method, Problem
+from autopar.search.reduction import Reduction, compose, dominance_operations, reduce_problem
+from autopar.search.solver import Capability, Options, Progress
+
+_OPERATIONS_PER_S = 5e8
+_MOST_OPERATIONS = 2e10  # without a time limit
+_ROUNDS = 12
+_SWEEPS = 40
+_STALL = 1e-4
+
+
+class AutoSolver:
+    """All methods, cheapest proof first."""
+
+    method = Method.AUTO
+    capability = Capability(memory=True, proves=True, bounds=True)
+
+    def refuses(self, problem: Problem, options: Options) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def run(self, problem: Problem, progress: Progress) -> None:
+        """See the module's docstring."""
+        program = best_program(problem.node_costs, problem.edge_costs)
+        if program.num_operations <= 2 * dominance_operations(problem) and _affordable(
+            program, progress
+        ):
+            eliminate(problem, program, progress)
+            if progress.done or problem.budgets is None:
+                return
+        reduction = reduce_problem(problem)
+        if reduction is None:
+            progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+            return
+        program = best_program(reduction.problem.node_costs, reduction.problem.edge_costs)
+        if not _affordable(program, progress):
+            _dense(reduction, progress)
+            return
+        if progress.bound == -math.inf:
+            eliminate_reduced(reduction, program, progress)
+        if not progress.done and problem.budgets is not None:
+            solve_with_budget(reduction, progress, use_ilp=True)
+
+
+def _affordable(program: Program, progress: Progress) -> bool:
+    if program.size_bytes > progress.options.table_cap_bytes:
+        return False
+    most = min(_MOST_OPERATIONS, _OPERATIONS_PER_S * 0.5 * progress.remaining_s)
+    return program.num_operations <= most
+
+
+def eliminate_reduced(reduction: Reduction, program: Program, progress: Progress) -> None:
+    """Elimination of a reduced problem, for ``progress`` on the original one."""
+    progress.enter(Method.ELIMINATION)
+    inner = reduction.problem
+    cap_bytes = progress.options.table_cap_bytes
+    values = program.run(inner.node_costs, inner.edge_costs, cap_bytes)
+    if values.optimum == math.inf:
+        progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        return
+    assignment = reduction.lift(program.assignment(values))
+    progress.raise_bound(min(values.optimum, progress.problem.cost(assignment)))
+    progress.offer(assignment)
+    if progress.problem.fits(assignment):
+        progress.raise_bound(progress.cost)
+
+
+def _dense(reduction: Reduction, progress: Progress) -> None:
+    """Bounds and assignments in turns, until the rest can be eliminated or given to the ILP."""
+    if progress.problem.budgets is None:
+        left = _squeeze(reduction, progress)
+        if left is None or progress.done:
+            return
+        reduction = left
+    else:
+        progress.enter(Method.MCMC)
+        with progress.limited_to(0.2 * progress.remaining_s):
+            McmcSolver().run(progress.problem, progress)
+    floor = progress.cost if progress.problem.budgets is None else math.inf
+    if ilp.IlpSolver().refuses(reduction.problem, progress.options) is None:
+        progress.enter(Method.ILP)
+        ilp.solve_reduced(reduction, progress, floor=floor)
+    if not progress.assignment and progress.infeasible is None and not progress.done:
+        report_least_budget(reduction, progress)
+
+
+def _squeeze(reduction: Reduction, progress: Progress) -> Reduction | None:
+    """Message passing and local search; None when that closed the gap, else what is left."""
+    progress.enter("messages")
+    current = reduction.lower(progress.assignment) if progress.assignment else None
+    best = descend(reduction.problem, current or cheapest_choices(reduction.problem))
+    progress.offer(reduction.lift(best))
+    for _ in range(_ROUNDS):
+        before = progress.bound
+        messages = Messages(reduction.problem)
+        floor = progress.cost if progress.assignment else math.inf
+        _sweep(messages, reduction, progress, floor)
+        if progress.done:
+            return None
+        if progress.assignment:
+            left = compose_possible(messages, reduction, progress)
+            if left is None:
+                progress.raise_bound(progress.cost)
+                return None
+            program = best_program(left.problem.node_costs, left.problem.edge_costs)
+            if _affordable(program, progress):
+                _finish(left, program, progress)
+                return None
+            shrunk = _num_choices(left) < _num_choices(reduction)
+            reduction = left
+            if not shrunk and progress.bound - before <= _STALL * abs(progress.cost):
+                break
+    return reduction
+
+
+def _sweep(messages: Messages, reduction: Reduction, progress: Progress, floor: float) -> None:
+    """Sweeps until the bound stalls, with an assignment decoded and improved now and then."""
+    last = -math.inf
+    for sweep in range(_SWEEPS):
+        messages.sweep(forward=True)
+        messages.sweep(forward=False)
+        if sweep % 5 and sweep != _SWEEPS - 1:
+            if progress.remaining_s <= 0:
+                return
+            continue
+        bound = messages.bound()
+        progress.raise_bound(min(bound, floor))
+        best = descend(reduction.problem, messages.decode())
+        progress.offer(reduction.lift(best))
+        if progress.done or bound - last <= 1e-6 * abs(bound):
+            break
+        last = bound
+    if progress.done or not progress.assignment:
+        return
+    start = reduction.lower(progress.assignment) or best
+    until_s = progress.elapsed_s + min(5.0, 0.2 * progress.remaining_s)
+    improve(
+        reduction.problem,
+        progress,
+        lambda better: progress.offer(reduction.lift(better)),
+        start,
+        until_s=until_s,
+    )
+
+
+def compose_possible(
+    messages: Messages, reduction: Reduction, progress: Progress
+) -> Reduction | None:
+    """What is left of the choices below the best known cost, reduced again."""
+    masks = messages.possible(progress.cost)
+    if not all(mask.any() for mask in masks):
+        return None
+    return reduce_within(compose(reduction, masks))
+
+
+def _finish(left: Reduction, program: Program, progress: Progress) -> None:
+    """Eliminate what is left; all else costs at least what the best known did."""
+    progress.enter(Method.ELIMINATION)
+    inner = left.problem
+    values = program.run(inner.node_costs, inner.edge_costs, progress.options.table_cap_bytes)
+    if values.optimum < math.inf:
+        progress.offer(left.lift(program.assignment(values)))
+    progress.raise_bound(progress.cost)
+
+
+def _num_choices(reduction: Reduction) -> int:
+    return sum(len(kept) for kept in reduction.keep)
