@@ -1,0 +1,105 @@
+"""Add gradient reductions to a schedule, eagerly only where a bubble hides them.
+
+Comes in: a schedule without G and the costs. Goes out: the schedule with one G a stage and replica.
+A reduction that starts while the device still computes competes with it for memory bandwidth and
+launches; it pays only where the device would idle anyway. Chimera (SC 2021, section 3.3) reduces
+its edge stages eagerly and the middle ones at the end, for that reason.
+"""
+
+from dataclasses import replace
+
+from autopar.errors import ScheduleError
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.durations import Durations, Links
+from autopar.schedules.schedule import Resource, Schedule, Step, step
+from autopar.schedules.simulator import simulate
+from autopar.schedules.timeline import Interval, Timeline, covered_s
+
+StageCopy = tuple[int, int]  # (replica, stage)
+
+
+def with_reductions(
+    schedule: Schedule,
+    durations: Durations,
+    links: Links | None = None,
+    *,
+    hidden_share: float = 0.5,
+) -> Schedule:
+    """The schedule with its reductions.
+
+    A reduction is eager when, issued right after its stage's last W or B, at least
+    ``hidden_share`` of its time falls into its devices' idle time before their last compute
+    action; all others are issued at the end of their device's list.
+    """
+    if schedule.shape.reduces:
+        raise ScheduleError(f"schedule {schedule.name!r} already reduces its gradients")
+    shape = schedule.shape
+    copies = {
+        (replica, stage)
+        for replica in range(shape.num_replicas)
+        for stage in range(shape.num_stages)
+    }
+    timeline = simulate(_placed(schedule, copies), durations, links)
+    compute = [_compute(timeline, device) for device in range(shape.num_devices)]
+    hidden: dict[StageCopy, float] = {}
+    for item in timeline.intervals:
+        if item.action.kind is Kind.G:
+            hidden[item.action.replica, item.action.stage] = _hidden_share(
+                item, compute[item.device]
+            )
+    eager = {
+        (replica, stage)
+        for replica, stage in copies
+        if min(hidden[other, stage] for other in range(shape.num_replicas)) >= hidden_share
+    }
+    return _placed(schedule, eager)
+
+
+def _compute(timeline: Timeline, device: int) -> list[tuple[float, float]]:
+    return [
+        (item.start_s, item.end_s)
+        for item in timeline.of_device(device)
+        if item.resource in (Resource.MAIN, Resource.SIDE)
+    ]
+
+
+def _hidden_share(item: Interval, compute: list[tuple[float, float]]) -> float:
+    """The share of the reduction inside bubbles that come before the device's last action."""
+    if item.duration_s <= 0.0:
+        return 1.0
+    last = max(end for _, end in compute)
+    inside = max(0.0, min(item.end_s, last) - item.start_s)
+    clipped = [
+        (max(start, item.start_s), min(end, item.end_s))
+        for start, end in compute
+        if end > item.start_s and start < item.end_s
+    ]
+    return (inside - covered_s(clipped)) / item.duration_s
+
+
+def _placed(schedule: Schedule, eager: set[StageCopy]) -> Schedule:
+    shape = schedule.shape
+    devices: list[tuple[Step, ...]] = []
+    for device, steps in enumerate(schedule.devices):
+        own = shape.stages_on(device)
+        last: dict[StageCopy, int] = {}
+        for place, item in enumerate(steps):
+            if item.action.kind in (Kind.W, Kind.B):
+                last[item.action.replica, item.action.stage] = place
+        ends = {place: copy for copy, place in last.items() if copy in eager}
+        listed: list[Step] = []
+        for place, item in enumerate(steps):
+            listed.append(item)
+            if place in ends:
+                listed.append(_reduction(ends[place]))
+        late = sorted(
+            (copy for copy in own if copy not in ends.values()),
+            key=lambda copy: last.get(copy, -1),
+        )
+        devices.append((*listed, *(_reduction(copy) for copy in late)))
+    return replace(schedule, shape=replace(shape, reduces=True), devices=tuple(devices))
+
+
+def _reduction(copy: StageCopy) -> Step:
+    replica, stage = copy
+    return step(Action(stage, Kind.G, replica=replica))
