@@ -34,7 +34,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +74,14 @@ def packed(value: object) -> Iterator[Message]:
     Raises what pickling raises; nothing has been sent then.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(value)
-    segment_fd = pickler.write_segment()
+    segment = _SegmentWriter()
+    _Pickler(buffer, segment).dump(value)
+    segment_fd = segment.write()
     try:
         yield Message(
             payload=buffer.getvalue(),
             segment_fd=segment_fd,
-            segment_size_bytes=pickler.segment_size_bytes,
+            segment_size_bytes=segment.size_bytes,
         )
     finally:
         if segment_fd is not None:
@@ -111,37 +111,47 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
     # class (cloudpickle's) has an attribute of this name.
     dispatch_table = pickle.Pickler.dispatch_table  # type: ignore[assignment]
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, segment: "_SegmentWriter") -> None:
         super().__init__(file)
         torch_reducers = self.dispatch_table  # copyreg's and torch's, set by ForkingPickler
-        self._reduce_other_tensor = torch_reducers[torch.Tensor]
-        self._reduce_other_storage = torch_reducers[torch.UntypedStorage]
-        ours = {
-            torch.Tensor: self._reduce_tensor,
-            Parameter: self._reduce_tensor,
-            torch.UntypedStorage: self._reduce_storage,
-        }
+        segment.reduce_other_tensor = torch_reducers[torch.Tensor]
+        segment.reduce_other_storage = torch_reducers[torch.UntypedStorage]
         self.dispatch_table = {
             **cloudpickle.Pickler.dispatch_table,
             **torch_reducers,
-            **ours,  # type: ignore[dict-item]
+            torch.Tensor: segment.reduce_tensor,
+            Parameter: segment.reduce_tensor,
+            torch.UntypedStorage: segment.reduce_storage,
         }
-        self._spans: dict[tuple[int, int, int], _Span] = {}
-        self._sources: list[tuple[_Span, torch.Tensor]] = []
-        self.segment_size_bytes = 0
 
     def persistent_id(self, obj: object) -> tuple[int, int] | None:
         if type(obj) is _Span:
             return (obj.offset_bytes, obj.size_bytes)
         return None
 
-    def write_segment(self) -> int | None:
+
+class _SegmentWriter:
+    """Reduces tensors to spans of a segment, which it lays out and, at the end, writes.
+
+    Apart from the pickler, which would otherwise be in a reference cycle with its own table of
+    reducers and keep the tensors of old messages alive until the garbage collector's next round.
+    """
+
+    reduce_other_tensor: Callable[[torch.Tensor], Any]
+    reduce_other_storage: Callable[[torch.UntypedStorage], Any]
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[int, int, int], _Span] = {}
+        self._sources: list[tuple[_Span, torch.Tensor]] = []
+        self.size_bytes = 0
+
+    def write(self) -> int | None:
         """Copy the tensors met so far into a new segment; its descriptor, None without tensors."""
-        if not self.segment_size_bytes:
+        if not self.size_bytes:
             return None
-        segment_fd = _new_segment(self.segment_size_bytes)
+        segment_fd = _new_segment(self.size_bytes)
         try:
-            segment = mmap.mmap(segment_fd, self.segment_size_bytes)
+            segment = mmap.mmap(segment_fd, self.size_bytes)
             for span, source in self._sources:
                 torch.frombuffer(
                     segment, dtype=torch.uint8, count=span.size_bytes, offset=span.offset_bytes
@@ -151,15 +161,17 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
             raise
         return segment_fd
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+    def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} is the result of a differentiable "
                 "operation; only its values can be sent to another process: pass tensor.detach()"
             )
+        if tensor.is_quantized:  # torch's own reduction loses the scale in silence
+            raise ValueError("a quantized tensor cannot be sent; pass tensor.dequantize()")
         plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_nested:
-            return self._reduce_other_tensor(tensor)
+        if not plain or tensor.is_nested:
+            return self.reduce_other_tensor(tensor)
         tensor = tensor.resolve_conj().resolve_neg()
         size, stride = tuple(tensor.shape), tensor.stride()
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -178,9 +190,9 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
             is_parameter,
         )
 
-    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+    def reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
-            return self._reduce_other_storage(storage)
+            return self.reduce_other_storage(storage)
         span = self._span(storage, start_bytes=0, size_bytes=storage.nbytes())
         return _rebuild_storage, (span,)
 
@@ -189,11 +201,11 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
             return _Span(offset_bytes=0, size_bytes=0)
         key = (storage.data_ptr(), start_bytes, size_bytes)
         if key not in self._spans:
-            offset_bytes = -(-self.segment_size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset_bytes = -(-self.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             span = _Span(offset_bytes=offset_bytes, size_bytes=size_bytes)
             source = torch.empty(0, dtype=torch.uint8)
             source.set_(storage, start_bytes, (size_bytes,), (1,))
-            self.segment_size_bytes = offset_bytes + size_bytes
+            self.size_bytes = offset_bytes + size_bytes
             self._spans[key] = span
             self._sources.append((span, source))
         return self._spans[key]

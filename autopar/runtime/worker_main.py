@@ -97,7 +97,8 @@ def main(socket_fd: int, parent_pid: int) -> None:
     sys.argv = ["autopar-worker"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.
+            stream.reconfigure(line_buffering=True, write_through=False)
     channel = Channel(socket.socket(fileno=socket_fd))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()

@@ -259,10 +259,8 @@ class WorkerGroup:
             done = {*values, *(trouble.rank for trouble in troubles)}
             waiting = [worker for worker in self._workers if worker.rank not in done]
             left_s = min(settled_s, deadline_s) - time.monotonic()
-            if left_s <= 0:
-                break
             ready = multiprocessing.connection.wait(
-                [worker.channel.fileno() for worker in waiting], min(left_s, _POLL_S)
+                [worker.channel.fileno() for worker in waiting], max(0, min(left_s, _POLL_S))
             )
             for worker in waiting:
                 if worker.channel.fileno() in ready:
@@ -277,6 +275,8 @@ class WorkerGroup:
                     settled_s = min(settled_s, now_s if outcome.died else now_s + _SETTLE_S)
                 else:
                     values[worker.rank] = outcome.value
+            if left_s <= 0:
+                break
         if self.closed:
             raise WorkerError(f"the worker group was closed by another thread during {what}")
         if troubles:

@@ -1,0 +1,562 @@
+"""Local workers: calls, failures named by their cause, and no process left behind."""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError, WorkerError
+from autopar.runtime.worker_failures import Trouble, root_cause
+from autopar.runtime.workers import WorkerGroup
+
+STOPPED_WITHIN_S = 10.0  # the promise is 30 s
+
+
+class Service:
+    """What the workers of these tests run."""
+
+    def __init__(self, rank: int, world_size: int, base: int = 0) -> None:
+        assert dist.get_rank() == rank
+        assert dist.get_world_size() == world_size
+        self.rank = rank
+        self.base = base
+        self.kept: torch.Tensor | None = None
+
+    def add(self, *terms: int) -> int:
+        return self.base + sum(terms)
+
+    def rank_sum(self) -> float:
+        return float(all_reduced(float(self.rank)))
+
+    def fill(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
+        return tensor.fill_(value)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.kept = tensor
+
+    def kept_sum(self) -> float:
+        assert self.kept is not None
+        return float(self.kept.sum())
+
+    def mapping_of(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """The inode and the name of the file that the tensor's memory is mapped from."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            bounds, _mode, _offset, _device, inode, *name = line.split()
+            low, high = (int(bound, 16) for bound in bounds.split("-"))
+            if low <= tensor.data_ptr() < high:
+                return inode, " ".join(name)
+        raise AssertionError("the tensor is mapped nowhere")
+
+    def threads(self) -> tuple[int, str]:
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    def square_with_history(self) -> torch.Tensor:
+        return torch.ones(1, requires_grad=True) ** 2
+
+    def open_lock(self) -> Any:
+        return threading.Lock()
+
+    def fail(self, rank: int, how: str) -> None:
+        """One rank fails while the others wait for it in a collective."""
+        if self.rank == rank:
+            HOW_TO_FAIL[how]()
+        all_reduced(1.0)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def all_reduced(value: float) -> torch.Tensor:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total
+
+
+def raise_bad_batch() -> None:
+    raise ValueError("this batch is bad")
+
+
+HOW_TO_FAIL: dict[str, Callable[[], Any]] = {
+    "raise": raise_bad_batch,
+    "sys.exit": lambda: sys.exit("enough"),
+    "os._exit": lambda: os._exit(7),
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(600),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def failing_service(rank: int, world_size: int) -> Service:
+    if rank == 1:
+        raise RuntimeError("no such checkpoint")
+    return Service(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    with WorkerGroup(2, service=Service, service_args=(100,)) as started:
+        yield started
+
+
+def assert_gone(processes: list[psutil.Process], within_s: float = STOPPED_WITHIN_S) -> None:
+    """Each process ends in time; one that nobody reaps, in a container, has ended too."""
+    deadline_s = time.monotonic() + within_s
+    left = processes
+    while left and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+        left = [process for process in left if is_running(process)]
+    assert not left, f"still running: {left}"
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def processes_of(group: WorkerGroup) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in group.pids]
+
+
+class TestCalls:
+    def test_results_come_by_rank(self, group: WorkerGroup) -> None:
+        assert group.call("add", 1, per_rank_args=[(10,), (20,)]) == [111, 121]
+        assert group.world_size == 2
+        assert not group.closed
+
+    def test_the_workers_are_one_process_group(self, group: WorkerGroup) -> None:
+        assert group.call("rank_sum") == [1.0, 1.0]
+
+    def test_ranks_map_the_same_shared_memory(self, group: WorkerGroup) -> None:
+        first, second = group.call("mapping_of", torch.zeros(1 << 20))
+        assert first == second
+        assert "autopar-message" in first[1]
+
+    def test_what_a_worker_writes_is_seen_by_nobody_else(self, group: WorkerGroup) -> None:
+        batch = torch.zeros(1000)
+        filled = group.call("fill", batch, per_rank_args=[(1.0,), (2.0,)])
+        assert [float(tensor.mean()) for tensor in filled] == [1.0, 2.0]
+        assert not batch.any()
+
+    def test_a_tensor_outlives_its_call(self, group: WorkerGroup) -> None:
+        group.call("keep", torch.ones(1000))
+        group.call("fill", torch.zeros(1000), 5.0)
+        assert group.call("kept_sum") == [1000.0, 1000.0]
+
+    def test_threads_of_the_parent_take_turns(self, group: WorkerGroup) -> None:
+        results: dict[int, list[int]] = {}
+
+        def call_ten_times(start: int) -> None:
+            for number in range(start, start + 10):
+                results[number] = group.call("add", number)
+
+        threads = [threading.Thread(target=call_ten_times, args=(k * 10,)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {number: [100 + number] * 2 for number in range(30)}
+
+    def test_calls_leave_no_descriptor_open(self, group: WorkerGroup) -> None:
+        def fill(times: int) -> list[int]:
+            for _ in range(times):
+                group.call("fill", torch.zeros(10), 0.0)
+            group.call("add")  # begun once the call before it has let go of its tensors
+            return [psutil.Process(pid).num_fds() for pid in (os.getpid(), *group.pids)]
+
+        assert fill(1) == fill(20)
+
+    def test_arguments_that_cannot_be_sent_leave_the_group_usable(self, group: WorkerGroup) -> None:
+        with pytest.raises(InputError, match=r"the arguments of add\(\) cannot be sent"):
+            group.call("add", threading.Lock())
+        with pytest.raises(InputError, match=r"detach"):
+            group.call("add", per_rank_args=[(1,), (torch.ones(1, requires_grad=True) * 2,)])
+        with pytest.raises(InputError, match="3 entries for 2 workers"):
+            group.call("add", per_rank_args=[(), (), ()])
+        assert group.call("add", 1) == [101, 101]
+
+    def test_the_cores_are_shared_out(self, group: WorkerGroup) -> None:
+        expected = max(1, len(os.sched_getaffinity(0)) // 2)
+        assert group.call("threads") == [(expected, str(expected))] * 2
+
+    def test_two_groups_at_once(self, group: WorkerGroup) -> None:
+        with WorkerGroup(3, service=Service, service_args=(7,), threads_per_worker=3) as other:
+            assert other.call("rank_sum") == [3.0] * 3
+            assert group.call("rank_sum") == [1.0] * 2
+            assert other.call("threads") == [(3, "3")] * 3
+        assert group.call("add") == [100, 100]
+
+
+class TestClosing:
+    def test_close_twice_then_use(self) -> None:
+        group = WorkerGroup(1, service=Service)
+        workers = processes_of(group)
+        group.close()
+        assert_gone(workers, within_s=0.5)
+        group.close()
+        assert group.closed
+        with pytest.raises(WorkerError, match=r"closed because close\(\) was called"):
+            group.call("add")
+
+    def test_no_reference_left(self) -> None:
+        group = WorkerGroup(1, service=Service)
+        workers = processes_of(group)
+        del group
+        gc.collect()
+        assert_gone(workers)
+
+    def test_by_another_thread_during_a_call(self) -> None:
+        group = WorkerGroup(1, service=Service)
+        workers = processes_of(group)
+        timer = threading.Timer(0.5, group.close)
+        timer.start()
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match="closed by another thread"):
+            group.call("sleep", 600.0)
+        timer.join(STOPPED_WITHIN_S)
+        assert time.monotonic() - started_s < STOPPED_WITHIN_S
+        assert_gone(workers)
+
+    def test_a_worker_that_does_not_stop_is_killed_and_said(self) -> None:
+        group = WorkerGroup(1, service=Service)
+        workers = processes_of(group)
+        os.kill(group.pids[0], signal.SIGSTOP)
+        with pytest.warns(RuntimeWarning, match="worker 0 did not stop within 0.2 s"):
+            group.close(timeout_s=0.2)
+        assert_gone(workers)
+
+    @pytest.mark.parametrize("num_workers", [0, -1])
+    def test_a_group_of_nobody_is_refused(self, num_workers: int) -> None:
+        with pytest.raises(InputError, match="at least one worker"):
+            WorkerGroup(num_workers, service=Service)
+
+    def test_device_indices_must_fit(self) -> None:
+        with pytest.raises(InputError, match="pass 2 indices"):
+            WorkerGroup(2, service=Service, device_indices=[0])
+
+
+class TestFailures:
+    """All others wait in an all_reduce for the one that fails; it is the one named."""
+
+    @pytest.mark.parametrize(
+        ("how", "message", "traceback"),
+        [
+            ("raise", "worker 1 of 3 raised ValueError: this batch is bad", "raise_bad_batch"),
+            ("sys.exit", "worker 1 of 3 raised SystemExit: enough", "HOW_TO_FAIL[how]()"),
+            ("os._exit", "exited with code 7", ""),
+            ("sigkill", "was killed by SIGKILL", ""),
+            ("segfault", "was killed by SIGSEGV", "in string_at"),
+        ],
+    )
+    def test_a_rank_fails_in_a_collective(self, how: str, message: str, traceback: str) -> None:
+        group = WorkerGroup(3, service=Service)
+        workers = processes_of(group)
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            group.call("fail", 1, how)
+        assert time.monotonic() - started_s < STOPPED_WITHIN_S
+        assert caught.value.rank == 1
+        assert message in str(caught.value)
+        assert str(caught.value).startswith("worker 1 of 3")
+        assert traceback in caught.value.traceback
+        assert_gone(workers)
+        assert group.closed
+        with pytest.raises(WorkerError, match="closed because worker 1 of 3"):
+            group.call("add")
+
+    @pytest.mark.parametrize(("how", "stack"), [("hang", "in <lambda>"), ("stop", "")])
+    def test_a_rank_that_hangs_is_named_with_its_stack(self, how: str, stack: str) -> None:
+        group = WorkerGroup(2, service=Service)
+        workers = processes_of(group)
+        with pytest.raises(WorkerError, match="worker 1 of 2 did not finish fail") as caught:
+            group.call("fail", 1, how, timeout_s=0.5)
+        assert caught.value.rank == 1
+        assert stack in caught.value.traceback
+        assert "Python stack of worker 0" in str(caught.value)
+        assert "in all_reduced" in str(caught.value)
+        assert_gone(workers)
+
+    def test_a_worker_that_reads_nothing_cannot_block_the_parent(self) -> None:
+        group = WorkerGroup(1, service=Service)
+        workers = processes_of(group)
+        os.kill(group.pids[0], signal.SIGSTOP)
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match="stopped") as caught:
+            group.call("add", bytes(1 << 24), timeout_s=0.5)
+        assert time.monotonic() - started_s < STOPPED_WITHIN_S
+        assert caught.value.rank == 0
+        assert_gone(workers)
+
+    def test_a_death_between_calls_is_found_by_the_next(self) -> None:
+        group = WorkerGroup(2, service=Service)
+        workers = processes_of(group)
+        workers[1].kill()
+        with pytest.raises(WorkerError, match="was killed by SIGKILL") as caught:
+            group.call("rank_sum")
+        assert caught.value.rank == 1
+        assert_gone(workers)
+
+    @pytest.mark.parametrize(
+        ("method", "message"), [("square_with_history", "detach"), ("open_lock", "pickle")]
+    )
+    def test_a_result_that_cannot_be_sent(self, method: str, message: str) -> None:
+        group = WorkerGroup(1, service=Service)
+        with pytest.raises(WorkerError, match=message) as caught:
+            group.call(method)
+        assert caught.value.rank == 0
+
+    def test_a_service_that_cannot_be_built(self) -> None:
+        with pytest.raises(WorkerError, match="no such checkpoint") as caught:
+            WorkerGroup(2, service=failing_service)
+        assert caught.value.rank == 1
+        assert "failing_service" in caught.value.traceback
+
+    def test_a_service_that_cannot_be_sent(self) -> None:
+        with pytest.raises(InputError, match="service and service_args cannot be sent"):
+            WorkerGroup(2, service=Service, service_args=(threading.Lock(),))
+
+    def test_a_start_that_takes_too_long(self) -> None:
+        before = psutil.Process().children()
+        with pytest.raises(WorkerError, match=r"did not finish the start, within .*=0\.05"):
+            WorkerGroup(1, service=Service, start_timeout_s=0.05)
+        assert_gone([child for child in psutil.Process().children() if child not in before])
+
+
+class TestRootCause:
+    @staticmethod
+    def trouble(rank: int, time_s: float, *, died: bool = False) -> Trouble:
+        return Trouble(rank=rank, time_s=time_s, died=died, summary="failed", traceback="")
+
+    def test_the_earliest_exception_not_the_first_to_arrive(self) -> None:
+        troubles = [self.trouble(0, 2.0), self.trouble(2, 1.0), self.trouble(1, 3.0)]
+        error = root_cause(troubles, "step()", 3)
+        assert error.rank == 2
+        assert "after it, worker 0 failed\nafter it, worker 1 failed" in str(error)
+
+    def test_a_death_before_the_exceptions_of_its_peers(self) -> None:
+        troubles = [self.trouble(0, 1.0), self.trouble(1, 2.0, died=True)]
+        assert root_cause(troubles, "step()", 2).rank == 1
+
+
+SCRIPT = """
+import json, os, signal, sys, time
+import torch.distributed as dist
+from autopar.runtime.workers import WorkerGroup
+
+class Service:
+    def __init__(self, rank, world_size, doing="nothing"):
+        self.rank = rank
+        if doing == "slow start":
+            time.sleep(600)
+    def hello(self, decorate):
+        print(decorate(f"hello from worker {self.rank}"))
+    def wait(self):
+        if self.rank == 1:
+            time.sleep(600)
+        dist.barrier()
+
+print("script runs")
+"""
+STARTED = """
+group = WorkerGroup(2, service=Service)
+print(json.dumps(group.pids), flush=True)
+"""
+ENDINGS = {
+    "end of the script": "pass",
+    "exception": "raise ValueError('the parent failed')",
+    "sys.exit": "sys.exit(3)",
+    "os._exit": "os._exit(4)",
+}
+
+
+@contextlib.contextmanager
+def script(*parts: str, stdin: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A parent in a process group of its own, as a terminal's foreground job is."""
+    source = "".join(parts)
+    with subprocess.Popen(
+        [sys.executable, "-"] if stdin else [sys.executable, "-c", source],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            if stdin:
+                process.stdin.write(source)
+            process.stdin.close()
+            process.stdin = None
+            yield process
+        finally:
+            process.kill()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The workers whose ids the script prints after its first line."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "script runs\n"
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return [psutil.Process(pid) for pid in json.loads(line)]
+
+
+class TestTheParentEnds:
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_without_closing(self, ending: str) -> None:
+        with script(SCRIPT, STARTED, "sys.stdin.read()\n", ENDINGS[ending]) as process:
+            workers = workers_of(process)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == {"sys.exit": 3, "os._exit": 4, "exception": 1}.get(
+                ending, 0
+            )
+            assert ("the parent failed" in errors) == (ending == "exception")
+            assert_gone(workers)
+
+    def test_by_ctrl_c_during_a_call(self) -> None:
+        ending = """
+try:
+    group.call("wait")
+except KeyboardInterrupt:
+    print("closed:", group.closed, flush=True)
+    raise
+"""
+        with script(SCRIPT, STARTED, ending) as process:
+            workers = workers_of(process)
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)
+            output, errors = process.communicate(timeout=STOPPED_WITHIN_S)
+            assert output == "closed: True\n"
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+            assert errors.count("Traceback") == 1  # the parent's alone
+            assert process.returncode == -signal.SIGINT
+            assert_gone(workers, within_s=0.5)
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    def test_by_a_signal_during_a_call(self, signum: signal.Signals) -> None:
+        with script(SCRIPT, STARTED, "group.call('wait')") as process:
+            workers = workers_of(process)
+            time.sleep(0.3)
+            process.send_signal(signum)
+            assert_gone(workers)
+
+    def test_by_sigkill_while_a_forked_child_holds_its_sockets(self) -> None:
+        fork = "\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
+        with script(SCRIPT, STARTED, fork, "time.sleep(600)") as process:
+            workers = workers_of(process)
+            time.sleep(0.3)
+            forked = [c for c in psutil.Process(process.pid).children() if c not in workers]
+            process.kill()
+            assert_gone(workers)
+            assert len(forked) == 1
+            assert is_running(forked[0])
+            forked[0].kill()
+
+    def test_by_sigkill_during_the_start(self) -> None:
+        start = "sys.stdout.flush()\nWorkerGroup(2, service=Service, service_args=('slow start',))"
+        with script(SCRIPT, start) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            deadline_s = time.monotonic() + 30
+            workers: list[psutil.Process] = []
+            while len(workers) < 2 and time.monotonic() < deadline_s:
+                workers = psutil.Process(process.pid).children()
+            process.kill()
+            assert len(workers) == 2
+            assert_gone(workers)
+
+    def test_a_forked_child_neither_ends_nor_uses_the_workers(self) -> None:
+        fork = """
+from autopar.errors import WorkerError
+if os.fork() == 0:
+    try:
+        group.call("hello", str.upper)
+    except WorkerError as error:
+        print(str(error)[:35], flush=True)
+    group.close()
+    sys.exit()
+os.wait()
+group.call("hello", str.upper)
+"""
+        with script(SCRIPT, STARTED, fork) as process:
+            workers = workers_of(process)
+            output, errors = process.communicate(timeout=60)
+            lines = output.splitlines()
+            assert lines[0] == "cannot call hello() in process " + lines[0][31:], errors
+            assert sorted(lines[1:]) == ["HELLO FROM WORKER 0", "HELLO FROM WORKER 1"], output
+            assert_gone(workers)
+
+
+class TestWhereTheParentRuns:
+    @pytest.mark.parametrize("where", ["file", "stdin"])
+    def test_a_script_without_a_main_guard_runs_once(self, where: str, tmp_path: Path) -> None:
+        (tmp_path / "beside_the_script.py").write_text("MARK = '!'\n")
+        use = 'import beside_the_script as it\ngroup.call("hello", lambda text: text + it.MARK)\n'
+        if where == "stdin":
+            path = f"sys.path.append({str(tmp_path)!r})\n"
+            with script(SCRIPT, path, STARTED, use, stdin=True) as process:
+                output, errors = process.communicate(timeout=60)
+        else:
+            (tmp_path / "train.py").write_text(SCRIPT + STARTED + use)
+            command = [sys.executable, str(tmp_path / "train.py")]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            output, errors = ran.stdout, ran.stderr
+        first, _pids, *hellos = output.splitlines()
+        assert first == "script runs", errors
+        assert sorted(hellos) == ["hello from worker 0!", "hello from worker 1!"], errors
+
+    def test_a_notebook(self) -> None:
+        call = "group.call('hello', lambda text: text)\nprint(json.dumps(group.pids))"
+        cells = [nbformat.v4.new_code_cell(source) for source in (SCRIPT, STARTED, call)]
+        notebook = nbformat.v4.new_notebook(cells=cells)
+        nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+        output = "".join(out.get("text", "") for out in notebook.cells[2].outputs)
+        *_, pids = (line for line in output.splitlines() if line.startswith("["))
+        assert len(json.loads(pids)) == 2
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert_gone([psutil.Process(pid) for pid in json.loads(pids)])
+
+
+class CudaService:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def reduced(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+        total = tensor.to(self.device)
+        total = total.clone()
+        dist.all_reduce(total)
+        return self.device.index, total.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("batch_device", ["cpu", "cuda:0"])
+def test_nccl_workers_have_one_device_each(batch_device: str) -> None:
+    count = min(2, torch.cuda.device_count())
+    indices = list(reversed(range(count)))
+    with WorkerGroup(
+        count, service=CudaService, backend="nccl", device_type="cuda", device_indices=indices
+    ) as group:
+        batch = torch.arange(4.0, device=batch_device)
+        results = group.call("reduced", batch)
+        assert [index for index, _ in results] == indices
+        for _, total in results:
+            assert torch.equal(total, torch.arange(4.0) * count)
