@@ -7,9 +7,9 @@ kept in the cache folder, so that a machine is measured once for each number of 
 
 import hashlib
 import json
+import math
 import os
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -158,17 +158,7 @@ def _host_memory_bytes() -> int:
 
 def _cached_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
     parts = (cpu_name(), usable_cores(), count, threads, memory_bytes, torch.__version__)
-    identity = json.dumps(
-        [
-            _CACHE_VERSION,
-            cpu_name(),
-            usable_cores(),
-            count,
-            threads,
-            memory_bytes,
-            torch.__version__,
-        ]
-    )
+    identity = json.dumps([_CACHE_VERSION, *parts])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_folder() / f"cpu-{digest}.json"
     try:
@@ -189,21 +179,25 @@ def _cached_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpe
 
 
 def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
-    """One of ``count`` workers: the whole host measured at once, and an equal part taken."""
+    """One of ``count`` workers.
+
+    Cores are a worker's own, so its rate is measured alone; memory is everybody's, so the whole
+    host's bandwidth is measured and an equal part taken.
+    """
     cpu = torch.device("cpu")
     busy = min(usable_cores(), threads * count)
+    part = min(1.0, usable_cores() / (threads * count))
     with _threads(busy):
         shared_bandwidth = _measure_bandwidth(cpu, 1 << 26)
-        everything = _measure_peaks(cpu, size=768)
     with _threads(threads):
+        alone = _measure_peaks(cpu, size=768)
         alone_bandwidth = _measure_bandwidth(cpu, 1 << 26)
         launch_s = _measure_launch(cpu)
         dispatch_s = _measure_dispatch()
-    peaks = PeakFlops(**{name: rate / count for name, rate in structs.asdict(everything).items()})
     return DeviceSpec(
         name=cpu_name(),
         kind="cpu",
-        peak_flops_per_s=peaks,
+        peak_flops_per_s=PeakFlops(**{k: v * part for k, v in structs.asdict(alone).items()}),
         memory_bandwidth_bytes_per_s=min(alone_bandwidth, shared_bandwidth / count),
         memory_bytes=memory_bytes,
         kernel_launch_s=launch_s,
@@ -212,8 +206,8 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
         num_threads=threads,
         cache_bytes=preset_cluster("cpu").device.cache_bytes * threads,
         source=(
-            f"measured here on {busy} threads, an equal part for each of {count} workers: square "
-            "matrix products, a copy, the smallest addition, a view"
+            f"measured here: matrix products on {threads} threads, a copy on {busy} threads of "
+            f"which each of {count} workers has an equal part, the smallest addition, a view"
         ),
     )
 
@@ -229,7 +223,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _best_s(function: Callable[[], object], device: torch.device) -> float:
-    """The median of the faster half of as many runs as fit in a moment, in seconds."""
+    """The least time of as many runs as fit in a moment, in seconds."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -239,11 +233,13 @@ def _best_s(function: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - start
 
     once()
-    samples: list[float] = []
+    best = math.inf
+    num_runs = 0
     end = time.perf_counter() + _PROBE_S
-    while len(samples) < 3 or time.perf_counter() < end:
-        samples.append(once())
-    return statistics.median(sorted(samples)[: max(1, len(samples) // 2)])
+    while num_runs < 3 or time.perf_counter() < end:
+        best = min(best, once())
+        num_runs += 1
+    return best
 
 
 def _measure_peaks(device: torch.device, size: int) -> PeakFlops:

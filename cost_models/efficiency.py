@@ -1,0 +1,120 @@
+"""What part of a device's peaks each family of operations reaches, as curves of size.
+
+A matrix product on a GPU is computed in tiles, and a wave of tiles runs for as long as its slowest:
+the reached part is the tiles' share of whole waves times a factor that grows with the inner
+dimension. On a CPU core the reached part grows with each dimension towards that of the library's
+inner kernel. Everything else is bound by memory or by its element-wise arithmetic.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.work import Family, MatrixShape, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyEfficiency:
+    """One family on one kind of device.
+
+    ``compute`` and ``memory`` are the parts of the peaks that large sizes reach. ``half_k`` is the
+    inner dimension at which half of ``compute`` is reached (0: no such loss). ``half_side`` is the
+    same for each outer dimension. ``kernel_s`` is a fixed cost of each kernel beyond its launch.
+    """
+
+    compute: float
+    memory: float
+    half_k: float = 0.0
+    half_side: float = 0.0
+    kernel_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EfficiencyTable:
+    """The families of one kind of device; ``default`` for those not listed.
+
+    ``cache_speedup`` is how much faster than main memory data moves that fits the cache.
+    ``tile`` is the side of the square tile of a matrix product's output (0: no tiles).
+    """
+
+    default: FamilyEfficiency
+    families: Mapping[Family, FamilyEfficiency] = field(default_factory=dict)
+    cache_speedup: float = 1.0
+    tile: int = 0
+
+    def of(self, family: Family) -> FamilyEfficiency:
+        return self.families.get(family, self.default)
+
+
+# Large bfloat16 products reach 0.65 to 0.75 of a datasheet's dense rate (clocks fall under load),
+# fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth.
+CUDA = EfficiencyTable(
+    default=FamilyEfficiency(compute=0.5, memory=0.85),
+    families={
+        Family.MATMUL: FamilyEfficiency(compute=0.72, memory=0.85, half_k=64),
+        Family.CONVOLUTION: FamilyEfficiency(compute=0.55, memory=0.8, half_k=64),
+        Family.ATTENTION: FamilyEfficiency(compute=0.5, memory=0.8, half_k=16),
+        Family.RECURRENT: FamilyEfficiency(compute=0.4, memory=0.7, half_k=64),
+        Family.NORMALIZATION: FamilyEfficiency(compute=0.5, memory=0.75),
+        Family.SOFTMAX: FamilyEfficiency(compute=0.5, memory=0.75),
+        Family.INDEXING: FamilyEfficiency(compute=0.5, memory=0.5),
+        Family.RANDOM: FamilyEfficiency(compute=0.3, memory=0.75),
+    },
+    tile=128,
+)
+
+CPU = EfficiencyTable(
+    default=FamilyEfficiency(compute=0.05, memory=0.6),
+    families={
+        Family.MATMUL: FamilyEfficiency(compute=0.95, memory=0.9, half_k=16, half_side=4),
+        Family.CONVOLUTION: FamilyEfficiency(compute=0.7, memory=0.7, half_k=16, half_side=4),
+        Family.ATTENTION: FamilyEfficiency(compute=0.4, memory=0.7, half_k=16, half_side=8),
+        Family.RECURRENT: FamilyEfficiency(compute=0.5, memory=0.7, half_k=16, half_side=8),
+        Family.NORMALIZATION: FamilyEfficiency(compute=0.2, memory=0.7),
+        Family.SOFTMAX: FamilyEfficiency(compute=0.1, memory=0.6),
+        Family.INDEXING: FamilyEfficiency(compute=0.02, memory=0.3),
+        Family.RANDOM: FamilyEfficiency(compute=0.02, memory=0.6),
+    },
+    cache_speedup=3.0,
+)
+
+TABLES = {"cuda": CUDA, "cpu": CPU}
+
+
+def kernel_time_s(
+    work: Work, family: Family, peak_flops_per_s: float, device: DeviceSpec, table: EfficiencyTable
+) -> float:
+    """Seconds of one direction of a call: the roofline at the part of the peaks it reaches."""
+    if work.num_kernels == 0:
+        return 0.0
+    curve = table.of(family)
+    compute_part = curve.compute * _matrix_part(work.matrix, curve, device, table)
+    compute_s = work.flops / (peak_flops_per_s * compute_part)
+    bandwidth = device.memory_bandwidth_bytes_per_s * curve.memory
+    if work.size_bytes / work.num_kernels <= device.cache_bytes:
+        bandwidth *= table.cache_speedup
+    memory_s = work.size_bytes / bandwidth
+    fixed_s = work.num_kernels * (device.kernel_launch_s + curve.kernel_s)
+    return fixed_s + max(compute_s, memory_s)
+
+
+def _matrix_part(
+    shape: MatrixShape | None, curve: FamilyEfficiency, device: DeviceSpec, table: EfficiencyTable
+) -> float:
+    if shape is None or shape.flops == 0:
+        return 1.0
+    part = shape.k / (shape.k + curve.half_k)
+    for side in (shape.m, shape.n):
+        part *= side / (side + curve.half_side)
+    if not table.tile:
+        return part
+    tiles = shape.batch * math.ceil(shape.m / table.tile) * math.ceil(shape.n / table.tile)
+    used = shape.batch * shape.m * shape.n / (tiles * table.tile**2)
+    waves = math.ceil(tiles / device.num_units)
+    filled = tiles / (waves * device.num_units)
+    if waves == 1:
+        # Few tiles: libraries split the inner dimension over idle units, down to 256 of it each.
+        filled = min(1.0, filled * max(1.0, shape.k / 256))
+    # Small outputs use smaller tiles, so not all of a tile's padding is lost.
+    return part * filled * max(used, math.sqrt(used) / 2)

@@ -1,0 +1,43 @@
+"""Finds the formula of a call's work; calls without one get a generic one by their kind."""
+
+from functools import lru_cache
+
+import torch
+from autopar.cost_models.calls import OpCall, resolve
+from autopar.cost_models.layer_work import LAYER_RULES, pointwise_work, view_work
+from autopar.cost_models.matrix_work import MATRIX_RULES
+from autopar.cost_models.shapes import is_creation, is_view, outputs
+from autopar.cost_models.work import NO_WORK, Family, OpWork, Work, arithmetic_dtype, generic
+
+_RULES = {**MATRIX_RULES, **LAYER_RULES}
+
+
+@lru_cache(maxsize=1 << 16)
+def work(call: OpCall) -> OpWork:
+    """What ``call`` does in each direction; CostError where its shapes depend on data."""
+    rule = _RULES.get(call.name)
+    if rule is not None:
+        return rule(call)
+    if is_creation(call):
+        size_bytes = sum(out.size_bytes for out in outputs(call))
+        forward = Work(size_bytes=size_bytes, num_kernels=1 if size_bytes else 0)
+        return OpWork(family=Family.CREATION, dtype=arithmetic_dtype(call), forward=forward)
+    if call.name.startswith("_assert"):
+        return OpWork(family=Family.VIEW, dtype=arithmetic_dtype(call), forward=NO_WORK)
+    if is_view(call):
+        return view_work(call)
+    if call.name in ("clone", "_to_copy", "contiguous", "reshape", "to", "copy"):
+        return generic(call, Family.COPY, per_element=0, saved=False)
+    if torch.Tag.pointwise in resolve(call.target).tags:
+        return pointwise_work(call)
+    return generic(call, Family.OTHER, per_element=1)
+
+
+def flops(call: OpCall) -> int:
+    """Floating-point operations of the forward direction."""
+    return work(call).forward.flops
+
+
+def bytes_moved(call: OpCall) -> int:
+    """Bytes that the forward direction reads and writes."""
+    return work(call).forward.size_bytes
