@@ -11,7 +11,7 @@ seconds, the proved bound and the status. The model:
 - micro-batches are alike, so within a stage they run in order: this loses no schedule's length.
 
 Seconds are scaled to integers: by their common measure where the longest action has at most
-``resolution`` of it, so that round numbers stay exact, else rounded to the nearest of ``resolution``
+``resolution`` of it, so that round numbers stay exact, else rounded to the nearest of that many
 parts of the longest. The bound given back allows for the rounding.
 """
 

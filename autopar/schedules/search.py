@@ -110,7 +110,7 @@ def balanced_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def search_schedule(
-    problem: SearchProblem, *, num_moves: int = 2000, num_starts: int = 2, seed: int = 0
+    problem: SearchProblem, *, num_moves: int = 20_000, num_starts: int = 3, seed: int = 0
 ) -> SearchResult:
     """Try everything, improve the best ``num_starts`` by ``num_moves`` moves each.
 
