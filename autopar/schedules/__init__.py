@@ -1,0 +1,70 @@
+"""Backward schedules as one type: generate, verify, simulate, search, draw and exchange."""
+
+from autopar.schedules.action import Action, Kind, parse_action
+from autopar.schedules.build import GENERATORS, build
+from autopar.schedules.communication import with_communication
+from autopar.schedules.durations import CoRun, Durations, Link, Links, Memory
+from autopar.schedules.exchange import from_csv, to_csv
+from autopar.schedules.out_of_order import (
+    Gain,
+    KPoint,
+    multi_stream_gain,
+    reverse_first_k_gain,
+)
+from autopar.schedules.reductions import with_reductions
+from autopar.schedules.schedule import (
+    PipelineShape,
+    Resource,
+    Schedule,
+    Step,
+    format_schedule,
+    parse_schedule,
+    parse_step,
+    step,
+)
+from autopar.schedules.search import Candidate, SearchProblem, SearchResult, search_schedule
+from autopar.schedules.simulator import simulate
+from autopar.schedules.timeline import Interval, MemoryPoint, Timeline
+from autopar.schedules.trace import trace_events, trace_json
+from autopar.schedules.verify import format_grid, verify
+
+__all__ = [
+    "GENERATORS",
+    "Action",
+    "Candidate",
+    "CoRun",
+    "Durations",
+    "Gain",
+    "Interval",
+    "KPoint",
+    "Kind",
+    "Link",
+    "Links",
+    "Memory",
+    "MemoryPoint",
+    "PipelineShape",
+    "Resource",
+    "Schedule",
+    "SearchProblem",
+    "SearchResult",
+    "Step",
+    "Timeline",
+    "build",
+    "format_grid",
+    "format_schedule",
+    "from_csv",
+    "multi_stream_gain",
+    "parse_action",
+    "parse_schedule",
+    "parse_step",
+    "reverse_first_k_gain",
+    "search_schedule",
+    "simulate",
+    "step",
+    "to_csv",
+    "trace_events",
+    "trace_json",
+    "verify",
+    "with_communication",
+    "with_reductions",
+]
