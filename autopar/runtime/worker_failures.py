@@ -84,7 +84,7 @@ def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> Work
     rank = min(stacks, key=lambda rank: (bool(stacks[rank]), _waits_for_peers(stacks[rank]), rank))
     lines = [f"worker {rank} of {world_size} did not finish {what}"]
     for other in (rank, *(other for other in stacks if other != rank)):
-        stack = stacks[other].rstrip() or "none: it does not react to signals (stopped?)"
+        stack = stacks[other].rstrip() or "none: it cannot write one (stopped?)"
         lines += [f"Python stack of worker {other}:", stack]
     lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])

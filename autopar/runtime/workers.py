@@ -85,18 +85,14 @@ class WorkerGroup:
         self._workers: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, end_processes, self._workers, self._owner_pid)
         build = Build(service=service, service_args=tuple(service_args))
-        deadline_s = time.monotonic() + start_timeout_s
         with (
-            _sendable(build, "service and service_args") as common,
+            _sendable(build, "service and service_args") as message,
             self._closing_on_error("its start was interrupted"),
         ):
             self._store, store_port = _loopback_store(start_timeout_s)
-            for rank in range(num_workers):
-                env = _worker_env(rank, num_workers, num_threads)
-                self._workers.append(WorkerProcess(rank, env=env))
-            for worker, device_index in zip(self._workers, indices, strict=True):
-                start = Start(
-                    rank=worker.rank,
+            starts = [
+                Start(
+                    rank=rank,
                     world_size=num_workers,
                     store_port=store_port,
                     backend=backend,
@@ -105,10 +101,9 @@ class WorkerGroup:
                     num_threads=num_threads,
                     start_timeout_s=start_timeout_s,
                 )
-                with packed(start) as own:
-                    self._send(worker, own, deadline_s)
-                self._send(worker, common, deadline_s)
-            self._replies(deadline_s, f"the start, within start_timeout_s={start_timeout_s:g}")
+                for rank, device_index in enumerate(indices)
+            ]
+            self._start_workers(starts, message, start_timeout_s)
 
     @property
     def world_size(self) -> int:
@@ -191,6 +186,16 @@ class WorkerGroup:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _start_workers(self, starts: list[Start], build: Message, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        for start in starts:  # all processes first: they import torch side by side
+            self._workers.append(WorkerProcess(start.rank, env=_worker_env(start)))
+        for worker, start in zip(self._workers, starts, strict=True):
+            with packed(start) as own:
+                self._send(worker, own, deadline_s)
+            self._send(worker, build, deadline_s)
+        self._replies(deadline_s, f"the start, within start_timeout_s={timeout_s:g}")
 
     def _stop(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -331,11 +336,12 @@ def _loopback_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def _worker_env(rank: int, world_size: int, num_threads: int) -> Mapping[str, str]:
+def _worker_env(start: Start) -> Mapping[str, str]:
     env = dict(os.environ)
-    env["RANK"] = env["LOCAL_RANK"] = str(rank)
-    env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(world_size)
-    env["OMP_NUM_THREADS"] = str(num_threads)
+    env["RANK"] = str(start.rank)
+    env["LOCAL_RANK"] = str(start.device_index)  # DeviceMesh may make it the current device
+    env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(start.world_size)
+    env["OMP_NUM_THREADS"] = str(start.num_threads)
     for _index, name in socket.if_nameindex():
         if name in ("lo", "lo0"):  # gloo would look up the host's name, which may lead elsewhere
             env["GLOO_SOCKET_IFNAME"] = name

@@ -171,21 +171,21 @@ def _carried(
 ) -> list[tuple[int, int, int]]:
     """Edges between iterations; those that a resource's own order implies are left out."""
     edges: list[tuple[int, int, int]] = []
-    ready: dict[tuple[int, int], list[int]] = {}
+    ready: dict[tuple[int, int, Resource], list[int]] = {}
     places: dict[tuple[int, Action], int] = {}
     if any(item.after is not None for item in steps):
         places = {(device[node], item.action): node for node, item in enumerate(steps)}
     for node, item in enumerate(steps):
         action = item.action
         if action.kind is Kind.F:
-            key = (action.stage, action.replica)
+            key = (action.stage, action.replica, item.resource)
             if key not in ready:
-                ready[key] = _weights_ready(index, schedule, *key)
-            edges.extend(
-                (source, node, 1)
-                for source in ready[key]
-                if steps[source].lag or steps[source].resource is not item.resource
-            )
+                ready[key] = [
+                    source
+                    for source in _weights_ready(index, schedule, action.stage, action.replica)
+                    if steps[source].lag or steps[source].resource is not item.resource
+                ]
+            edges.extend((source, node, 1) for source in ready[key])
         if item.after is not None:
             source = places.get((device[node], item.after), ABSENT)
             if source != ABSENT:

@@ -1,0 +1,355 @@
+"""Trace a local function with its derivative, and split the trace into F, I and W.
+
+The joint graph (outputs and gradients from inputs and cotangents) is traced by ``make_fx`` over
+fake tensors; by reachability from the cotangents it falls apart into
+
+- ``F``: inputs to outputs and saved values,
+- ``I``: saved values and cotangents to the gradients of the inputs (the critical path), and what
+  ``W`` needs of it,
+- ``W``: saved values, cotangents and what ``I`` hands over to the gradients of the parameters
+  (these can wait).
+
+Few values are saved: views, and what only the backward pass needs, are made again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from autopar.torch_private import FakeTensorMode, trace_fx
+
+LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Shape, strides and dtype of one local tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(
+            shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype
+        )
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return TensorMeta(shape=tuple(shape), stride=tuple(reversed(stride)), dtype=dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The three graphs of one kind of block, and how values go between them.
+
+    ``forward(*operands) -> (*outputs, *saved)``. ``saved_operands`` are operands the backward
+    pass reads as they are. ``backward_input(*saved_i, *cotangents_i) -> (*input_grads,
+    *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) -> weight_grads``, where
+    each ``*_sources`` lists where an argument comes from: ``("operand", i)``, ``("saved", i)``,
+    ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the operands named in
+    ``input_grads`` and ``weight_grads``.
+    """
+
+    forward: fx.GraphModule
+    backward_input: fx.GraphModule | None
+    backward_weight: fx.GraphModule | None
+    num_outputs: int
+    output_metas: tuple[TensorMeta, ...]
+    saved_metas: tuple[TensorMeta, ...]
+    cotangents: tuple[int, ...]
+    input_sources: tuple[tuple[str, int], ...]
+    weight_sources: tuple[tuple[str, int], ...]
+    input_grads: tuple[int, ...]
+    weight_grads: tuple[int, ...]
+
+
+def trace_kernel(
+    function: LocalFunction,
+    metas: Sequence[TensorMeta],
+    differentiable: Sequence[bool],
+    is_weight: Sequence[bool],
+    device: torch.device,
+    *,
+    training: bool = True,
+) -> Kernel:
+    """Trace ``function`` over fake tensors and split it; without ``training`` only F is made."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        operands = [_fake(meta, device) for meta in metas]
+        outputs_meta = _outputs_of(function, operands, differentiable)
+    wanted = tuple(i for i, out in enumerate(outputs_meta) if out.requires_grad and training)
+    sources = [i for i, d in enumerate(differentiable) if d and training and wanted]
+
+    def joint(primals: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
+        leaves = [
+            p.detach().requires_grad_() if i in sources else p for i, p in enumerate(primals)
+        ]
+        with torch.enable_grad():
+            outputs = function(leaves)
+        grads: list[Tensor | None] = []
+        if sources:
+            grads = list(
+                torch.autograd.grad(
+                    [outputs[i] for i in wanted],
+                    [leaves[i] for i in sources],
+                    cotangents,
+                    allow_unused=True,
+                )
+            )
+        return [*(o.detach() for o in outputs), *grads]
+
+    with mode:
+        tangents = [
+            torch.empty(outputs_meta[i].shape, dtype=outputs_meta[i].dtype, device=device)
+            for i in wanted
+        ]
+    module = trace_fx(joint, operands, tangents, mode)
+    _drop_identities(module)
+    cut = _Cut(module, len(metas), len(outputs_meta), wanted, tuple(sources), tuple(is_weight))
+    return cut.kernel()
+
+
+def _fake(meta: TensorMeta, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+
+def _outputs_of(
+    function: LocalFunction, operands: Sequence[Tensor], differentiable: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    leaves = [
+        x.detach().requires_grad_() if d else x for x, d in zip(operands, differentiable)
+    ]
+    with torch.enable_grad():
+        return function(leaves)
+
+
+_IDENTITIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_VIEWS = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.dim,
+        torch.ops.aten.squeeze.dims,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int,
+        torch.ops.aten.split.Tensor,
+        torch.ops.aten.split_with_sizes.default,
+        torch.ops.aten.view_as_real.default,
+        torch.ops.aten.view_as_complex.default,
+    }
+)
+_INDEXING = "<built-in function getitem>"
+
+
+def _drop_identities(module: fx.GraphModule) -> None:
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+
+
+def _is_view(node: fx.Node) -> bool:
+    """A view, or one part of a view with several parts."""
+    if str(node.target) == _INDEXING:
+        return node.args[0].target in _VIEWS  # type: ignore[union-attr]
+    return node.target in _VIEWS
+
+
+class _Cut:
+    """The joint graph, cut at the cotangents."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        num_operands: int,
+        num_outputs: int,
+        wanted: tuple[int, ...],
+        sources: tuple[int, ...],
+        is_weight: tuple[bool, ...],
+    ) -> None:
+        self.module = module
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.operands = placeholders[:num_operands]
+        self.cotangents = placeholders[num_operands:]
+        results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
+        self.outputs = results[:num_outputs]
+        grads = dict(zip(sources, results[num_outputs:]))
+        self.grads = {i: g for i, g in grads.items() if isinstance(g, fx.Node)}
+        self.wanted, self.is_weight = wanted, is_weight
+        self.input_grads = tuple(i for i in self.grads if not is_weight[i])
+        self.weight_grads = tuple(i for i in self.grads if is_weight[i])
+        self.order = {n: i for i, n in enumerate(module.graph.nodes)}
+        self.late = self._reach(self.cotangents)
+
+    def kernel(self) -> Kernel:
+        forward_nodes = _ancestors(self.outputs)
+        input_results = [self.grads[i] for i in self.input_grads]
+        weight_results = [self.grads[i] for i in self.weight_grads]
+        in_input = _ancestors(input_results) & self.late
+        in_weight = (_ancestors(weight_results) & self.late) - in_input
+        handed = self._sorted(
+            {a for n in (*in_weight, *_nodes(weight_results)) for a in _inputs_or_self(n, in_weight)}
+            & in_input
+        )
+        saved: list[fx.Node] = []
+        input_graph = self._late_graph(
+            [*input_results, *handed], in_input, forward_nodes, saved, {}
+        )
+        weight_graph = self._late_graph(
+            weight_results, in_weight, forward_nodes, saved, {n: i for i, n in enumerate(handed)}
+        )
+        forward = self._forward_graph([*self.outputs, *saved])
+        empty_input = not self.input_grads and not handed
+        return Kernel(
+            forward=forward,
+            backward_input=None if empty_input else input_graph[0],
+            backward_weight=weight_graph[0] if self.weight_grads else None,
+            num_outputs=len(self.outputs),
+            output_metas=tuple(TensorMeta.of(n.meta["val"]) for n in self.outputs),
+            saved_metas=tuple(TensorMeta.of(n.meta["val"]) for n in saved),
+            cotangents=self.wanted,
+            input_sources=() if empty_input else input_graph[1],
+            weight_sources=weight_graph[1] if self.weight_grads else (),
+            input_grads=self.input_grads,
+            weight_grads=self.weight_grads,
+        )
+
+    def _reach(self, roots: Sequence[fx.Node]) -> set[fx.Node]:
+        reached = set(roots)
+        for node in self.module.graph.nodes:
+            if node.op == "call_function" and any(a in reached for a in node.all_input_nodes):
+                reached.add(node)
+        return reached
+
+    def _sorted(self, nodes: set[fx.Node]) -> list[fx.Node]:
+        return sorted(
+            (n for n in nodes if n.op == "call_function"), key=lambda n: self.order[n]
+        )
+
+    def _forward_graph(self, results: Sequence[fx.Node]) -> fx.GraphModule:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for position, node in enumerate(self.operands):
+            env[node] = graph.placeholder(f"x{position}")
+            env[node].meta = dict(node.meta)
+        for node in self._sorted(_ancestors(results)):
+            env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in results))
+        return fx.GraphModule(self.module, graph)
+
+    def _late_graph(
+        self,
+        results: Sequence[fx.Node],
+        late: set[fx.Node],
+        forward_nodes: set[fx.Node],
+        saved: list[fx.Node],
+        handed: dict[fx.Node, int],
+    ) -> tuple[fx.GraphModule, tuple[tuple[str, int], ...]]:
+        """A graph of ``results``; what it reads from outside becomes its arguments."""
+        needed = self._close(results, late, forward_nodes, handed)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        sources: list[tuple[str, int]] = []
+        for node in sorted(needed, key=lambda n: self.order[n]):
+            source = self._source(node, late, forward_nodes, saved, handed)
+            if source is not None:
+                env[node] = graph.placeholder(f"{source[0]}{source[1]}")
+                env[node].meta = dict(node.meta)
+                sources.append(source)
+        for node in sorted(needed, key=lambda n: self.order[n]):
+            if node not in env:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in results))
+        return fx.GraphModule(self.module, graph), tuple(sources)
+
+    def _close(
+        self,
+        results: Sequence[fx.Node],
+        late: set[fx.Node],
+        forward_nodes: set[fx.Node],
+        handed: dict[fx.Node, int],
+    ) -> set[fx.Node]:
+        """The nodes of a backward graph: from the results back to what comes from outside."""
+        needed: set[fx.Node] = set()
+        stack = list(results)
+        while stack:
+            node = stack.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            if not self._from_outside(node, late, forward_nodes, handed):
+                stack.extend(node.all_input_nodes)
+        return needed
+
+    def _from_outside(
+        self,
+        node: fx.Node,
+        late: set[fx.Node],
+        forward_nodes: set[fx.Node],
+        handed: dict[fx.Node, int],
+    ) -> bool:
+        if node.op == "placeholder" or node in handed:
+            return True
+        if node in late or _is_view(node) or node.op != "call_function":
+            return False
+        if str(node.target) == _INDEXING:
+            return node.args[0] in forward_nodes
+        return node in forward_nodes
+
+    def _source(
+        self,
+        node: fx.Node,
+        late: set[fx.Node],
+        forward_nodes: set[fx.Node],
+        saved: list[fx.Node],
+        handed: dict[fx.Node, int],
+    ) -> tuple[str, int] | None:
+        if node in handed:
+            return ("handed", handed[node])
+        if node in self.cotangents:
+            return ("cotangent", self.cotangents.index(node))
+        if node in self.operands:
+            return ("operand", self.operands.index(node))
+        if not self._from_outside(node, late, forward_nodes, handed):
+            return None
+        if node not in saved:
+            saved.append(node)
+        return ("saved", saved.index(node))
+
+
+def _nodes(items: Sequence[fx.Node]) -> list[fx.Node]:
+    return [n for n in items if isinstance(n, fx.Node)]
+
+
+def _inputs_or_self(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    return list(node.all_input_nodes) if node in inside else [node]
+
+
+def _ancestors(results: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = _nodes(results)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,394 @@
+"""Lower a strategy to the program that every rank runs.
+
+The program is the same text on all ranks: collectives name mesh axes, and a rank's own position
+enters only when the runtime binds it. It has one kernel (F, I and W graphs) per distinct block and
+per distinct parameter redistribution, and the list of blocks and parameters that use them.
+``print(program)`` shows it; ``program.collectives()`` lists its communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.blocks import FIXED
+from autopar.graph import Block, Graph, Value, ValueKind
+from autopar.collectives import COLLECTIVES, RAW_OPS, move
+from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
+from autopar.lowering.shard import (
+    BlockInterface,
+    block_function,
+    block_interface,
+    block_signature,
+)
+from autopar.mesh import Mesh
+from autopar.placement import Placements, format_placements, local_shape
+from autopar.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterProgram:
+    """One parameter: how it is stored, how blocks find it, and the kernel between the two."""
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Placements
+    used: Placements
+    trainable: bool
+    kernel: int | None
+    first_block: int
+    last_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferProgram:
+    """One buffer or constant: replicated; ``next_value`` is what it becomes after a step."""
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    next_value: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputProgram:
+    """One tensor input and the part of it that a rank reads."""
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Placements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProgram:
+    """One block: its kernel and the values it reads and makes."""
+
+    name: str
+    kernel: int
+    interface: BlockInterface
+    is_fixed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputProgram:
+    """One value that leaves the program, and the kernel that makes it whole, if it needs one."""
+
+    value: int
+    kernel: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """Everything a rank runs in one step; see the module's docstring."""
+
+    mesh: Mesh
+    kernels: tuple[Kernel, ...]
+    blocks: tuple[BlockProgram, ...]
+    parameters: tuple[ParameterProgram, ...]
+    buffers: tuple[BufferProgram, ...]
+    inputs: tuple[InputProgram, ...]
+    loss: OutputProgram | None
+    outputs: tuple[OutputProgram, ...]
+    constants: tuple[tuple[str, Tensor], ...]
+    device_type: str
+    fingerprint: str
+
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """Every collective of one training step, in order of phase and block."""
+        return tuple(_collectives(self))
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One collective: ``phase`` F (forward), I, W, or G (gradient of a parameter)."""
+
+    phase: str
+    where: str
+    kind: str
+    axes: str
+    size_bytes: int
+
+
+def lower(
+    strategy: Strategy, *, device_type: str = "cpu", training: bool = True
+) -> RankProgram:
+    """Lower ``strategy``; with ``training`` off, only forward graphs that keep all outputs."""
+    return _Lowering(strategy, torch.device(device_type), training).lower()
+
+
+class _Lowering:
+    def __init__(self, strategy: Strategy, device: torch.device, training: bool) -> None:
+        self.strategy = strategy
+        self.graph: Graph = strategy.graph
+        self.device = device
+        self.training = training
+        self.kernels: list[Kernel] = []
+        self.known: dict[str, int] = {}
+        self.strides: dict[int, tuple[int, ...]] = {}
+
+    def lower(self) -> RankProgram:
+        graph = self.graph
+        kept = self._kept()
+        interfaces = self._live_interfaces(kept)
+        blocks = []
+        for block, interface in interfaces:
+            kernel = self._block_kernel(block, interface)
+            for value, meta in zip(interface.outputs, self.kernels[kernel].output_metas):
+                self.strides[value] = meta.stride
+            blocks.append(
+                BlockProgram(
+                    name=block.name,
+                    kernel=kernel,
+                    interface=interface,
+                    is_fixed=block.name == FIXED,
+                )
+            )
+        parameters = tuple(self._parameter(v, blocks) for v in graph.parameters)
+        loss = None if graph.loss is None else self._output(graph.loss)
+        outputs = () if self.training else tuple(self._output(i) for i in graph.outputs)
+        return RankProgram(
+            mesh=self.strategy.mesh,
+            kernels=tuple(self.kernels),
+            blocks=tuple(blocks),
+            parameters=parameters,
+            buffers=self._buffers(),
+            inputs=tuple(self._input(graph.values[i]) for i in graph.inputs),
+            loss=loss,
+            outputs=outputs,
+            constants=graph.constants,
+            device_type=self.device.type,
+            fingerprint=graph.fingerprint,
+        )
+
+    def _kept(self) -> frozenset[int]:
+        """Values that the program must hand out."""
+        graph = self.graph
+        kept = {new for _, new in graph.mutations} if self.training else set()
+        if graph.loss is not None:
+            kept.add(graph.loss)
+        if not self.training:
+            kept.update(graph.outputs)
+        return frozenset(kept)
+
+    def _live_interfaces(self, kept: frozenset[int]) -> list[tuple[Block, BlockInterface]]:
+        """Interfaces of the blocks that matter, without outputs that nobody reads."""
+        graph = self.graph
+        wanted = set(kept)
+        result = []
+        for block in reversed(graph.blocks):
+            interface = block_interface(graph, block, kept)
+            outputs = tuple(o for o in interface.outputs if o in wanted)
+            if not outputs:
+                continue
+            interface = BlockInterface(
+                inputs=interface.inputs, parameters=interface.parameters, outputs=outputs
+            )
+            wanted.update(interface.inputs)
+            result.append((block, interface))
+        return result[::-1]
+
+    def _meta(self, value: Value) -> TensorMeta:
+        shape = local_shape(value.shape, self.strategy.interface(value), self.strategy.mesh)
+        plain = TensorMeta.contiguous(shape, value.dtype)
+        stride = self.strides.get(value.index, plain.stride)
+        return TensorMeta(shape=shape, stride=stride, dtype=value.dtype)
+
+    def _block_kernel(self, block: Block, interface: BlockInterface) -> int:
+        key = block_signature(self.strategy, block, interface, self.strides)
+        if key not in self.known:
+            values = [self.graph.values[i] for i in (*interface.inputs, *interface.parameters)]
+            kernel = trace_kernel(
+                block_function(self.strategy, block, interface, self.device),
+                [self._meta(v) for v in values],
+                [v.differentiable for v in values],
+                [v.kind is ValueKind.PARAMETER for v in values],
+                self.device,
+                training=self.training,
+            )
+            self.known[key] = self._add(kernel)
+        return self.known[key]
+
+    def _add(self, kernel: Kernel) -> int:
+        self.kernels.append(kernel)
+        return len(self.kernels) - 1
+
+    def _move_kernel(
+        self, value: Value, source: Placements, target: Placements, *, differentiable: bool
+    ) -> int | None:
+        """The kernel of one redistribution outside blocks, or None where nothing moves."""
+        if source == target:
+            return None
+        mesh = self.strategy.mesh
+        local = local_shape(value.shape, source, mesh)
+        key = f"move {value.shape} {value.dtype} {source} {target} {differentiable}"
+        if key not in self.known:
+
+            def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+                return (move(operands[0], source, target, value.shape, mesh),)
+
+            kernel = trace_kernel(
+                function,
+                [TensorMeta.contiguous(local, value.dtype)],
+                [differentiable],
+                [False],
+                self.device,
+                training=self.training,
+            )
+            self.known[key] = self._add(kernel)
+        return self.known[key]
+
+    def _parameter(self, value: Value, blocks: Sequence[BlockProgram]) -> ParameterProgram:
+        stored = self.strategy.supply(value)
+        users = [i for i, b in enumerate(blocks) if value.index in b.interface.parameters]
+        used = self.strategy.interface(value) if users else stored
+        return ParameterProgram(
+            value=value.index,
+            name=value.target or value.name,
+            shape=value.shape,
+            dtype=value.dtype,
+            stored=stored,
+            used=used,
+            trainable=value.differentiable,
+            kernel=self._move_kernel(value, stored, used, differentiable=value.differentiable),
+            first_block=users[0] if users else -1,
+            last_block=users[-1] if users else -1,
+        )
+
+    def _buffers(self) -> tuple[BufferProgram, ...]:
+        following = dict(self.graph.mutations) if self.training else {}
+        return tuple(
+            BufferProgram(
+                value=v.index,
+                name=v.target or v.name,
+                shape=v.shape,
+                dtype=v.dtype,
+                next_value=following.get(v.index),
+            )
+            for v in (*self.graph.buffers, *self.graph.of_kind(ValueKind.CONSTANT))
+        )
+
+    def _input(self, value: Value) -> InputProgram:
+        return InputProgram(
+            value=value.index,
+            name=value.name,
+            shape=value.shape,
+            dtype=value.dtype,
+            placements=self.strategy.supply(value),
+        )
+
+    def _output(self, index: int) -> OutputProgram:
+        value = self.graph.values[index]
+        strategy = self.strategy
+        kernel = self._move_kernel(
+            value, strategy.interface(value), strategy.replicated, differentiable=False
+        )
+        return OutputProgram(value=index, kernel=kernel)
+
+
+def _graphs(kernel: Kernel) -> Iterator[tuple[str, fx.GraphModule]]:
+    yield "F", kernel.forward
+    if kernel.backward_input is not None:
+        yield "I", kernel.backward_input
+    if kernel.backward_weight is not None:
+        yield "W", kernel.backward_weight
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in COLLECTIVES:
+            yield node
+
+
+def _collectives(program: RankProgram) -> Iterator[CollectiveCall]:
+    def of(module: fx.GraphModule, phase: str, where: str) -> Iterator[CollectiveCall]:
+        for node in _calls(module):
+            largest = max((node.meta["val"], node.args[0].meta["val"]), key=Tensor.numel)
+            yield CollectiveCall(
+                phase=phase,
+                where=where,
+                kind=str(node.target).split(".")[1],
+                axes=str(node.args[1]),
+                size_bytes=largest.numel() * largest.element_size(),
+            )
+
+    for parameter in program.parameters:
+        if parameter.kernel is not None:
+            yield from of(program.kernels[parameter.kernel].forward, "F", parameter.name)
+    for block in program.blocks:
+        yield from of(program.kernels[block.kernel].forward, "F", block.name)
+    for block in reversed(program.blocks):
+        for phase, module in _graphs(program.kernels[block.kernel]):
+            if phase != "F":
+                yield from of(module, phase, block.name)
+    for parameter in reversed(program.parameters):
+        if parameter.kernel is not None and parameter.trainable:
+            backward = program.kernels[parameter.kernel].backward_input
+            if backward is not None:
+                yield from of(backward, "G", parameter.name)
+
+
+def format_program(program: RankProgram) -> str:
+    """The program as text: parameters, blocks, then the distinct kernels' graphs."""
+    lines = [f"program on mesh {program.mesh} ({program.device_type})", "", "parameters"]
+    for p in program.parameters:
+        via = "" if p.kernel is None else f"  by kernel {p.kernel}"
+        lines.append(
+            f"  {p.name} {list(p.shape)}: stored {format_placements(p.stored)}, "
+            f"used {format_placements(p.used)}{via}"
+        )
+    lines += ["", "blocks"]
+    lines += [f"  {i} {b.name}: kernel {b.kernel}" for i, b in enumerate(program.blocks)]
+    for number, kernel in enumerate(program.kernels):
+        for phase, module in _graphs(kernel):
+            lines += ["", f"kernel {number} {phase}"]
+            lines += [f"  {line}" for line in format_graph(module)]
+    return "\n".join(lines)
+
+
+def format_graph(module: fx.GraphModule) -> list[str]:
+    """One line per node: name, operator, arguments and local shape."""
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{node.name}: {_shape(node)}")
+        elif node.op == "output":
+            lines.append("return " + ", ".join(str(a) for a in node.args[0]))
+        else:
+            lines.append(f"{node.name}: {_shape(node)} = {_operator(node)}({_arguments(node)})")
+    return lines
+
+
+def _operator(node: fx.Node) -> str:
+    name = str(node.target)
+    if node.target in RAW_OPS:
+        return name.removesuffix(".default")
+    return {"<built-in function getitem>": "getitem"}.get(name, name.removesuffix(".default"))
+
+
+def _arguments(node: fx.Node) -> str:
+    parts = [_argument(a) for a in node.args]
+    parts += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _argument(argument: Any) -> str:
+    return repr(argument) if isinstance(argument, str) else str(argument)
+
+
+def _shape(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "tuple"

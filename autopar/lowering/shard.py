@@ -1,0 +1,158 @@
+"""One block on one device: its ops on local shards, with the moves between placements.
+
+In comes a block and a strategy; out goes a plain function of local tensors that fx can trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
+from autopar.collectives import move
+from autopar.placement import Placements, local_shape
+from autopar.rules.base import LocalContext, run_local
+from autopar.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInterface:
+    """Values that enter and leave a block, in order. ``parameters`` are the last of ``inputs``."""
+
+    inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def block_interface(graph: Graph, block: Block, kept: frozenset[int]) -> BlockInterface:
+    """``kept``: values wanted beyond the blocks (the loss, next buffers, the model's outputs)."""
+    ops = graph.block_ops(block)
+    made = {o for op in ops for o in op.outputs if o is not None}
+    entering = dict.fromkeys(i for op in ops for i in op.inputs if i not in made)
+    is_parameter = {i: graph.values[i].kind is ValueKind.PARAMETER for i in entering}
+    used_later = {
+        i for op in graph.ops[block.stop :] for i in op.inputs if i in made
+    }
+    return BlockInterface(
+        inputs=tuple(i for i in entering if not is_parameter[i]),
+        parameters=tuple(i for i in entering if is_parameter[i]),
+        outputs=tuple(
+            o for op in ops for o in op.outputs
+            if o is not None and (o in used_later or o in kept)
+        ),
+    )  # fmt: skip
+
+
+def block_function(
+    strategy: Strategy, block: Block, interface: BlockInterface, device: torch.device
+) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    """A function from the local parts of ``inputs + parameters`` to those of ``outputs``."""
+
+    def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        machine = _BlockMachine(strategy, device)
+        for index, tensor in zip((*interface.inputs, *interface.parameters), operands):
+            machine.local[index] = tensor
+        for op in strategy.graph.block_ops(block):
+            machine.run(op)
+        return tuple(machine.local[index] for index in interface.outputs)
+
+    return run
+
+
+class _BlockMachine:
+    """Runs ops one by one on local tensors, each value in its interface placement."""
+
+    def __init__(self, strategy: Strategy, device: torch.device) -> None:
+        self.strategy = strategy
+        self.device = device
+        self.local: dict[int, Tensor] = {}
+        self.moved: dict[tuple[int, Placements], Tensor] = {}
+
+    def run(self, op: Op) -> None:
+        strategy, graph = self.strategy, self.strategy.graph
+        operands = [
+            self._operand(graph.values[index], need)
+            for index, need in zip(op.inputs, strategy.needs(op))
+        ]
+        args, kwargs = op.bind(operands)
+        supplies = strategy.supplies(op)
+        space = strategy.analysis.spaces[op.index]
+        shapes = tuple(
+            () if o is None else local_shape(graph.values[o].shape, supply, strategy.mesh)
+            for o, supply in zip(op.outputs, supplies)
+        )
+        context = LocalContext(
+            op=op,
+            space=space,  # type: ignore[arg-type]
+            choice=strategy.assignment.choices[op.index],
+            mesh=strategy.mesh,
+            output_shapes=shapes,
+        )
+        results = run_local(context, on_device(args, self.device), on_device(kwargs, self.device))
+        if isinstance(results, Tensor):
+            results = (results,)
+        for index, supply, result in zip(op.outputs, supplies, results):
+            if index is not None:
+                self._define(graph.values[index], supply, result)
+
+    def _operand(self, value: Value, need: Placements) -> Tensor:
+        key = (value.index, need)
+        if key not in self.moved:
+            placement = self.strategy.interface(value)
+            mesh = self.strategy.mesh
+            tensor = self.local[value.index]
+            self.moved[key] = move(tensor, placement, need, value.shape, mesh)
+        return self.moved[key]
+
+    def _define(self, value: Value, supply: Placements, result: Tensor) -> None:
+        interface = self.strategy.interface(value)
+        expected = local_shape(value.shape, supply, self.strategy.mesh)
+        assert tuple(result.shape) == expected, (value.name, tuple(result.shape), expected)
+        self.local[value.index] = move(result, supply, interface, value.shape, self.strategy.mesh)
+
+
+def on_device(node: Any, device: torch.device) -> Any:
+    """Arguments with every captured device replaced by the one the program runs on."""
+    if isinstance(node, torch.device):
+        return device
+    if isinstance(node, dict):
+        return {k: on_device(v, device) for k, v in node.items()}
+    if isinstance(node, tuple) and not isinstance(node, Ref):
+        return tuple(on_device(n, device) for n in node)
+    return node
+
+
+def block_signature(
+    strategy: Strategy,
+    block: Block,
+    interface: BlockInterface,
+    strides: dict[int, tuple[int, ...]],
+) -> str:
+    """Equal for blocks that lower to the same graphs: ops, arguments, shapes and placements."""
+    graph = strategy.graph
+    numbers: dict[int, int] = {}
+
+    def number(index: int) -> int:
+        return numbers.setdefault(index, len(numbers))
+
+    def describe(index: int) -> str:
+        value = graph.values[index]
+        return (
+            f"{number(index)}:{value.shape}{value.dtype}{value.differentiable}{value.fixed}"
+            f"{strategy.supply(value)}{strategy.interface(value)}{strides.get(index)}"
+        )
+
+    parts = [describe(i) for i in (*interface.inputs, *interface.parameters)]
+    for op in graph.block_ops(block):
+        args = map_refs((op.args, op.kwargs), lambda ref: Ref(number(ref.index)))
+        outputs = [None if o is None else describe(o) for o in op.outputs]
+        parts.append(
+            f"{op.target_name}{args}{strategy.assignment.choices[op.index]}"
+            f"{strategy.needs(op)}{outputs}"
+        )
+    parts.append(str([number(o) for o in interface.outputs]))
+    return "\n".join(parts)

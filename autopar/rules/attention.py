@@ -1,0 +1,66 @@
+"""Scaled dot-product attention: batch, heads and queries are free; keys stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph import Op, Value
+from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.rules.elementwise import broadcast_layout
+
+Outputs = Sequence[Value | None]
+
+
+def _attention_local(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A causal attention split along the queries gets the mask of its own rows."""
+    query, key, value, *rest = args
+    mask = rest[0] if rest else kwargs.pop("attn_mask", None)
+    dropout = rest[1] if len(rest) > 1 else kwargs.pop("dropout_p", 0.0)
+    causal = rest[2] if len(rest) > 2 else kwargs.pop("is_causal", False)
+    if causal and context.num_shards("s") > 1:
+        start = context.shard_start(query, "s")
+        rows = torch.arange(query.shape[-2], device=query.device) + start
+        columns = torch.arange(key.shape[-2], device=query.device)
+        mask, causal = rows[:, None] >= columns, False
+    result: Tensor = context.op.target(query, key, value, mask, dropout, causal, **kwargs)
+    return result
+
+
+@register("aten.scaled_dot_product_attention.default", lower=_attention_local)
+def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``q[b, (h r), s, d] k[b, h, t, d] v[b, h, t, e]``; r query heads share one key head."""
+    query, key, value = (v.shape for v in inputs[:3])
+    if len(query) < 3 or len(key) != len(query) or query[:-3] != key[:-3]:
+        return None
+    if query[-3] % key[-3] or key[:-1] != value[:-1]:
+        return None
+    builder = SpaceBuilder()
+    batch = builder.dims("b", query[:-3])
+    heads = builder.dim("h", key[-3])
+    repeat = builder.dim("r", query[-3] // key[-3])
+    s, t = builder.dim("s", query[-2]), builder.whole(key[-2])
+    d, e = builder.whole(query[-1]), builder.whole(value[-1])
+    grouped = (heads, repeat) if query[-3] != key[-3] else (heads,)
+    operands = [
+        layout(*batch, grouped, s, d),
+        layout(*batch, heads, t, d),
+        layout(*batch, heads, t, e),
+    ]
+    if len(inputs) > 3:
+        if grouped != (heads,):
+            mask_heads = inputs[3].shape[-3] if len(inputs[3].shape) > 2 else 1
+            if mask_heads != 1:
+                return None
+        dims = (*batch, heads, s, t)
+        operands.append(
+            broadcast_layout(inputs[3].shape, dims, [builder.sizes[x] for x in dims])
+        )
+    return builder.build(
+        operands, [layout(*batch, grouped, s, e)], plain=frozenset({s}), anchor=True
+    )

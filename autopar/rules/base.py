@@ -1,0 +1,402 @@
+"""What a rule is: the iteration space of an op, and what follows from it.
+
+Every op is a nest of named dimensions; a tensor operand is a layout over them, one tuple of
+dimension names per tensor dimension (several names where a tensor dimension is their product, as
+after a flattening view). A *choice* gives each mesh axis one dimension to split, or none. From the
+space and the choice follow, for every axis,
+
+- what the op needs of each operand: ``S`` where the dimension is in its layout, else ``V`` (each
+  device computes with the whole operand on another share of the work) or ``R`` where no gradient
+  flows; ``P`` for operands that enter a sum once, such as a bias, when the sum is split;
+- what it supplies for each output: ``S`` where the dimension is in its layout, else ``P``, a
+  partial sum; ``R`` where the op reduces inside (batch-norm statistics).
+
+No axis assigned means ``R`` all over: computed redundantly. An op with no rule has only that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+import torch
+from torch import Tensor
+
+from autopar.errors import PlanError
+from autopar.graph import Op, Value
+from autopar.collectives import ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
+from autopar.mesh import Mesh
+from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
+
+Layout = tuple[tuple[str, ...], ...]
+"""Per tensor dimension, the iteration dimensions whose product it is (outermost first)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The iteration space of one op: named dimensions, and each operand's layout over them.
+
+    ``sizes``: size of each dimension. ``sums``: dimensions that an output without them sums over.
+    ``whole``: dimensions that cannot be split. ``partial_inputs``: operands that enter the sum
+    once. ``reduced``: dimensions over which the op reduces inside, so that outputs without them come
+    out complete. ``plain``: dimensions that take the contiguous split only. ``anchor``: whether a split of this op is worth carrying to its neighbours (products,
+    attention), or the op only goes along (element-wise ops, views).
+    """
+
+    sizes: Mapping[str, int]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    sums: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    partial_inputs: frozenset[int] = frozenset()
+    reduced: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()
+    anchor: bool = False
+
+    def splittable(self) -> tuple[str, ...]:
+        """Dimensions that may be split, in order: every output must have them or sum over them."""
+        return tuple(
+            name
+            for name, size in self.sizes.items()
+            if size > 1 and name not in self.whole and self._outputs_allow(name)
+        )
+
+    def _outputs_allow(self, name: str) -> bool:
+        return all(
+            name in self.sums
+            or name in self.reduced
+            or any(name in factors for factors in layout)
+            for layout in self.outputs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One axis's part in a choice: the dimension and where in it the digit starts."""
+
+    dim: str
+    base: int = 1
+
+    def __str__(self) -> str:
+        return self.dim + (f"/{self.base}" if self.base != 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How each mesh axis splits one op; None computes redundantly along that axis."""
+
+    splits: tuple[Split | None, ...]
+
+    def __str__(self) -> str:
+        return " ".join("-" if s is None else str(s) for s in self.splits)
+
+    def axes_of(self, dim: str) -> tuple[int, ...]:
+        return tuple(a for a, s in enumerate(self.splits) if s is not None and s.dim == dim)
+
+    @property
+    def is_redundant(self) -> bool:
+        return all(split is None for split in self.splits)
+
+
+def parse_choice(text: str) -> Choice:
+    """Read back ``str(choice)``."""
+    splits: list[Split | None] = []
+    for word in text.split():
+        dim, _, base = word.partition("/")
+        if word == "-":
+            splits.append(None)
+        elif not dim.isidentifier() or not (base or "1").isdigit():
+            raise PlanError(f"choice {text!r}: {word!r} is neither '-' nor 'dim' nor 'dim/base'")
+        else:
+            splits.append(Split(dim, int(base or 1)))
+    return Choice(tuple(splits))
+
+
+Bases = Mapping[str, tuple[int, ...]]
+"""Per dimension, the further digits (beside 1) at which it may be split."""
+
+
+def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Choice, ...]:
+    """All valid choices of an op, the redundant one first; only that for an op with no rule."""
+    if space is None:
+        return (Choice((None,) * mesh.num_axes),)
+    options: list[Split | None] = [None]
+    for dim in space.splittable():
+        options.extend(Split(dim, base) for base in (1, *bases.get(dim, ())))
+    choices = map(Choice, itertools.product(options, repeat=mesh.num_axes))
+    return tuple(choice for choice in choices if is_valid_choice(space, choice, mesh))
+
+
+def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
+    """Whether every split is a whole, disjoint digit of a dimension that may be split."""
+    names = list(space.sizes)
+    allowed = set(space.splittable())
+    for split in choice.splits:
+        if split is None:
+            continue
+        if split.dim not in allowed or (split.base != 1 and split.dim in space.plain):
+            return False
+    placements = tuple(
+        R if split is None else S(names.index(split.dim), outer)
+        for split, outer in zip(choice.splits, _outers(choice, mesh))
+    )
+    return is_valid(placements, tuple(space.sizes.values()), mesh)
+
+
+def _outers(choice: Choice, mesh: Mesh) -> list[int]:
+    """Where each axis's digit starts: behind those of earlier axes with the same split."""
+    outers: list[int] = []
+    for axis, split in enumerate(choice.splits):
+        if split is None:
+            outers.append(1)
+            continue
+        earlier = (a for a in range(axis) if choice.splits[a] == split)
+        outers.append(split.base * math.prod(mesh.axis_sizes[a] for a in earlier))
+    return outers
+
+
+def needs(
+    space: Space | None, choice: Choice, mesh: Mesh, differentiable: Sequence[bool]
+) -> tuple[Placements, ...]:
+    """Per operand, what the op needs under ``choice``."""
+    if space is None:
+        return tuple((R,) * mesh.num_axes for _ in differentiable)
+    outers = _outers(choice, mesh)
+    result = []
+    for operand, layout in enumerate(space.inputs):
+        placements = []
+        for split, outer in zip(choice.splits, outers):
+            found = _locate(space, layout, split, outer)
+            if split is None:
+                placements.append(R)
+            elif found is not None:
+                placements.append(found)
+            elif operand in space.partial_inputs and split.dim in space.sums:
+                placements.append(P)
+            else:
+                placements.append(V if differentiable[operand] else R)
+        result.append(tuple(placements))
+    return tuple(result)
+
+
+def supplies(space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int) -> tuple[
+    Placements, ...
+]:
+    """Per output, what the op supplies under ``choice``."""
+    if space is None:
+        return tuple((R,) * mesh.num_axes for _ in range(num_outputs))
+    outers = _outers(choice, mesh)
+    result = []
+    for layout in space.outputs:
+        placements = []
+        for split, outer in zip(choice.splits, outers):
+            found = _locate(space, layout, split, outer)
+            if split is None or (found is None and split.dim in space.reduced):
+                placements.append(R)
+            else:
+                placements.append(found if found is not None else P)
+        result.append(tuple(placements))
+    return tuple(result)
+
+
+def _locate(space: Space, layout: Layout, split: Split | None, outer: int) -> Placement | None:
+    if split is None:
+        return None
+    for tensor_dim, factors in enumerate(layout):
+        if split.dim in factors:
+            before = factors[: factors.index(split.dim)]
+            return S(tensor_dim, math.prod(space.sizes[f] for f in before) * outer)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternalCollective:
+    """Communication inside a lowered op, for the price: bytes on one device, over these axes."""
+
+    kind: str
+    axes: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalContext:
+    """What a lowering function knows: the op, its choice, and the local shapes around it."""
+
+    op: Op
+    space: Space
+    choice: Choice
+    mesh: Mesh
+    output_shapes: tuple[tuple[int, ...], ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def axes_of(self, *dims: str) -> tuple[int, ...]:
+        return tuple(sorted(a for dim in dims for a in self.choice.axes_of(dim)))
+
+    def num_shards(self, *dims: str) -> int:
+        return self.mesh.size(self.axes_of(*dims))
+
+    def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, varying: bool = False) -> Tensor:
+        """Sum over the group; ``varying`` where each device uses the sum on its own share."""
+        if self.mesh.size(axes) == 1:
+            return x
+        step = Step(StepKind.ALL_REDUCE, axes, P, V if varying else R, 1, 1, tuple(x.shape))
+        return apply_step(x, step, self.mesh)
+
+    def vary(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Use a replicated value on another share on each device: its gradients are summed."""
+        if self.mesh.size(axes) == 1:
+            return x
+        step = Step(StepKind.VARY, axes, R, V, 1, 1, tuple(x.shape))
+        return apply_step(x, step, self.mesh)
+
+    def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Maximum over the group; no gradient flows."""
+        if self.mesh.size(axes) == 1:
+            return x
+        result: Tensor = ALL_REDUCE_MAX(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
+        return result
+
+    def all_reduce_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Sum over the group of values that no gradient flows through (counts, statistics)."""
+        if self.mesh.size(axes) == 1:
+            return x
+        result: Tensor = ALL_REDUCE(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
+        return result
+
+    def shard_start(self, like: Tensor, dim: str) -> Tensor | int:
+        """Global index of this device's first element of ``dim`` (a plain split only)."""
+        axes = self.axes_of(dim)
+        if self.mesh.size(axes) == 1:
+            return 0
+        local = self.space.sizes[dim] // self.mesh.size(axes)
+        index: Tensor = AXIS_INDEX(like, self.mesh.axes_label(axes), self.mesh.size(axes))
+        return index * local
+
+
+SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
+LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
+CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
+
+
+def _call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return context.op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+
+
+def _lists(node: Any) -> Any:
+    return [_lists(n) for n in node] if isinstance(node, tuple) else node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The rule of one op family: its space, how it runs on shards, what it communicates inside."""
+
+    space: SpaceFn
+    lower: LowerFn = _call_target
+    collectives: CollectivesFn | None = None
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def register(
+    *targets: str, lower: LowerFn | None = None, collectives: CollectivesFn | None = None
+) -> Callable[[SpaceFn], SpaceFn]:
+    """Register a space function for operators named as in ``str(op.target)``.
+
+    Raises PlanError for a name that has a rule already.
+    """
+
+    def wrap(space: SpaceFn) -> SpaceFn:
+        for target in targets:
+            if target in _RULES:
+                raise PlanError(f"operator {target} has a rule already")
+            _RULES[target] = Rule(
+                space=space, lower=lower or _call_target, collectives=collectives
+            )
+        return space
+
+    return wrap
+
+
+def register_pointwise(rule: Rule) -> None:
+    """The rule of every operator that torch itself tags as pointwise and that has none."""
+    global _POINTWISE
+    _POINTWISE = rule
+
+
+_POINTWISE: Rule | None = None
+
+
+def rule_of(op: Op) -> Rule | None:
+    """The rule of an op, or None."""
+    rule = _RULES.get(op.target_name)
+    if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
+        return _POINTWISE
+    return rule
+
+
+def registered_targets() -> tuple[str, ...]:
+    """Every operator that has a rule."""
+    return tuple(sorted(_RULES))
+
+
+def space_of(op: Op, values: Sequence[Value]) -> Space | None:
+    """The iteration space of an op, or None: no rule, or nothing to split (fixed values)."""
+    rule = rule_of(op)
+    if rule is None or all(o is None or values[o].fixed for o in op.outputs):
+        return None
+    outputs = tuple(None if o is None else values[o] for o in op.outputs)
+    return rule.space(op, tuple(values[i] for i in op.inputs), outputs)
+
+
+def run_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one op on local shards as its choice asks."""
+    rule = rule_of(context.op)
+    if rule is None or context.choice.is_redundant:
+        return _call_target(context, args, kwargs)
+    return rule.lower(context, args, kwargs)
+
+
+class SpaceBuilder:
+    """Names the dimensions of a space one by one."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.kept_whole: set[str] = set()
+
+    def dim(self, name: str, size: int) -> str:
+        """A dimension that may be split."""
+        self.sizes[name] = size
+        return name
+
+    def dims(self, prefix: str, sizes: Sequence[int]) -> tuple[str, ...]:
+        """One dimension per size: ``prefix0 prefix1 ...``."""
+        return tuple(self.dim(f"{prefix}{i}", size) for i, size in enumerate(sizes))
+
+    def whole(self, size: int) -> str:
+        """A dimension that cannot be split."""
+        name = self.dim(f"w{len(self.kept_whole)}", size)
+        self.kept_whole.add(name)
+        return name
+
+    def build(
+        self, inputs: Sequence[Layout], outputs: Sequence[Layout], **options: Any
+    ) -> Space:
+        return Space(
+            sizes=self.sizes,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            whole=frozenset(self.kept_whole),
+            **options,
+        )
+
+
+def layout(*dims: str | tuple[str, ...]) -> Layout:
+    """A layout from names; a tuple is a product of names."""
+    return tuple((d,) if isinstance(d, str) else d for d in dims)
+
+

@@ -1,0 +1,90 @@
+"""Convolutions and pooling: batch, channels in and out; the window's dimensions stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autopar.graph import Op, Value
+from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+
+Outputs = Sequence[Value | None]
+
+_GROUPS = {"aten.convolution.default": 8}
+
+
+def _groups(op: Op) -> int:
+    position = _GROUPS.get(op.target_name, 6)
+    groups = op.args[position] if len(op.args) > position else dict(op.kwargs).get("groups", 1)
+    return int(groups)
+
+
+def _conv_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The same convolution with as many groups as this device holds."""
+    position = _GROUPS.get(context.op.target_name, 6)
+    groups = _groups(context.op) // context.num_shards("g")
+    if len(args) > position:
+        args = (*args[:position], groups, *args[position + 1 :])
+    elif "groups" in kwargs:
+        kwargs = {**kwargs, "groups": groups}
+    result: Tensor = context.op.target(*args, **kwargs)
+    return result
+
+
+@register(
+    "aten.conv1d.default",
+    "aten.conv2d.default",
+    "aten.conv3d.default",
+    "aten.conv1d.padding",
+    "aten.conv2d.padding",
+    "aten.convolution.default",
+    lower=_conv_local,
+)
+def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[n, (g i), ...] w[(g o), i, ...] + b[(g o)]``; a bias enters the sum over i once."""
+    x, weight = inputs[0].shape, inputs[1].shape
+    out = outputs[0].shape  # type: ignore[union-attr]
+    if len(x) != len(weight) or (op.target_name == "aten.convolution.default" and op.args[6]):
+        return None
+    groups = _groups(op)
+    builder = SpaceBuilder()
+    n, g = builder.dim("n", x[0]), builder.dim("g", groups)
+    i, o = builder.dim("i", x[1] // groups), builder.dim("o", out[1] // groups)
+    window = [builder.whole(size) for size in weight[2:]]
+    space_in = [builder.whole(size) for size in x[2:]]
+    space_out = [builder.whole(size) for size in out[2:]]
+    operands = [layout(n, (g, i), *space_in), layout((g, o), i, *window), layout((g, o))]
+    return builder.build(
+        operands[: len(inputs)],
+        [layout(n, (g, o), *space_out)],
+        sums=frozenset({i}),
+        partial_inputs=frozenset({2}),
+        anchor=True,
+    )
+
+
+@register(
+    "aten.max_pool1d.default",
+    "aten.max_pool2d.default",
+    "aten.max_pool3d.default",
+    "aten.avg_pool1d.default",
+    "aten.avg_pool2d.default",
+    "aten.avg_pool3d.default",
+    "aten.adaptive_avg_pool1d.default",
+    "aten.adaptive_avg_pool2d.default",
+    "aten.adaptive_avg_pool3d.default",
+    "aten.adaptive_max_pool2d.default",
+    "aten.max_pool2d_with_indices.default",
+)
+def pool_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Free in batch and channels."""
+    spatial = {"1": 1, "2": 2, "3": 3}[op.target_name.split("pool")[1][0]]
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    free = builder.dims("d", shape[: len(shape) - spatial])
+    before = [builder.whole(size) for size in shape[len(free) :]]
+    first = next(o for o in outputs if o is not None)
+    after = [builder.whole(size) for size in first.shape[len(free) :]]
+    return builder.build([layout(*free, *before)], [layout(*free, *after) for _ in outputs])

@@ -1,0 +1,101 @@
+"""Which digits of which dimensions are worth splitting at, found by walking the graph.
+
+The heads of a fused query-key-value projection are the digit behind 3 of its output; the sequence
+of a flattened batch is the digit behind the batch. Such digits start at the anchors, the ops where
+the work is (products, attention), as plain splits of their dimensions, and are carried through
+views and element-wise ops to the other anchors, where they become further options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from autopar.graph import Graph
+from autopar.rules.base import Layout, Space
+
+MAX_BASES = 3
+"""At most this many further digits a dimension; the smallest are kept."""
+
+Digit = tuple[int, int]
+"""(tensor dimension, outer), as in autopar.placement.S."""
+
+
+def find_bases(
+    graph: Graph, spaces: Sequence[Space | None]
+) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """Per op, the further digits of each of its dimensions."""
+    digits: dict[int, set[Digit]] = {}
+    users: dict[int, set[int]] = {}
+    for op in graph.ops:
+        for value in (*op.inputs, *(o for o in op.outputs if o is not None)):
+            users.setdefault(value, set()).add(op.index)
+    bases: list[dict[str, set[int]]] = [{} for _ in graph.ops]
+    queue = deque(op.index for op in graph.ops)
+    queued = set(queue)
+    while queue:
+        index = queue.popleft()
+        queued.discard(index)
+        space = spaces[index]
+        if space is None:
+            continue
+        operands = _operands(graph, index, space)
+        _collect(space, operands, digits, bases[index])
+        for value in _publish(space, operands, digits, bases[index]):
+            for user in users[value] - queued:
+                queue.append(user)
+                queued.add(user)
+    return tuple(
+        {dim: tuple(sorted(b - {1})[:MAX_BASES]) for dim, b in found.items() if b - {1}}
+        for found in bases
+    )
+
+
+def _operands(graph: Graph, index: int, space: Space) -> list[tuple[int, Layout]]:
+    op = graph.ops[index]
+    pairs = list(zip(op.inputs, space.inputs))
+    pairs += [(o, layout) for o, layout in zip(op.outputs, space.outputs) if o is not None]
+    return pairs
+
+
+def _collect(
+    space: Space,
+    operands: list[tuple[int, Layout]],
+    digits: dict[int, set[Digit]],
+    bases: dict[str, set[int]],
+) -> None:
+    """Digits of the operands become digits of the op's own dimensions."""
+    allowed = space.splittable()
+    for value, layout in operands:
+        for tensor_dim, outer in digits.get(value, ()):
+            before = 1
+            for name in layout[tensor_dim]:
+                size = space.sizes[name]
+                base, remainder = divmod(outer, before)
+                if name in allowed and not remainder and base < size and size % base == 0:
+                    bases.setdefault(name, set()).add(base)
+                before *= size
+    if space.anchor:
+        for name in allowed:
+            bases.setdefault(name, set()).add(1)
+
+
+def _publish(
+    space: Space,
+    operands: list[tuple[int, Layout]],
+    digits: dict[int, set[Digit]],
+    bases: dict[str, set[int]],
+) -> list[int]:
+    """The op's digits become digits of its operands; returns the values that learnt something."""
+    changed = []
+    for value, layout in operands:
+        known = digits.setdefault(value, set())
+        before_count = len(known)
+        for tensor_dim, factors in enumerate(layout):
+            for position, name in enumerate(factors):
+                before = math.prod(space.sizes[f] for f in factors[:position])
+                known.update((tensor_dim, before * b) for b in bases.get(name, ()))
+        if len(known) != before_count:
+            changed.append(value)
+    return changed

@@ -1,0 +1,178 @@
+"""Losses: split over rows they are partial sums; cross-entropy also splits over classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.graph import Op, Value
+from autopar.mesh import Mesh
+from autopar.rules.base import (
+    Choice,
+    InternalCollective,
+    LocalContext,
+    Space,
+    SpaceBuilder,
+    layout,
+    register,
+)
+from autopar.rules.elementwise import broadcast_layout
+
+Outputs = Sequence[Value | None]
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    defaults = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+    return {**defaults, **dict(zip(names, args)), **kwargs}
+
+
+def _cross_entropy_local(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    call = _arguments(args, kwargs)
+    x, target, reduction = call["self"], call["target"], call["reduction"]
+    row_axes = context.axes_of(*(d for d in context.space.sizes if d not in ("c",)))
+    if context.num_shards("c") > 1:
+        per_row = _vocabulary_parallel(context, x, target, call["ignore_index"])
+        total = per_row if reduction == NONE else per_row.sum()
+    else:
+        mode = "none" if reduction == NONE else "sum"
+        total = F.cross_entropy(
+            x,
+            target,
+            call["weight"],
+            ignore_index=call["ignore_index"],
+            reduction=mode,
+            label_smoothing=call["label_smoothing"],
+        )
+    if reduction != MEAN:
+        return total
+    count = _weight_of_rows(x, target, call["weight"], call["ignore_index"])
+    return total / context.all_reduce_data(count, row_axes)
+
+
+def _weight_of_rows(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """What a mean divides by: the number of rows that count, or the sum of their weights."""
+    if target.is_floating_point():
+        rows = target.numel() // target.shape[1 if target.dim() > 1 else 0]
+        return torch.full((), float(rows), dtype=x.dtype, device=x.device)
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(x.dtype)
+    picked = weight.detach()[torch.where(valid, target, 0)]
+    return torch.where(valid, picked, 0).sum()
+
+
+def _vocabulary_parallel(
+    context: LocalContext, x: Tensor, target: Tensor, ignore_index: int
+) -> Tensor:
+    """Cross-entropy per row over classes split across devices, without gathering the logits.
+
+    The maximum, the sum of exponentials and the target's logit are all-reduced, one number a row.
+    """
+    axes = context.axes_of("c")
+    dim = 1 if x.dim() > 1 else 0
+    peak = context.all_reduce_max(x.detach().amax(dim), axes)
+    shifted = x - peak.unsqueeze(dim)
+    total = context.all_reduce(shifted.exp().sum(dim), axes)
+    local = target - context.shard_start(x, "c")
+    mine = (local >= 0) & (local < x.shape[dim])
+    picked = shifted.gather(dim, torch.where(mine, local, 0).unsqueeze(dim)).squeeze(dim)
+    picked = context.all_reduce(torch.where(mine, picked, 0), axes)
+    return torch.where(target != ignore_index, total.log() - picked, 0)
+
+
+def _cross_entropy_collectives(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
+) -> tuple[InternalCollective, ...]:
+    classes = choice.axes_of("c")
+    rows = tuple(sorted(a for d in space.sizes if d != "c" for a in choice.axes_of(d)))
+    result = []
+    if mesh.size(rows) > 1:
+        result.append(InternalCollective(kind="all_reduce", axes=rows, size_bytes=4))
+    if mesh.size(classes) > 1:
+        count = math.prod(s for d, s in space.sizes.items() if d != "c") // mesh.size(rows)
+        one = InternalCollective(
+            kind="all_reduce", axes=classes, size_bytes=count * inputs[0].dtype.itemsize
+        )
+        result += [one] * 3
+    return tuple(result)
+
+
+@register(
+    "aten.cross_entropy_loss.default",
+    lower=_cross_entropy_local,
+    collectives=_cross_entropy_collectives,
+)
+def cross_entropy_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[n, c, ...]`` against class indices ``[n, ...]`` or probabilities ``[n, c, ...]``."""
+    call = _arguments(op.args, dict(op.kwargs))
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    probabilities = inputs[1].dtype.is_floating_point
+    plain_classes = not (probabilities or call["weight"] or call["label_smoothing"])
+    class_dim = 1 if len(shape) > 1 else 0
+    rows = [builder.dim(f"n{d}", s) for d, s in enumerate(shape) if d != class_dim]
+    classes = shape[class_dim]
+    c = builder.dim("c", classes) if plain_classes else builder.whole(classes)
+    x = layout(*rows[:class_dim], c, *rows[class_dim:])
+    operands = [x, x if probabilities else layout(*rows), layout(c)][: len(inputs)]
+    return builder.build(
+        operands,
+        [layout(*rows) if call["reduction"] == NONE else ()],
+        sums=frozenset() if call["reduction"] == NONE else frozenset(rows),
+        reduced=frozenset({"c"}) if plain_classes else frozenset(),
+        plain=frozenset({"c"}) if plain_classes else frozenset(),
+        anchor=True,
+    )
+
+
+_REDUCTION_POSITION = {
+    "aten.mse_loss.default": 2,
+    "aten.l1_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.huber_loss.default": 2,
+    "aten.soft_margin_loss.default": 2,
+    "aten.kl_div.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+    "aten.binary_cross_entropy_with_logits.default": 4,
+}
+
+
+def _reduction(op: Op) -> int:
+    position = _REDUCTION_POSITION[op.target_name]
+    value = op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
+    return int(value)
+
+
+def _pointwise_loss_local(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A mean over this device's elements, weighted by its share of all elements."""
+    result: Tensor = context.op.target(*args, **kwargs)
+    if _reduction(context.op) != MEAN:
+        return result
+    return result / context.num_shards(*context.space.sums)
+
+
+@register(*_REDUCTION_POSITION, lower=_pointwise_loss_local)
+def pointwise_loss_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Element-wise, then none, mean or sum of all elements."""
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    summed = _reduction(op) != NONE
+    return builder.build(
+        [broadcast_layout(v.shape, dims, shape) for v in inputs],
+        [() if summed else layout(*dims)],
+        sums=frozenset(dims) if summed else frozenset(),
+    )

@@ -1,0 +1,92 @@
+"""Matrix products: batch dimensions, output rows and columns, and the inner, summed dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.graph import Op, Value
+from autopar.rules.base import Space, SpaceBuilder, layout, register
+from autopar.rules.elementwise import broadcast_layout
+
+Outputs = Sequence[Value | None]
+
+
+@register("aten.linear.default")
+def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[..., k] w[n, k] + b[n]``; the bias enters the sum over k once."""
+    x, weight = inputs[0].shape, inputs[1].shape
+    if len(weight) != 2:
+        return None
+    builder = SpaceBuilder()
+    rows = builder.dims("m", x[:-1])
+    n, k = builder.dim("n", weight[0]), builder.dim("k", weight[1])
+    operands = [layout(*rows, k), layout(n, k), layout(n)][: len(inputs)]
+    return builder.build(
+        operands,
+        [layout(*rows, n)],
+        sums=frozenset({k}),
+        partial_inputs=frozenset({2}),
+        anchor=True,
+    )
+
+
+@register("aten.addmm.default", "aten.baddbmm.default")
+def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``bias + a[..., m, k] b[..., k, n]``; the bias enters the sum over k once."""
+    bias, left, right = (v.shape for v in inputs)
+    builder = SpaceBuilder()
+    batch = builder.dims("b", left[:-2])
+    m, k = builder.dim("m", left[-2]), builder.dim("k", left[-1])
+    n = builder.dim("n", right[-1])
+    out = (*batch, m, n)
+    sizes = [builder.sizes[d] for d in out]
+    return builder.build(
+        [broadcast_layout(bias, out, sizes), layout(*batch, m, k), layout(*batch, k, n)],
+        [layout(*out)],
+        sums=frozenset({k}),
+        partial_inputs=frozenset({0}),
+        anchor=True,
+    )
+
+
+@register("aten.mm.default", "aten.bmm.default", "aten.matmul.default")
+def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``a[..., m, k] b[..., k, n]`` with broadcast batch dimensions; vectors lack m or n."""
+    left, right = inputs[0].shape, inputs[1].shape
+    out = outputs[0].shape  # type: ignore[union-attr]
+    builder = SpaceBuilder()
+    rows = [builder.dim("m", left[-2])] if len(left) > 1 else []
+    columns = [builder.dim("n", right[-1])] if len(right) > 1 else []
+    k = builder.dim("k", left[-1])
+    batch_sizes = out[: len(out) - len(rows) - len(columns)]
+    batch = builder.dims("b", batch_sizes)
+    left_batch = broadcast_layout(left[:-2], batch, batch_sizes)
+    right_batch = broadcast_layout(right[:-2], batch, batch_sizes)
+    return builder.build(
+        [left_batch + layout(*rows, k), right_batch + layout(k, *columns)],
+        [layout(*batch, *rows, *columns)],
+        sums=frozenset({k}),
+        anchor=True,
+    )
+
+
+@register("aten.einsum.default")
+def einsum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """One dimension per letter; letters that the result lacks are summed."""
+    equation = str(op.args[0]).replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    left, result = equation.split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, result)):
+        return None
+    builder = SpaceBuilder()
+    for term, value in zip(terms, inputs):
+        for letter, size in zip(term, value.shape):
+            builder.dim(letter, max(size, builder.sizes.get(letter, 1)))
+    operands = [
+        tuple((c,) if s == builder.sizes[c] else () for c, s in zip(term, v.shape))
+        for term, v in zip(terms, inputs)
+    ]
+    summed = frozenset(builder.sizes) - set(result)
+    return builder.build(operands, [layout(*result)], sums=summed, anchor=True)

@@ -1,0 +1,35 @@
+"""Recurrent layers: free in the batch; a time step needs the whole hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.graph import Op, Value
+from autopar.rules.base import Space, SpaceBuilder, layout, register
+
+Outputs = Sequence[Value | None]
+
+
+@register("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[b, s, i]`` or ``[s, b, i]``, states ``[layers, b, h]``, weights whole."""
+    shape, batch_first = inputs[0].shape, bool(op.args[-1])
+    if len(shape) != 3:
+        return None
+    num_states = 2 if op.target_name == "aten.lstm.input" else 1
+    builder = SpaceBuilder()
+    b = builder.dim("b", shape[0 if batch_first else 1])
+    s = builder.whole(shape[1 if batch_first else 0])
+
+    def sequence(features: int) -> tuple[tuple[str, ...], ...]:
+        f = builder.whole(features)
+        return layout(b, s, f) if batch_first else layout(s, b, f)
+
+    def state(value_shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        return layout(builder.whole(value_shape[0]), b, builder.whole(value_shape[2]))
+
+    states = [state(v.shape) for v in inputs[1 : 1 + num_states]]
+    weights = [layout(*map(builder.whole, v.shape)) for v in inputs[1 + num_states :]]
+    first = sequence(1 if outputs[0] is None else outputs[0].shape[2])
+    finals = [layout(builder.whole(1), b, builder.whole(1)) for _ in outputs[1:]]
+    return builder.build([sequence(shape[2]), *states, *weights], [first, *finals], anchor=True)

@@ -1,0 +1,297 @@
+"""Views and rearrangements: dimensions are renamed, merged, split, dropped or repeated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autopar.graph import Op, Value
+from autopar.rules.base import Layout, LocalContext, Space, SpaceBuilder, layout, register
+
+Outputs = Sequence[Value | None]
+
+
+def _reshape_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = args[0].reshape(context.output_shapes[0])
+    return result
+
+
+def _expand_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = args[0].expand(context.output_shapes[0])
+    return result
+
+
+@register(
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    lower=_reshape_local,
+)
+def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Dimensions of both sides are products of common factors, as in einops."""
+    source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
+    if math.prod(source) == 0:
+        return None
+    builder = SpaceBuilder()
+    left: list[tuple[str, ...]] = []
+    right: list[tuple[str, ...]] = []
+    for group_source, group_target in _matched_groups(source, target):
+        factors = _common_factors(group_source, group_target)
+        if factors is None:
+            left += [(builder.whole(size),) for size in group_source]
+            right += [(builder.whole(size),) for size in group_target]
+            continue
+        names = [builder.dim(f"d{len(builder.sizes)}", f) for f in factors]
+        left += _products(group_source, names, factors)
+        right += _products(group_target, names, factors)
+    return builder.build([tuple(left)], [tuple(right)])
+
+
+def _matched_groups(
+    source: Sequence[int], target: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Shortest runs of dimensions on both sides with equal products."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        product_left = product_right = 1
+        while True:
+            if product_left <= product_right and i < len(source):
+                product_left *= source[i]
+                left.append(source[i])
+                i += 1
+            elif j < len(target):
+                product_right *= target[j]
+                right.append(target[j])
+                j += 1
+            elif i < len(source):
+                product_left *= source[i]
+                left.append(source[i])
+                i += 1
+            if product_left == product_right and (
+                (left and right) or (i == len(source) and j == len(target))
+            ):
+                break
+        groups.append((left, right))
+    return groups
+
+
+def _common_factors(source: Sequence[int], target: Sequence[int]) -> list[int] | None:
+    """Factors whose runs give the dimensions of both sides, or None where they interleave."""
+    cuts = sorted({*_prefixes(source), *_prefixes(target), 1})
+    factors = []
+    for before, after in zip(cuts, cuts[1:]):
+        if after % before:
+            return None
+        factors.append(after // before)
+    return factors
+
+
+def _prefixes(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
+
+
+def _products(
+    sizes: Sequence[int], names: Sequence[str], factors: Sequence[int]
+) -> list[tuple[str, ...]]:
+    """Each size as the run of factors that makes it up."""
+    result, position = [], 0
+    for size in sizes:
+        run: list[str] = []
+        product = 1
+        while product < size:
+            run.append(names[position])
+            product *= factors[position]
+            position += 1
+        result.append(tuple(run))
+    return result
+
+
+@register("aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.movedim.int")
+def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    shape = inputs[0].shape
+    rank = len(shape)
+    order = list(range(rank))
+    if op.target_name == "aten.permute.default":
+        order = [d % rank for d in op.args[1]]
+    elif op.target_name == "aten.movedim.int":
+        order.insert(op.args[2] % rank, order.pop(op.args[1] % rank))
+    elif rank >= 2:
+        first, second = op.args[1:3] if len(op.args) > 1 else (0, 1)
+        order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    return builder.build([layout(*dims)], [layout(*(dims[d] for d in order))])
+
+
+@register("aten.expand.default", lower=_expand_local)
+def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """A repeated dimension is one that only the output has."""
+    source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
+    builder = SpaceBuilder()
+    dims = builder.dims("d", target)
+    offset = len(target) - len(source)
+    left = tuple(
+        (dims[offset + i],) if size == target[offset + i] else () for i, size in enumerate(source)
+    )
+    return builder.build([left], [layout(*dims)])
+
+
+def _one_dim_apart(
+    inputs: Sequence[Value], outputs: Outputs, dim: int, *, keeps_dim: bool = True
+) -> Space | None:
+    """Free in all dimensions but ``dim``, which stays whole (or is dropped from the outputs)."""
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    free = {d: builder.dim(f"d{d}", size) for d, size in enumerate(shape) if d != dim}
+
+    def of(value_shape: Sequence[int]) -> Layout:
+        return tuple(
+            (free[d],) if d != dim else (builder.whole(size),)
+            for d, size in enumerate(value_shape)
+        )
+
+    dropped = tuple((free[d],) for d in range(len(shape)) if d != dim)
+    rights = [
+        () if o is None else (of(o.shape) if keeps_dim else dropped) for o in outputs
+    ]
+    kept = [right for right, o in zip(rights, outputs)]
+    result = builder.build([of(v.shape) for v in inputs], kept)
+    return _ignore_unused(result, outputs)
+
+
+def _ignore_unused(space: Space, outputs: Outputs) -> Space:
+    """Outputs that nobody uses take the layout of the first used one."""
+    used = next(
+        (lay for lay, o in zip(space.outputs, outputs) if o is not None), space.outputs[0]
+    )
+    outs = tuple(used if o is None else lay for lay, o in zip(space.outputs, outputs))
+    return Space(
+        sizes=space.sizes, inputs=space.inputs, outputs=outs, sums=space.sums, whole=space.whole
+    )
+
+
+@register(
+    "aten.slice.Tensor",
+    "aten.narrow.default",
+    "aten.cumsum.default",
+    "aten.sort.default",
+    "aten.topk.default",
+    "aten.index_select.default",
+)
+def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    position = {"aten.topk.default": 2, "aten.sort.default": 1}.get(op.target_name, 1)
+    default = -1 if op.target_name in ("aten.topk.default", "aten.sort.default") else 0
+    dim = op.args[position] if len(op.args) > position else default
+    if op.target_name == "aten.index_select.default":
+        return _index_select_space(op, inputs, outputs, dim % len(inputs[0].shape))
+    if not inputs[0].shape:
+        return None
+    return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape))
+
+
+def _index_select_space(
+    op: Op, inputs: Sequence[Value], outputs: Outputs, dim: int
+) -> Space | None:
+    space = _one_dim_apart(inputs[:1], outputs, dim)
+    if space is None:
+        return None
+    return Space(
+        sizes=space.sizes,
+        inputs=(space.inputs[0], ((),)),
+        outputs=space.outputs,
+        whole=space.whole,
+    )
+
+
+@register("aten.select.int", "aten.unbind.int")
+def select_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    dim = op.args[1] if len(op.args) > 1 else 0
+    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), keeps_dim=False)
+
+
+@register("aten.cat.default", "aten.concat.default")
+def cat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
+    if any(len(v.shape) != len(inputs[0].shape) for v in inputs):
+        return None
+    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape))
+
+
+@register("aten.stack.default")
+def stack_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    shape = inputs[0].shape
+    dim = (op.args[1] if len(op.args) > 1 else 0) % (len(shape) + 1)
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    stacked = builder.whole(len(inputs))
+    return builder.build(
+        [layout(*dims) for _ in inputs], [layout(*dims[:dim], stacked, *dims[dim:])]
+    )
+
+
+@register("aten.flip.default", "aten.roll.default")
+def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    shape = inputs[0].shape
+    moved = op.args[1] if op.target_name == "aten.flip.default" else op.args[2]
+    whole = {d % len(shape) for d in (moved or range(len(shape)))}
+    builder = SpaceBuilder()
+    dims = [
+        builder.whole(size) if d in whole else builder.dim(f"d{d}", size)
+        for d, size in enumerate(shape)
+    ]
+    return builder.build([layout(*dims)], [layout(*dims)])
+
+
+@register("aten.pad.default", "aten.constant_pad_nd.default")
+def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Padded dimensions stay whole; ``pad`` counts pairs from the last dimension."""
+    shape, padding = inputs[0].shape, op.args[1]
+    padded = {len(shape) - 1 - i for i in range(len(padding) // 2) if any(padding[2 * i : 2 * i + 2])}
+    builder = SpaceBuilder()
+    free = {d: builder.dim(f"d{d}", s) for d, s in enumerate(shape) if d not in padded}
+    sides = [
+        tuple((free[d],) if d in free else (builder.whole(s),) for d, s in enumerate(sizes))
+        for sizes in (shape, outputs[0].shape)  # type: ignore[union-attr]
+    ]
+    return builder.build([sides[0]], [sides[1]])
+
+
+def _split_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, dim = args[0], (args[2] if len(args) > 2 else 0)
+    return x.split(x.shape[dim] // len(context.output_shapes), dim)
+
+
+@register("aten.split.Tensor", "aten.chunk.default", lower=_split_local)
+def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Equal parts: the dimension is (part, rest); the parts are the digit that stays whole."""
+    shape = inputs[0].shape
+    dim = (op.args[2] if len(op.args) > 2 else 0) % len(shape)
+    if shape[dim] % len(outputs):
+        return _one_dim_apart(inputs, outputs, dim)
+    used = [o for o in outputs if o is not None]
+    if any(o.shape[dim] * len(outputs) != shape[dim] for o in used):
+        return _one_dim_apart(inputs, outputs, dim)
+    builder = SpaceBuilder()
+    free = [builder.dim(f"d{d}", s) for d, s in enumerate(shape) if d != dim]
+    part = builder.whole(len(outputs))
+    rest = builder.dim("rest", shape[dim] // len(outputs))
+    source = layout(*free[:dim], (part, rest), *free[dim:])
+    target = layout(*free[:dim], rest, *free[dim:])
+    return builder.build([source], [target for _ in outputs])
+
+
+@register("aten.split_with_sizes.default")
+def split_with_sizes_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    dim = (op.args[2] if len(op.args) > 2 else 0) % len(inputs[0].shape)
+    return _one_dim_apart(inputs, outputs, dim)

@@ -1,0 +1,234 @@
+"""Run one training step, or one forward pass, of a rank program.
+
+The executor knows the order of things and who needs what; a `Machine` knows how to run one graph.
+There are two: one bound to process groups (`autopar.runtime.binding`), and one that runs all ranks
+side by side in one process (`autopar.runtime.lockstep`), where a value is a list of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import fx
+
+from autopar.lowering.differentiate import Kernel, TensorMeta
+from autopar.lowering.program import BlockProgram, ParameterProgram, RankProgram
+
+T = TypeVar("T")
+
+
+class Machine(Protocol[T]):
+    """Runs graphs on values of type T."""
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
+
+    def add(self, left: T, right: T) -> T: ...
+
+    def contiguous(self, value: T) -> T: ...
+
+    def filled(self, meta: TensorMeta, fill: float) -> T: ...
+
+
+@dataclass(slots=True)
+class _Record(Generic[T]):
+    """What the forward pass of a block leaves for its backward pass."""
+
+    operands: dict[int, T]
+    saved: list[T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(Generic[T]):
+    """Of one step: the loss (replicated), gradients in stored placement, and next buffers."""
+
+    loss: T
+    gradients: Mapping[int, T]
+    buffers: Mapping[int, T]
+
+
+class Executor(Generic[T]):
+    """One program on one machine. Parameters and buffers are handed in, never owned."""
+
+    def __init__(self, program: RankProgram, machine: Machine[T]) -> None:
+        self.program = program
+        self.machine = machine
+        self.fixed: dict[int, T] = {}
+        self._last_use = self._find_last_uses()
+        self._parameter_of = {p.value: p for p in program.parameters}
+
+    def _find_last_uses(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for position, block in enumerate(self.program.blocks):
+            for value in block.interface.inputs:
+                last[value] = position
+        return last
+
+    def forward(
+        self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
+    ) -> dict[int, T]:
+        """The loss and outputs of a forward program, made whole, by value."""
+        run = _Pass(self, parameters, {**buffers, **inputs})
+        run.forward(keep_for_backward=False)
+        wanted = [*self.program.outputs]
+        if self.program.loss is not None:
+            wanted.append(self.program.loss)
+        result = {}
+        for output in wanted:
+            value = run.env[output.value]
+            if output.kernel is not None:
+                value = self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
+            result[output.value] = value
+        return result
+
+    def step(
+        self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
+    ) -> StepResult[T]:
+        """Forward and backward of one batch in the conventional order."""
+        program = self.program
+        assert program.loss is not None
+        run = _Pass(self, parameters, {**buffers, **inputs})
+        run.forward(keep_for_backward=True)
+        loss = run.env[program.loss.value]
+        next_buffers = {
+            b.value: run.env[b.next_value] for b in program.buffers if b.next_value is not None
+        }
+        run.backward(program.loss.value)
+        if program.loss.kernel is not None:
+            loss = self.machine.run(program.kernels[program.loss.kernel].forward, [loss])[0]
+        return StepResult(loss=loss, gradients=run.gradients, buffers=next_buffers)
+
+
+class _Pass(Generic[T]):
+    """The values alive during one pass over the program."""
+
+    def __init__(
+        self, executor: Executor[T], parameters: Mapping[int, T], env: dict[int, T]
+    ) -> None:
+        self.executor = executor
+        self.machine = executor.machine
+        self.program = executor.program
+        self.stored = parameters
+        self.env = env
+        self.used: dict[int, T] = {}
+        self.records: dict[int, _Record[T]] = {}
+        self.cotangents: dict[int, T] = {}
+        self.partial: dict[int, T] = {}
+        self.gradients: dict[int, T] = {}
+
+    def forward(self, *, keep_for_backward: bool) -> None:
+        for position, block in enumerate(self.program.blocks):
+            if block.is_fixed:
+                self._run_fixed(block)
+            else:
+                self._run_block(position, block, keep_for_backward)
+            self._free(position, block)
+
+    def _run_fixed(self, block: BlockProgram) -> None:
+        """Blocks that depend on nothing but constants run in the first pass only."""
+        fixed = self.executor.fixed
+        if not all(o in fixed for o in block.interface.outputs):
+            kernel = self.program.kernels[block.kernel]
+            operands = [self.env[i] for i in block.interface.inputs]
+            fixed.update(zip(block.interface.outputs, self.machine.run(kernel.forward, operands)))
+        self.env.update((o, fixed[o]) for o in block.interface.outputs)
+
+    def _run_block(self, position: int, block: BlockProgram, keep: bool) -> None:
+        kernel = self.program.kernels[block.kernel]
+        interface = block.interface
+        operands = [self.env[i] for i in interface.inputs]
+        operands += [self._fetch(i) for i in interface.parameters]
+        results = list(self.machine.run(kernel.forward, operands))
+        self.env.update(zip(interface.outputs, results[: kernel.num_outputs]))
+        if keep:
+            sources = {*kernel.input_sources, *kernel.weight_sources}
+            kept = {i for kind, i in sources if kind == "operand"}
+            self.records[position] = _Record(
+                operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
+            )
+
+    def _fetch(self, value: int) -> T:
+        """A parameter in the placement that blocks use it in."""
+        if value not in self.used:
+            parameter = self.executor._parameter_of[value]
+            stored = self.stored[value]
+            if parameter.kernel is None:
+                self.used[value] = stored
+            else:
+                forward = self.program.kernels[parameter.kernel].forward
+                self.used[value] = self.machine.run(forward, [stored])[0]
+        return self.used[value]
+
+    def _free(self, position: int, block: BlockProgram) -> None:
+        kept = {b.next_value for b in self.program.buffers}
+        kept |= {o.value for o in self.program.outputs}
+        if self.program.loss is not None:
+            kept.add(self.program.loss.value)
+        last = self.executor._last_use
+        for value in (*block.interface.inputs, *block.interface.outputs):
+            if last.get(value, -1) <= position and value not in kept:
+                self.env.pop(value, None)
+        for value in block.interface.parameters:
+            if self.executor._parameter_of[value].last_block == position:
+                self.used.pop(value, None)
+
+    def backward(self, loss: int) -> None:
+        for position in reversed(range(len(self.program.blocks))):
+            block = self.program.blocks[position]
+            kernel = self.program.kernels[block.kernel]
+            record = self.records.pop(position, None)
+            if record is None or not kernel.cotangents:
+                continue
+            self._run_backward(block, kernel, record, self._take(block, kernel, loss))
+            for value in block.interface.parameters:
+                self._reduce(self.executor._parameter_of[value], position)
+
+    def _take(self, block: BlockProgram, kernel: Kernel, loss: int) -> list[T]:
+        """Cotangents of the block's outputs; zeros where nothing flowed back."""
+        taken = []
+        for index in kernel.cotangents:
+            value = block.interface.outputs[index]
+            cotangent = self.cotangents.pop(value, None)
+            if value == loss:
+                cotangent = self.machine.filled(kernel.output_metas[index], 1.0)
+            if cotangent is None:
+                cotangent = self.machine.filled(kernel.output_metas[index], 0.0)
+            taken.append(self.machine.contiguous(cotangent))
+        return taken
+
+    def _run_backward(
+        self, block: BlockProgram, kernel: Kernel, record: _Record[T], cotangents: list[T]
+    ) -> None:
+        interface = block.interface
+        sources: dict[str, Mapping[int, T]] = {
+            "operand": record.operands,
+            "saved": dict(enumerate(record.saved)),
+            "cotangent": dict(enumerate(cotangents)),
+        }
+        if kernel.backward_input is not None:
+            arguments = [sources[kind][i] for kind, i in kernel.input_sources]
+            results = list(self.machine.run(kernel.backward_input, arguments))
+            for operand, gradient in zip(kernel.input_grads, results):
+                self._accumulate(self.cotangents, interface.inputs[operand], gradient)
+            sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
+        if kernel.backward_weight is not None:
+            arguments = [sources[kind][i] for kind, i in kernel.weight_sources]
+            gradients = self.machine.run(kernel.backward_weight, arguments)
+            for operand, gradient in zip(kernel.weight_grads, gradients):
+                value = interface.parameters[operand - len(interface.inputs)]
+                self._accumulate(self.partial, value, gradient)
+
+    def _accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
+        into[value] = self.machine.add(into[value], gradient) if value in into else gradient
+
+    def _reduce(self, parameter: ParameterProgram, position: int) -> None:
+        """When the last contribution is in, bring the gradient to the stored placement."""
+        if parameter.first_block != position or parameter.value not in self.partial:
+            return
+        gradient = self.machine.contiguous(self.partial.pop(parameter.value))
+        if parameter.kernel is not None:
+            backward = self.program.kernels[parameter.kernel].backward_input
+            assert backward is not None
+            gradient = self.machine.run(backward, [gradient])[0]
+        self.gradients[parameter.value] = gradient

@@ -1,0 +1,230 @@
+"""All ranks of a program side by side in one process: for tests and dry runs.
+
+A value is a list with one shard per rank, an ordinary op runs on each shard, and a collective is a
+function of the whole list. No process, no network, no timing; the arithmetic is that of the real
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.graph import Graph
+from autopar.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_MAX,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    MASK,
+    RAW_OPS,
+    REDUCE_SCATTER,
+    SHARD,
+    UNSHARD,
+    assemble,
+    disassemble,
+)
+from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.program import RankProgram
+from autopar.mesh import Mesh
+from autopar.placement import Placements, State
+from autopar.runtime.executor import Executor, StepResult
+
+Shards = list[Tensor]
+Collective = Callable[..., list[Tensor]]
+
+
+def _reduced(parts: Shards) -> Tensor:
+    return torch.stack(parts).sum(0).to(parts[0].dtype)
+
+
+def _all_reduce(parts: Shards, num: int) -> Shards:
+    total = _reduced(parts)
+    return [total.clone() for _ in parts]
+
+
+def _all_reduce_max(parts: Shards, num: int) -> Shards:
+    return [torch.stack(parts).amax(0) for _ in parts]
+
+
+def _all_gather(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    return [assemble(torch.stack(parts), dim, outer) for _ in parts]
+
+
+def _reduce_scatter(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    return [x.clone() for x in disassemble(_reduced(parts), num, dim, outer)]
+
+
+def _all_to_all(
+    parts: Shards, num: int, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
+) -> Shards:
+    sent = [disassemble(x, num, dst_dim, dst_outer) for x in parts]
+    return [
+        assemble(torch.stack([sent[j][i] for j in range(num)]), src_dim, src_outer)
+        for i in range(num)
+    ]
+
+
+def _shard(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    return [disassemble(x, num, dim, outer)[i].clone() for i, x in enumerate(parts)]
+
+
+def _unshard(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    result = []
+    for i, x in enumerate(parts):
+        stack = x.new_zeros((num, *x.shape))
+        stack[i] = x
+        result.append(assemble(stack, dim, outer))
+    return result
+
+
+def _mask(parts: Shards, num: int) -> Shards:
+    return [x.clone() if i == 0 else torch.zeros_like(x) for i, x in enumerate(parts)]
+
+
+def _axis_index(parts: Shards, num: int) -> Shards:
+    return [torch.tensor(i) for i in range(num)]
+
+
+_COLLECTIVES: dict[Any, Collective] = {
+    ALL_REDUCE: _all_reduce,
+    ALL_REDUCE_MAX: _all_reduce_max,
+    ALL_GATHER: _all_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+    SHARD: _shard,
+    UNSHARD: _unshard,
+    MASK: _mask,
+    AXIS_INDEX: _axis_index,
+}
+
+
+class LockstepMachine:
+    """Runs one graph for every rank of a mesh at once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
+        env: dict[fx.Node, list[Any]] = {}
+        given = iter(arguments)
+        with torch.no_grad():
+            for node in module.graph.nodes:
+                if node.op == "placeholder":
+                    env[node] = next(given)
+                elif node.op == "output":
+                    return [env[n] for n in node.args[0]]
+                elif node.op == "get_attr":
+                    env[node] = [getattr(module, node.target)] * self.mesh.num_devices
+                elif node.target in RAW_OPS:
+                    env[node] = self._collective(node, env)
+                else:
+                    env[node] = [self._call(node, env, r) for r in range(self.mesh.num_devices)]
+        raise AssertionError("a graph without output")
+
+    @staticmethod
+    def _call(node: fx.Node, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
+        args = fx.map_arg(node.args, lambda n: env[n][rank])
+        kwargs = fx.map_arg(node.kwargs, lambda n: env[n][rank])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _collective(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> Shards:
+        source, label, *rest = node.args
+        values = env[source]  # type: ignore[index]
+        result: list[Any] = [None] * self.mesh.num_devices
+        for group in self.mesh.groups(self.mesh.axes_of(str(label))):
+            parts = [values[r] for r in group]
+            for rank, part in zip(group, _COLLECTIVES[node.target](parts, *rest)):
+                result[rank] = part
+        return result
+
+    def add(self, left: Shards, right: Shards) -> Shards:
+        return [a + b for a, b in zip(left, right)]
+
+    def contiguous(self, value: Shards) -> Shards:
+        return [x.contiguous() for x in value]
+
+    def filled(self, meta: TensorMeta, fill: float) -> Shards:
+        return [
+            torch.full(meta.shape, fill, dtype=meta.dtype) for _ in range(self.mesh.num_devices)
+        ]
+
+
+def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> Shards:
+    """One shard per rank of a whole value (R and S only)."""
+    return [local_part(whole, placements, mesh, rank) for rank in range(mesh.num_devices)]
+
+
+def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
+    """The part of a whole value that ``rank`` holds (R and S only), contiguous."""
+    part, coordinate = whole, mesh.coordinate(rank)
+    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
+    # Innermost digits first: the outer ones then still have their global outer.
+    for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
+        num = mesh.axis_sizes[axis]
+        part = disassemble(part, num, placement.dim, placement.outer)[coordinate[axis]]
+    return part.contiguous()
+
+
+def gather(shards: Shards, placements: Placements, mesh: Mesh) -> Tensor:
+    """The whole value from one shard per rank (R, S and P)."""
+    current = {mesh.coordinate(r): shard for r, shard in enumerate(shards)}
+    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
+    order = [a for _, a in sorted(splits, key=lambda s: s[0].outer)]
+    order += [a for a, p in enumerate(placements) if p.state is not State.SHARD]
+    for axis in order:
+        groups: dict[tuple[int, ...], Shards] = {}
+        for coordinate in sorted(current):
+            key = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+            groups.setdefault(key, []).append(current[coordinate])
+        current = {key: _join(parts, placements[axis]) for key, parts in groups.items()}
+    (whole,) = current.values()
+    return whole
+
+
+def _join(parts: Shards, placement: Any) -> Tensor:
+    if placement.state is State.SHARD:
+        return assemble(torch.stack(parts), placement.dim, placement.outer)
+    return _reduced(parts) if placement.state is State.PARTIAL else parts[0]
+
+
+class LockstepRun:
+    """A program with real parameters on all ranks at once, and plain SGD-like updates outside."""
+
+    def __init__(
+        self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor]
+    ) -> None:
+        self.program = program
+        self.graph = graph
+        mesh = program.mesh
+        self.executor: Executor[Shards] = Executor(program, LockstepMachine(mesh))
+        self.parameters = {
+            p.value: scatter(state[p.name], p.stored, mesh) for p in program.parameters
+        }
+        constants = dict(program.constants)
+        self.buffers = {
+            b.value: [
+                (constants[b.name] if b.name in constants else state[b.name]).clone()
+                for _ in range(mesh.num_devices)
+            ]
+            for b in program.buffers
+        }
+
+    def _inputs(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
+        return {
+            i.value: scatter(t, i.placements, self.program.mesh)
+            for i, t in zip(self.program.inputs, tensors)
+        }
+
+    def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
+        """Forward and backward; buffers are updated, parameters are left to the caller."""
+        result = self.executor.step(self.parameters, self.buffers, self._inputs(tensors))
+        self.buffers.update(result.buffers)
+        return result
+
+    def forward(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
+        return self.executor.forward(self.parameters, self.buffers, self._inputs(tensors))
