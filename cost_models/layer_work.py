@@ -25,7 +25,9 @@ ELEMENT_FLOPS = {
 
 def pointwise_work(call: OpCall) -> OpWork:
     per_element = ELEMENT_FLOPS.get(call.name, 1)
-    base = generic(call, Family.POINTWISE, per_element=per_element)
+    # A product with a number needs no tensor of the forward pass for its gradient.
+    scaled = call.name in ("mul", "div") and len(call.tensors()) == 1
+    base = generic(call, Family.POINTWISE, per_element=per_element, saved=not scaled)
     if call.name not in ("add", "sub", "rsub", "neg", "alias"):
         return base
     # The gradient of a sum passes through; only what was broadcast is summed, by one kernel.

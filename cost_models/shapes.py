@@ -131,8 +131,28 @@ def _pointwise(call: OpCall) -> TensorSpec:
     elif not isinstance(dtype, torch.dtype):
         dtype = _promote(specs)
     # The layout of a dense input is kept, as TensorIterator does.
-    model = next((s for s in specs if s.shape == shape and 0 not in s.strides), None)
+    model = next((s for s in specs if s.shape == shape and _is_dense(s)), None)
     return TensorSpec(shape, dtype, model.stride if model is not None else None)
+
+
+def _is_dense(spec: TensorSpec) -> bool:
+    """Whether the elements fill their storage, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((t, n) for t, n in zip(spec.strides, spec.shape) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _clone(call: OpCall) -> tuple[TensorSpec, ...]:
+    source = call.tensor(0, "self")
+    kept = call.argument(1, "memory_format", torch.preserve_format) == torch.preserve_format
+    if kept or source.is_contiguous:
+        return (_pointwise(OpCall(call.target, (source,))),)
+    if call.argument(1, "memory_format") == torch.contiguous_format:
+        return (TensorSpec(source.shape, source.dtype),)
+    return _on_meta(call, resolve(call.target))
 
 
 def _meta(spec: TensorSpec) -> torch.Tensor:
@@ -221,7 +241,13 @@ def _lstm(call: OpCall) -> tuple[TensorSpec, ...]:
     source = call.tensor(0, "input")
     hidden, cell = call.args[1]
     directions = 2 if call.argument(7, "bidirectional") else 1
-    out = TensorSpec((*source.shape[:-1], hidden.shape[-1] * directions), source.dtype)
+    size = hidden.shape[-1] * directions
+    stride = None
+    if call.argument(8, "batch_first"):
+        # Computed step by step and transposed at the end.
+        batch, _steps, _ = source.shape
+        stride = (size, batch * size, 1)
+    out = TensorSpec((*source.shape[:-1], size), source.dtype, stride)
     return (out, hidden, cell)
 
 
@@ -239,6 +265,7 @@ _FORMULAS: dict[str, Any] = {
     "group_norm": _like_input,
     "_softmax": _like_input,
     "_log_softmax": _like_input,
+    "clone": _clone,
     "native_dropout": _dropout,
     "_native_batch_norm_legit_functional": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,

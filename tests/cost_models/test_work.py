@@ -1,0 +1,145 @@
+"""Operations and bytes against torch's own flop counter, closed formulas and real storages."""
+
+from math import prod
+
+import pytest
+import torch
+from autopar.cost_models import OpCall, TensorSpec, bytes_moved, flops
+from autopar.cost_models.op_work import work
+from autopar.cost_models.work import Family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_samples import samples
+from torch.utils.flop_counter import FlopCounterMode
+
+aten = torch.ops.aten
+MATRIX = [
+    case
+    for case in samples()
+    if case[0].name().split("::")[1].split(".")[0]
+    in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d")
+]
+
+
+def _counted(function):
+    with FlopCounterMode(display=False) as counter:
+        result = function()
+    return counter.get_total_flops(), result
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=[str(i) + str(c[0]) for i, c in enumerate(MATRIX)])
+def test_flops_in_all_three_directions_are_those_of_torchs_flop_counter(case):
+    op, args, kwargs = case
+    call = OpCall.of(op, args, kwargs)
+    forward, out = _counted(lambda: op(*args, **kwargs))
+    if op is aten.matmul.default and 1 in (args[0].dim(), args[1].dim()):
+        # torch computes these as mv, which its counter does not know.
+        forward = 2 * out.numel() * args[0].shape[-1]
+        assert flops(call) == forward
+        return
+    assert flops(call) == forward
+    if op is aten.conv2d.default and len(args) > 6:
+        # torch counts a grouped weight gradient as if it had one group; see the test of groups.
+        return
+    backward, _ = _counted(lambda: out.sum().backward())
+    todo = work(call)
+    assert todo.input_grad.flops + todo.weight_grad.flops == backward
+    assert todo.weight_grad.flops > 0 or not any(s.is_parameter for s in call.tensors())
+
+
+def test_gradients_that_nobody_asks_for_cost_nothing():
+    x, w = TensorSpec((4, 8)), TensorSpec((5, 8), requires_grad=True, is_parameter=True)
+    todo = work(OpCall("aten.linear.default", (x, w)))
+    assert todo.input_grad.flops == 0
+    assert todo.input_grad.num_kernels == 0
+    assert todo.weight_grad.flops == 2 * 4 * 5 * 8
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 8)
+)
+@settings(max_examples=30, deadline=None)
+def test_attention_flops_are_those_of_its_two_products(batch, heads, rows, columns, dim):
+    q = torch.randn(batch, heads, rows, dim)
+    k = torch.randn(batch, heads, columns, dim)
+    products, _ = _counted(lambda: torch.softmax(q @ k.transpose(-1, -2), -1) @ k)
+    call = OpCall.of(aten.scaled_dot_product_attention.default, (q, k, k))
+    assert flops(call) == products
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_lstm_flops_are_those_of_its_cells(num_layers, bidirectional):
+    module = torch.nn.LSTM(6, 5, num_layers, batch_first=True, bidirectional=bidirectional)
+    x = torch.randn(3, 7, 6)
+    directions = 2 if bidirectional else 1
+    state = torch.zeros(num_layers * directions, 3, 5)
+    weights = [w for _, w in module.named_parameters()]
+    args = (x, [state, state], weights, True, num_layers, 0.0, True, bidirectional, True)
+    call = OpCall.of(aten.lstm.input, args)
+    cell_products = sum(w.numel() for w in weights if w.dim() == 2)
+    assert flops(call) == 2 * 3 * 7 * cell_products
+    # The first layer's input needs no gradient, so its product is missing from the backward pass.
+    first = sum(w.numel() for n, w in module.named_parameters() if n.startswith("weight_ih_l0"))
+    assert work(call).weight_grad.flops == 2 * 3 * 7 * (2 * cell_products - first)
+
+
+def test_bytes_of_a_sum_are_those_of_the_storages_it_touches():
+    x, row = torch.randn(64, 32), torch.randn(32)
+    out = x + row
+    touched = sum(t.untyped_storage().nbytes() for t in (x, row, out))
+    assert bytes_moved(OpCall.of(aten.add.Tensor, (x, row))) == touched
+
+
+def test_looking_up_a_few_rows_does_not_read_the_table():
+    table = TensorSpec((50_000, 64))
+    call = OpCall("aten.embedding.default", (table, TensorSpec((3,), torch.int64)))
+    assert bytes_moved(call) == 2 * 3 * 64 * 4 + 3 * 8
+
+
+def test_views_move_nothing_and_say_so():
+    x = TensorSpec((4, 6), requires_grad=True)
+    for target, args in (
+        ("aten.view.default", ((24,),)),
+        ("aten.transpose.int", (0, 1)),
+        ("aten.unsqueeze.default", (0,)),
+    ):
+        todo = work(OpCall(target, (x, *args)))
+        assert todo.family == Family.VIEW
+        assert todo.forward.size_bytes == todo.input_grad.size_bytes == 0
+
+
+def test_the_gradient_of_a_broadcast_operand_is_a_reduction_of_the_output():
+    x = TensorSpec((128, 16), requires_grad=True)
+    bias = TensorSpec((16,), requires_grad=True, is_parameter=True)
+    todo = work(OpCall("aten.add.Tensor", (x, bias)))
+    assert todo.input_grad.num_kernels == 0
+    assert todo.weight_grad.size_bytes == 4 * (128 * 16 + 16)
+
+
+@pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))
+def test_every_sample_has_work_unless_it_is_a_view(case):
+    op, args, kwargs = case
+    call = OpCall.of(op, args, kwargs)
+    todo = work(call)
+    if todo.family == Family.VIEW:
+        return
+    assert todo.forward.num_kernels >= 1
+    outs = op(*args, **kwargs)
+    first = outs[0] if isinstance(outs, tuple) else outs
+    assert todo.forward.size_bytes >= prod(first.shape) * first.element_size()
+
+
+def test_a_grouped_convolution_costs_what_its_groups_cost_alone():
+    x = torch.randn(2, 8, 5, 5, requires_grad=True)
+    w = torch.nn.Parameter(torch.randn(8, 2, 3, 3))
+    todo = work(OpCall.of(aten.conv2d.default, (x, w, None, [1, 1], [1, 1], [1, 1], 4)))
+
+    def alone():
+        parts = zip(x.split(2, 1), w.split(2, 0))
+        return sum(aten.conv2d.default(a, b, None, [1, 1], [1, 1]).sum() for a, b in parts)
+
+    forward, out = _counted(alone)
+    backward, _ = _counted(out.backward)
+    assert todo.forward.flops == forward
+    assert todo.input_grad.flops + todo.weight_grad.flops == backward
