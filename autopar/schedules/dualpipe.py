@@ -2,7 +2,8 @@
 
 Device d has stage d of the pipeline that goes down and stage D-1-d of the one that goes up, each
 with half of the micro-batches. Bubble (D/2-1)(F&B + B - 3W) seconds, D+1 activations, weights
-twice. The two halves of an overlapped pair F&B are written one after the other.
+twice. The two halves of an overlapped pair F&B are written one after the other; played so, the
+forward's output leaves before the backward starts and the bubble is (D/2-1)(F + I - W).
 """
 
 from autopar.schedules.action import Action, Kind

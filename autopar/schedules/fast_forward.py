@@ -1,9 +1,12 @@
 """Gradient fast-forwarding with modulo allocation (Oh et al., EuroSys 2022).
 
 Stages are layers. Groups of ``group_size`` adjacent layers are dealt to the devices in turn, so
-every device is busy early. A device sends its input gradients on before it does any W; all W's of
-micro-batch m come before its first backward of m + 1; at most ``in_flight`` micro-batches are
+every device is busy early. A group sends its input gradients on before it does any W; all its W's
+of micro-batch m come before its first backward of m + 1; at most ``in_flight`` micro-batches are
 between their first forward and their last input gradient.
+
+The rule on W's holds a group, not a device: over a device's groups together it would let no
+micro-batch into the backward before the one ahead has left the model.
 """
 
 from autopar.schedules.action import Action, Kind
@@ -41,22 +44,19 @@ def fast_forward(
     shape = looped_shape(num_stages, num_microbatches, devices, group_size)
     policy = Policy(
         priority=kind_priority((Kind.I, Kind.F, Kind.W)),
-        extra=(*_weights_before_next(shape), *_admission(shape, limit)),
+        extra=(*_weights_before_next(shape, group_size), *_admission(shape, limit)),
     )
     costs = durations or Durations(F=1.0, I=1.0, W=1.0)
     return list_schedule("fast_forward", shape, costs, policy, links=links)
 
 
-def _weights_before_next(shape: PipelineShape) -> Edges:
-    """On a device, every W of a micro-batch before the first backward of the next.
-
-    The device's deepest stage is always the first to run backward.
-    """
+def _weights_before_next(shape: PipelineShape, group_size: int) -> Edges:
+    """In a group, every W of a micro-batch before the first backward, its deepest, of the next."""
     edges: Edges = []
-    for device in range(shape.num_devices):
-        stages = [stage for _, stage in shape.stages_on(device)]
+    for start in range(0, shape.num_stages, group_size):
+        stages = range(start, min(start + group_size, shape.num_stages))
         for m in range(shape.num_microbatches - 1):
-            first = shape.action(max(stages), Kind.I, m + 1)
+            first = shape.action(stages[-1], Kind.I, m + 1)
             edges += [(shape.action(stage, Kind.W, m), first) for stage in stages]
     return edges
 

@@ -1,0 +1,220 @@
+"""Simulated bubbles and peak activations equal the closed formulas of the papers."""
+
+import pytest
+
+from autopar.errors import ScheduleError
+from autopar.schedules import Durations, Timeline, build, simulate
+
+DEPTHS = (4, 6, 8, 16, 32)
+UNIT = Durations(F=1, I=1, W=1)
+# costs at which the zero-bubble formulas hold: W at most F and at most I
+SPLIT_COSTS = (UNIT, Durations(F=2, I=2, W=1), Durations(F=3, I=4, W=2))
+
+
+def batch_counts(depth: int) -> tuple[int, ...]:
+    """From D to 8D, fewer for deep pipelines, whose lists are long."""
+    factors = (1, 2, 3, 4, 8) if depth <= 8 else (1, 3, 8) if depth == 16 else (1, 2)
+    return tuple(depth * factor for factor in factors)
+
+
+CASES = [(depth, batches) for depth in DEPTHS for batches in batch_counts(depth)]
+
+
+def timeline(name: str, depth: int, batches: int, costs: Durations, **options: object) -> Timeline:
+    built = build(name, num_stages=depth, num_microbatches=batches, **options)
+    return simulate(built, costs)
+
+
+def work_s(costs: Durations) -> float:
+    return costs.F + costs.I + costs.W
+
+
+@pytest.mark.parametrize(("depth", "batches"), CASES)
+@pytest.mark.parametrize("costs", [Durations(F=1, B=1), Durations(F=1, B=2), Durations(F=3, B=5)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_gpipe_and_1f1b_bubble(name: str, depth: int, batches: int, costs: Durations) -> None:
+    found = timeline(name, depth, batches, costs)
+    assert found.bubble_ratio == pytest.approx((depth - 1) / (batches + depth - 1), abs=1e-12)
+    assert found.bubble_s == pytest.approx((depth - 1) * (costs.F + costs.B))
+
+
+@pytest.mark.parametrize(("depth", "batches"), CASES)
+def test_gpipe_and_1f1b_activations(depth: int, batches: int) -> None:
+    assert timeline("gpipe", depth, batches, UNIT).peak_activations == (batches,) * depth
+    peaks = timeline("1f1b", depth, batches, UNIT).peak_activations
+    assert peaks == tuple(range(depth, 0, -1))
+
+
+@pytest.mark.parametrize(("depth", "batches"), CASES)
+@pytest.mark.parametrize("costs", SPLIT_COSTS)
+def test_zb_h1(depth: int, batches: int, costs: Durations) -> None:
+    found = timeline("zb_h1", depth, batches, costs)
+    bubble_s = (depth - 1) * (costs.F + costs.I - costs.W)
+    assert found.bubble_s == pytest.approx(bubble_s)
+    assert found.makespan_s == pytest.approx(batches * work_s(costs) + bubble_s)
+    assert max(found.peak_activations) == depth
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(d, n) for d, n in CASES if n >= 2 * d - 1])
+@pytest.mark.parametrize("costs", SPLIT_COSTS)
+def test_zb_h2(depth: int, batches: int, costs: Durations) -> None:
+    found = timeline("zb_h2", depth, batches, costs)
+    assert found.bubble_s == pytest.approx((depth - 1) * (costs.F + costs.I - 2 * costs.W))
+    assert max(found.peak_activations) == 2 * depth - 1
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(4, 8), (6, 18), (8, 64), (16, 48)])
+def test_zb_v_has_no_bubble_at_equal_costs(depth: int, batches: int) -> None:
+    found = timeline("zb_v", 2 * depth, batches, UNIT)
+    assert found.bubble_s == pytest.approx(0, abs=1e-9)
+    assert found.peak_activations == (depth,) * depth
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(4, 16), (6, 24), (8, 64), (16, 64)])
+def test_v_half_and_v_min_trade_bubble_for_activations(depth: int, batches: int) -> None:
+    """Half and a third of 1F1B's activations, up to the constant of the turns of the V, and a
+    bubble of half to two thirds of 1F1B's."""
+    whole = 3 * (depth - 1)
+    half = timeline("v_half", 2 * depth, batches, Durations(F=0.5, I=0.5, W=0.5))
+    least = timeline("v_min", 2 * depth, batches, Durations(F=0.5, I=0.5, W=0.5))
+    assert depth / 2 <= max(half.peak_activations) <= depth / 2 + 2
+    assert depth / 3 <= max(least.peak_activations) <= depth / 3 + 2
+    assert 0.45 * whole <= half.bubble_s <= 0.7 * whole
+    assert 0.55 * whole <= least.bubble_s <= 0.75 * whole
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(4, 8), (6, 12), (8, 64), (16, 64)])
+@pytest.mark.parametrize("costs", SPLIT_COSTS)
+def test_dualpipe(depth: int, batches: int, costs: Durations) -> None:
+    """A pair that runs one after the other sends its forward on before its backward starts.
+
+    So the bubble is below the paper's (D/2-1)(F&B + B - 3W) at F&B = F + B, and is half of ZB-H1's
+    but for one device.
+    """
+    found = timeline("dualpipe", depth, batches, costs)
+    backward = costs.I + costs.W
+    paper_s = (depth / 2 - 1) * (costs.F + backward + backward - 3 * costs.W)
+    bubble_s = found.makespan_s - batches * work_s(costs)
+    assert bubble_s < paper_s
+    if costs.F == costs.I:
+        assert bubble_s == pytest.approx((depth / 2 - 1) * (costs.F + costs.I - costs.W))
+    assert max(found.peak_activations) == depth + 1
+
+
+@pytest.mark.parametrize(("devices", "batches"), [(4, 4), (4, 16), (8, 32)])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_interleaving_divides_the_bubble_by_the_stages_a_device(
+    devices: int, batches: int, chunks: int
+) -> None:
+    found = timeline(
+        "interleaved", chunks * devices, batches, Durations(F=1, B=2), num_devices=devices
+    )
+    assert found.makespan_s - 3 * chunks * batches == pytest.approx(3 * (devices - 1))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_chimera_for_every_number_of_pipelines(depth: int) -> None:
+    pairs = [f for f in range(1, depth // 2 + 1) if (depth // 2) % f == 0]
+    for f in pairs:
+        found = timeline("chimera", depth, depth, Durations(F=1, B=1), num_pipelines=2 * f)
+        formula = (depth - 2 * f) / (2 * f * depth + depth - 2 * f)
+        assert found.bubble_ratio == pytest.approx(formula, abs=1e-12)
+        assert min(found.peak_activations) == depth - depth / (2 * f) + 1
+        assert max(found.peak_activations) == depth
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_chimera_at_twice_the_backward(depth: int) -> None:
+    found = timeline("chimera", depth, depth, Durations(F=1, B=2))
+    assert found.bubble_ratio == pytest.approx((depth - 2) / (1.5 * depth + depth - 2))
+
+
+@pytest.mark.parametrize(
+    ("depth", "batches", "one_f_one_b", "naive"),
+    [(4, 16, 0.158, None), (8, 32, 0.180, 0.238), (16, 64, 0.190, 0.267)],
+)
+def test_merged_chimera_beats_1f1b_where_joined_units_do_not(
+    depth: int, batches: int, one_f_one_b: float, naive: float | None
+) -> None:
+    costs = Durations(F=1, B=2)
+    plain = timeline("1f1b", depth, batches, costs)
+    joined = timeline("chimera", depth, batches, costs, concatenation="direct")
+    merged = timeline("chimera", depth, batches, costs, concatenation="merged")
+    assert plain.bubble_ratio == pytest.approx(one_f_one_b, abs=6e-4)
+    assert joined.bubble_ratio > plain.bubble_ratio > merged.bubble_ratio
+    if naive is not None:
+        assert joined.bubble_ratio == pytest.approx(naive, abs=6e-4)
+    assert max(merged.peak_activations) <= depth
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(4, 16), (8, 32)])
+def test_doubling_and_halving_beat_direct_concatenation(depth: int, batches: int) -> None:
+    """One forward of two micro-batches fills the time of one backward, so seams close."""
+    direct = timeline("chimera", depth, batches, Durations(F=1, B=2))
+    doubled = timeline(
+        "chimera", depth, batches, Durations(F=1, B=2), concatenation="forward_doubling"
+    )
+    halves = timeline(
+        "chimera", depth, batches, Durations(F=0.5, B=1), concatenation="backward_halving"
+    )
+    assert doubled.bubble_ratio < direct.bubble_ratio
+    assert halves.bubble_ratio < direct.bubble_ratio
+    assert max(doubled.peak_activations) < max(direct.peak_activations)
+    assert halves.makespan_s < direct.makespan_s
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+def test_chimera_below_a_unit_runs_every_micro_batch(batches: int) -> None:
+    found = timeline("chimera", 8, batches, Durations(F=1, B=2))
+    assert sum(found.busy_s(device) for device in range(8)) == pytest.approx(8 * 3 * batches)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_fast_forwarding_makes_devices_busy_early(group_size: int) -> None:
+    """With modulo allocation the last device starts after group_size layers times D - 1."""
+    devices, layers = 4, 16
+    costs = Durations(F=1, I=1, W=1)
+    found = timeline("fast_forward", layers, 8, costs, num_devices=devices, group_size=group_size)
+    starts = [min(item.start_s for item in found.of_device(d)) for d in range(devices)]
+    assert starts == [d * group_size for d in range(devices)]
+    # the limit ends at a micro-batch's last I; the W's still to run may hold one more
+    assert max(found.peak_activations) <= devices + 1
+
+
+def test_modulo_allocation_beats_contiguous_stages_on_free_links() -> None:
+    costs = Durations(F=1, I=1, W=1)
+    spread = timeline("fast_forward", 16, 4, costs, num_devices=4, group_size=1)
+    blocks = timeline("fast_forward", 16, 4, costs, num_devices=4, group_size=4)
+    pipe = timeline("gpipe", 4, 4, Durations(F=4, B=8))
+    assert spread.makespan_s < blocks.makespan_s < pipe.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "batches", "options"),
+    [
+        ("zigzag", 4, 4, {}),
+        ("1f1b", 4, 4, {"depth": 3}),
+        ("1f1b", 0, 4, {}),
+        ("zb_v", 5, 4, {}),
+        ("v_half", 3, 4, {}),
+        ("chimera", 5, 4, {}),
+        ("chimera", 8, 8, {"num_pipelines": 6}),
+        ("chimera", 8, 8, {"num_pipelines": 3}),
+        ("chimera", 8, 8, {"concatenation": "sideways"}),
+        ("chimera", 4, 5, {"concatenation": "forward_doubling"}),
+        ("dualpipe", 4, 6, {}),
+        ("interleaved", 8, 9, {"num_devices": 4}),
+        ("interleaved", 7, 8, {"num_devices": 4}),
+        ("fast_forward", 4, 4, {"num_devices": 4, "group_size": 2}),
+        ("fast_forward", 4, 4, {"num_devices": 2, "in_flight": 0}),
+        ("reverse_first_k", 4, 1, {"k": 5}),
+        ("multi_stream", 4, 1, {"placement": {0: 0}}),
+        ("multi_stream", 4, 1, {"placement": {9: 0}}),
+        ("multi_stream", 4, 1, {"region_size": 0}),
+    ],
+)
+def test_schedules_that_do_not_exist_are_refused(
+    name: str, stages: int, batches: int, options: dict
+) -> None:
+    with pytest.raises(ScheduleError):
+        build(name, num_stages=stages, num_microbatches=batches, **options)
