@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 from autopar.blocks import cut_into_blocks
 from autopar.errors import CaptureError, InputError
 from autopar.graph import Graph, Op, Ref, Value, ValueKind, verify
@@ -126,8 +125,7 @@ class _Step(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         kept = iter(range(len(tensors)))
         self.out_leaves = tuple(
-            _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf)
-            for leaf in leaves
+            _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
         )
         return (loss, *tensors)
 
@@ -191,9 +189,7 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def capture(
-    model: nn.Module, example_inputs: Any, *, loss_fn: LossFn | None = None
-) -> Captured:
+def capture(model: nn.Module, example_inputs: Any, *, loss_fn: LossFn | None = None) -> Captured:
     """Capture one call of ``model`` in its current mode (train or eval) on the global batch.
 
     Raises CaptureError with the user's file and line where the model cannot be captured, and
@@ -507,8 +503,8 @@ class _Reader:
                 and str(node.target) not in _STOPS_GRADIENT
                 and any(v["differentiable"] for v in inputs)
             )
-            self.values[index]["fixed"] = (
-                all(v["fixed"] for v in inputs) and not is_random(node.target)
+            self.values[index]["fixed"] = all(v["fixed"] for v in inputs) and not is_random(
+                node.target
             )
             outputs.append(index)
         self.of_node[node] = (
@@ -561,9 +557,7 @@ class _Reader:
             mutations=tuple((new_index[b], new_index[n]) for b, n in mutations),
             aliases=self.aliases,
             constants=tuple(
-                (v.name, self.constants[v.name])
-                for v in values
-                if v.kind is ValueKind.CONSTANT
+                (v.name, self.constants[v.name]) for v in values if v.kind is ValueKind.CONSTANT
             ),
         )
 

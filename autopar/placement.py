@@ -148,9 +148,7 @@ def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[tuple[int, int
     return digits
 
 
-def local_shape(
-    shape: Sequence[int], placements: Placements, mesh: Mesh
-) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
     """Shape of one device's part of a value of global ``shape``."""
     local = list(shape)
     for axis, placement in enumerate(placements):

@@ -94,9 +94,7 @@ def trace_kernel(
     sources = [i for i, d in enumerate(differentiable) if d and training and wanted]
 
     def joint(primals: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
-        leaves = [
-            p.detach().requires_grad_() if i in sources else p for i, p in enumerate(primals)
-        ]
+        leaves = [p.detach().requires_grad_() if i in sources else p for i, p in enumerate(primals)]
         with torch.enable_grad():
             outputs = function(leaves)
         grads: list[Tensor | None] = []
@@ -117,7 +115,7 @@ def trace_kernel(
             for i in wanted
         ]
     module = trace_fx(joint, operands, tangents, mode)
-    _drop_identities(module)
+    _clean(module)
     cut = _Cut(module, len(metas), len(outputs_meta), wanted, tuple(sources), tuple(is_weight))
     return cut.kernel()
 
@@ -129,9 +127,7 @@ def _fake(meta: TensorMeta, device: torch.device) -> Tensor:
 def _outputs_of(
     function: LocalFunction, operands: Sequence[Tensor], differentiable: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    leaves = [
-        x.detach().requires_grad_() if d else x for x, d in zip(operands, differentiable)
-    ]
+    leaves = [x.detach().requires_grad_() if d else x for x, d in zip(operands, differentiable)]
     with torch.enable_grad():
         return function(leaves)
 
@@ -139,8 +135,7 @@ def _outputs_of(
 _IDENTITIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _VIEWS = frozenset(
     {
-        torch.ops.aten.view.default,
-        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.reshape.default,
         torch.ops.aten.t.default,
         torch.ops.aten.transpose.int,
         torch.ops.aten.permute.default,
@@ -159,11 +154,14 @@ _VIEWS = frozenset(
 _INDEXING = "<built-in function getitem>"
 
 
-def _drop_identities(module: fx.GraphModule) -> None:
+def _clean(module: fx.GraphModule) -> None:
+    """Drop identities; let views reshape, since a kernel's real strides may differ from fake."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
     module.graph.eliminate_dead_code()
 
 
@@ -207,7 +205,11 @@ class _Cut:
         in_input = _ancestors(input_results) & self.late
         in_weight = (_ancestors(weight_results) & self.late) - in_input
         handed = self._sorted(
-            {a for n in (*in_weight, *_nodes(weight_results)) for a in _inputs_or_self(n, in_weight)}
+            {
+                a
+                for n in (*in_weight, *_nodes(weight_results))
+                for a in _inputs_or_self(n, in_weight)
+            }
             & in_input
         )
         saved: list[fx.Node] = []
@@ -241,9 +243,7 @@ class _Cut:
         return reached
 
     def _sorted(self, nodes: set[fx.Node]) -> list[fx.Node]:
-        return sorted(
-            (n for n in nodes if n.op == "call_function"), key=lambda n: self.order[n]
-        )
+        return sorted((n for n in nodes if n.op == "call_function"), key=lambda n: self.order[n])
 
     def _forward_graph(self, results: Sequence[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()

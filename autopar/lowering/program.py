@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.blocks import FIXED
-from autopar.graph import Block, Graph, Value, ValueKind
 from autopar.collectives import COLLECTIVES, RAW_OPS, move
+from autopar.graph import Block, Graph, Value, ValueKind
 from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
 from autopar.lowering.shard import (
     BlockInterface,
@@ -48,13 +48,13 @@ class ParameterProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferProgram:
-    """One buffer or constant: replicated; ``next_value`` is what it becomes after a step."""
+    """One buffer or constant: replicated; ``following`` is what it becomes after a step."""
 
     value: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    next_value: int | None
+    following: OutputProgram | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,7 @@ class CollectiveCall:
     size_bytes: int
 
 
-def lower(
-    strategy: Strategy, *, device_type: str = "cpu", training: bool = True
-) -> RankProgram:
+def lower(strategy: Strategy, *, device_type: str = "cpu", training: bool = True) -> RankProgram:
     """Lower ``strategy``; with ``training`` off, only forward graphs that keep all outputs."""
     return _Lowering(strategy, torch.device(device_type), training).lower()
 
@@ -158,12 +156,13 @@ class _Lowering:
         parameters = tuple(self._parameter(v, blocks) for v in graph.parameters)
         loss = None if graph.loss is None else self._output(graph.loss)
         outputs = () if self.training else tuple(self._output(i) for i in graph.outputs)
+        buffers = self._buffers()
         return RankProgram(
             mesh=self.strategy.mesh,
             kernels=tuple(self.kernels),
             blocks=tuple(blocks),
             parameters=parameters,
-            buffers=self._buffers(),
+            buffers=buffers,
             inputs=tuple(self._input(graph.values[i]) for i in graph.inputs),
             loss=loss,
             outputs=outputs,
@@ -274,7 +273,7 @@ class _Lowering:
                 name=v.target or v.name,
                 shape=v.shape,
                 dtype=v.dtype,
-                next_value=following.get(v.index),
+                following=self._output(following[v.index]) if v.index in following else None,
             )
             for v in (*self.graph.buffers, *self.graph.of_kind(ValueKind.CONSTANT))
         )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.collectives import move
+from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.placement import Placements, local_shape
 from autopar.rules.base import LocalContext, run_local
 from autopar.strategy import Strategy
@@ -34,9 +34,7 @@ def block_interface(graph: Graph, block: Block, kept: frozenset[int]) -> BlockIn
     made = {o for op in ops for o in op.outputs if o is not None}
     entering = dict.fromkeys(i for op in ops for i in op.inputs if i not in made)
     is_parameter = {i: graph.values[i].kind is ValueKind.PARAMETER for i in entering}
-    used_later = {
-        i for op in graph.ops[block.stop :] for i in op.inputs if i in made
-    }
+    used_later = {i for op in graph.ops[block.stop :] for i in op.inputs if i in made}
     return BlockInterface(
         inputs=tuple(i for i in entering if not is_parameter[i]),
         parameters=tuple(i for i in entering if is_parameter[i]),

@@ -58,9 +58,7 @@ def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
             if mask_heads != 1:
                 return None
         dims = (*batch, heads, s, t)
-        operands.append(
-            broadcast_layout(inputs[3].shape, dims, [builder.sizes[x] for x in dims])
-        )
+        operands.append(broadcast_layout(inputs[3].shape, dims, [builder.sizes[x] for x in dims]))
     return builder.build(
         operands, [layout(*batch, grouped, s, e)], plain=frozenset({s}), anchor=True
     )

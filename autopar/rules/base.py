@@ -22,13 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 import torch
 from torch import Tensor
 
+from autopar.collectives import ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
 from autopar.errors import PlanError
 from autopar.graph import Op, Value
-from autopar.collectives import ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
 from autopar.mesh import Mesh
 from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
 
@@ -67,9 +66,7 @@ class Space:
 
     def _outputs_allow(self, name: str) -> bool:
         return all(
-            name in self.sums
-            or name in self.reduced
-            or any(name in factors for factors in layout)
+            name in self.sums or name in self.reduced or any(name in factors for factors in layout)
             for layout in self.outputs
         )
 
@@ -183,9 +180,9 @@ def needs(
     return tuple(result)
 
 
-def supplies(space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int) -> tuple[
-    Placements, ...
-]:
+def supplies(
+    space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int
+) -> tuple[Placements, ...]:
     """Per output, what the op supplies under ``choice``."""
     if space is None:
         return tuple((R,) * mesh.num_axes for _ in range(num_outputs))
@@ -257,7 +254,9 @@ class LocalContext:
         """Maximum over the group; no gradient flows."""
         if self.mesh.size(axes) == 1:
             return x
-        result: Tensor = ALL_REDUCE_MAX(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
+        result: Tensor = ALL_REDUCE_MAX(
+            x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes)
+        )
         return result
 
     def all_reduce_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -314,9 +313,7 @@ def register(
         for target in targets:
             if target in _RULES:
                 raise PlanError(f"operator {target} has a rule already")
-            _RULES[target] = Rule(
-                space=space, lower=lower or _call_target, collectives=collectives
-            )
+            _RULES[target] = Rule(space=space, lower=lower or _call_target, collectives=collectives)
         return space
 
     return wrap
@@ -383,9 +380,7 @@ class SpaceBuilder:
         self.kept_whole.add(name)
         return name
 
-    def build(
-        self, inputs: Sequence[Layout], outputs: Sequence[Layout], **options: Any
-    ) -> Space:
+    def build(self, inputs: Sequence[Layout], outputs: Sequence[Layout], **options: Any) -> Space:
         return Space(
             sizes=self.sizes,
             inputs=tuple(inputs),
@@ -398,5 +393,3 @@ class SpaceBuilder:
 def layout(*dims: str | tuple[str, ...]) -> Layout:
     """A layout from names; a tuple is a product of names."""
     return tuple((d,) if isinstance(d, str) else d for d in dims)
-
-

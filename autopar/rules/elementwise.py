@@ -12,8 +12,7 @@ def broadcast_layout(shape: Sequence[int], dims: Sequence[str], sizes: Sequence[
     """Layout of an operand broadcast to ``dims`` of ``sizes``, aligned at the right."""
     offset = len(dims) - len(shape)
     return tuple(
-        (dims[offset + i],) if size == sizes[offset + i] else ()
-        for i, size in enumerate(shape)
+        (dims[offset + i],) if size == sizes[offset + i] else () for i, size in enumerate(shape)
     )
 
 

@@ -58,9 +58,7 @@ def _cross_entropy_local(
     return total / context.all_reduce_data(count, row_axes)
 
 
-def _weight_of_rows(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
-) -> Tensor:
+def _weight_of_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What a mean divides by: the number of rows that count, or the sum of their weights."""
     if target.is_floating_point():
         rows = target.numel() // target.shape[1 if target.dim() > 1 else 0]

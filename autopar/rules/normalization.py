@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autopar.graph import Op, Value
 from autopar.mesh import Mesh

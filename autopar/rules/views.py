@@ -157,14 +157,11 @@ def _one_dim_apart(
 
     def of(value_shape: Sequence[int]) -> Layout:
         return tuple(
-            (free[d],) if d != dim else (builder.whole(size),)
-            for d, size in enumerate(value_shape)
+            (free[d],) if d != dim else (builder.whole(size),) for d, size in enumerate(value_shape)
         )
 
     dropped = tuple((free[d],) for d in range(len(shape)) if d != dim)
-    rights = [
-        () if o is None else (of(o.shape) if keeps_dim else dropped) for o in outputs
-    ]
+    rights = [() if o is None else (of(o.shape) if keeps_dim else dropped) for o in outputs]
     kept = [right for right, o in zip(rights, outputs)]
     result = builder.build([of(v.shape) for v in inputs], kept)
     return _ignore_unused(result, outputs)
@@ -172,9 +169,7 @@ def _one_dim_apart(
 
 def _ignore_unused(space: Space, outputs: Outputs) -> Space:
     """Outputs that nobody uses take the layout of the first used one."""
-    used = next(
-        (lay for lay, o in zip(space.outputs, outputs) if o is not None), space.outputs[0]
-    )
+    used = next((lay for lay, o in zip(space.outputs, outputs) if o is not None), space.outputs[0])
     outs = tuple(used if o is None else lay for lay, o in zip(space.outputs, outputs))
     return Space(
         sizes=space.sizes, inputs=space.inputs, outputs=outs, sums=space.sums, whole=space.whole
@@ -257,7 +252,9 @@ def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
 def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Padded dimensions stay whole; ``pad`` counts pairs from the last dimension."""
     shape, padding = inputs[0].shape, op.args[1]
-    padded = {len(shape) - 1 - i for i in range(len(padding) // 2) if any(padding[2 * i : 2 * i + 2])}
+    padded = {
+        len(shape) - 1 - i for i in range(len(padding) // 2) if any(padding[2 * i : 2 * i + 2])
+    }
     builder = SpaceBuilder()
     free = {d: builder.dim(f"d{d}", s) for d, s in enumerate(shape) if d not in padded}
     sides = [

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from autopar.lowering.differentiate import Kernel, TensorMeta
-from autopar.lowering.program import BlockProgram, ParameterProgram, RankProgram
+from autopar.lowering.program import BlockProgram, OutputProgram, ParameterProgram, RankProgram
 
 T = TypeVar("T")
 
@@ -76,11 +76,13 @@ class Executor(Generic[T]):
             wanted.append(self.program.loss)
         result = {}
         for output in wanted:
-            value = run.env[output.value]
-            if output.kernel is not None:
-                value = self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
-            result[output.value] = value
+            result[output.value] = self._whole(output, run.env[output.value])
         return result
+
+    def _whole(self, output: OutputProgram, value: T) -> T:
+        if output.kernel is None:
+            return value
+        return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
 
     def step(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
@@ -92,11 +94,12 @@ class Executor(Generic[T]):
         run.forward(keep_for_backward=True)
         loss = run.env[program.loss.value]
         next_buffers = {
-            b.value: run.env[b.next_value] for b in program.buffers if b.next_value is not None
+            b.value: self._whole(b.following, run.env[b.following.value])
+            for b in program.buffers
+            if b.following is not None
         }
         run.backward(program.loss.value)
-        if program.loss.kernel is not None:
-            loss = self.machine.run(program.kernels[program.loss.kernel].forward, [loss])[0]
+        loss = self._whole(program.loss, loss)
         return StepResult(loss=loss, gradients=run.gradients, buffers=next_buffers)
 
 
@@ -161,7 +164,7 @@ class _Pass(Generic[T]):
         return self.used[value]
 
     def _free(self, position: int, block: BlockProgram) -> None:
-        kept = {b.next_value for b in self.program.buffers}
+        kept = {b.following.value for b in self.program.buffers if b.following is not None}
         kept |= {o.value for o in self.program.outputs}
         if self.program.loss is not None:
             kept.add(self.program.loss.value)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graph import Graph
 from autopar.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,6 +27,7 @@ from autopar.collectives import (
     assemble,
     disassemble,
 )
+from autopar.graph import Graph
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.mesh import Mesh
@@ -156,7 +156,7 @@ class LockstepMachine:
 
 def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> Shards:
     """One shard per rank of a whole value (R and S only)."""
-    return [local_part(whole, placements, mesh, rank) for rank in range(mesh.num_devices)]
+    return [local_part(whole, placements, mesh, rank).clone() for rank in range(mesh.num_devices)]
 
 
 def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
@@ -195,9 +195,7 @@ def _join(parts: Shards, placement: Any) -> Tensor:
 class LockstepRun:
     """A program with real parameters on all ranks at once, and plain SGD-like updates outside."""
 
-    def __init__(
-        self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor]) -> None:
         self.program = program
         self.graph = graph
         mesh = program.mesh

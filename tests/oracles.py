@@ -1,0 +1,174 @@
+"""Independent references: eager PyTorch against the programs of all ranks in lockstep.
+
+``reference_steps`` trains a copy of the model in eager PyTorch; ``lockstep_steps`` trains the
+lowered program of a strategy on every rank of its mesh, in one process. Both return losses, the
+first step's gradients and the final weights under the model's own names.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import Captured
+from autopar.graph import Value, ValueKind
+from autopar.lowering import lower
+from autopar.mesh import Mesh
+from autopar.placement import Placements, R, S, V, is_valid
+from autopar.rules import enumerate_choices
+from autopar.runtime.lockstep import LockstepRun, gather
+from autopar.strategy import Analysis, Assignment, Strategy
+
+NUM_STEPS = 3
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a few steps of training leave behind."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def to_double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def reference_steps(
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    make_optimizer: MakeOptimizer = sgd,
+) -> Trained:
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(list(model.parameters()))
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model(**batch))
+        loss.backward()
+        losses.append(loss.item())
+        if not gradients:
+            gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
+        optimizer.step()
+    return Trained(
+        losses=losses,
+        gradients=gradients,
+        weights={n: p.detach() for n, p in model.named_parameters()},
+        buffers=dict(model.named_buffers()),
+    )
+
+
+def lockstep_steps(
+    strategy: Strategy,
+    captured: Captured,
+    state: dict[str, Tensor],
+    batches: Sequence[dict[str, Tensor]],
+    make_optimizer: MakeOptimizer = sgd,
+) -> Trained:
+    program = lower(strategy)
+    run = LockstepRun(program, captured.graph, state)
+    trainable = [p for p in program.parameters if p.trainable]
+    mesh = program.mesh
+    shards = [
+        [run.parameters[p.value][rank] for p in trainable] for rank in range(mesh.num_devices)
+    ]
+    optimizers = [make_optimizer(list(own)) for own in shards]
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        result = run.step(captured.signature.flatten((), batch))
+        assert len({x.item() for x in result.loss}) == 1, "ranks disagree on the loss"
+        losses.append(result.loss[0].item())
+        if not gradients:
+            gradients = {
+                p.name: gather(result.gradients[p.value], p.stored, mesh)
+                for p in trainable
+                if p.value in result.gradients
+            }
+        for rank, optimizer in enumerate(optimizers):
+            for parameter, own in zip(trainable, shards[rank]):
+                got = result.gradients.get(parameter.value)
+                own.grad = None if got is None else got[rank]
+            optimizer.step()
+    return Trained(
+        losses=losses,
+        gradients=gradients,
+        weights={
+            p.name: gather(run.parameters[p.value], p.stored, mesh) for p in program.parameters
+        },
+        buffers={b.name: run.buffers[b.value][-1] for b in program.buffers},
+    )
+
+
+def assert_same(got: Trained, expected: Trained, *, tolerance: float) -> None:
+    """Equal losses, gradients, weights and buffers, within ``tolerance`` of their size."""
+    torch.testing.assert_close(got.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    assert set(got.gradients) == set(expected.gradients)
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(got, kind), getattr(expected, kind)
+        for name, tensor in theirs.items():
+            scale = max(1.0, tensor.abs().max().item())
+            error = (ours[name] - tensor).abs().max().item()
+            assert error <= tolerance * scale, f"{kind} of {name}: off by {error:.3g}"
+    for name, tensor in expected.buffers.items():
+        if name in got.buffers:
+            torch.testing.assert_close(
+                got.buffers[name], tensor, rtol=tolerance, atol=tolerance, check_dtype=False
+            )
+
+
+def split_options(value: Value, mesh: Mesh, further: Sequence[Any]) -> list[Placements]:
+    """Every valid placement of a value that uses plain splits and the ``further`` states."""
+    states = [R, *further, *(S(d) for d in range(len(value.shape)))]
+    options = itertools.product(states, repeat=mesh.num_axes)
+    return [p for p in options if is_valid(p, value.shape, mesh)]
+
+
+def random_assignment(analysis: Analysis, mesh: Mesh, seed: int) -> Assignment:
+    """A valid joint decision drawn uniformly, op by op and value by value."""
+    generator = random.Random(seed)
+    graph = analysis.graph
+    choices = tuple(
+        generator.choice(enumerate_choices(space, mesh, bases))
+        for space, bases in zip(analysis.spaces, analysis.bases)
+    )
+    stored = {
+        v.index: generator.choice(split_options(v, mesh, ()))
+        for v in graph.values
+        if v.kind in (ValueKind.PARAMETER, ValueKind.INPUT)
+    }
+    relays = {
+        index: generator.choice(
+            split_options(
+                graph.values[index], mesh, (V,) if graph.values[index].differentiable else ()
+            )
+        )
+        for index in sorted(analysis.relayed)
+    }
+    return Assignment(mesh=mesh, choices=choices, stored=stored, relays=relays)

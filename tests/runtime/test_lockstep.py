@@ -1,0 +1,61 @@
+"""Random valid assignments of the zoo, in lockstep, against eager PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.mesh import Mesh
+from autopar.strategy import Analysis, Strategy
+from tests.models.zoo import MODELS, build
+from tests.oracles import (
+    NUM_STEPS,
+    assert_same,
+    lockstep_steps,
+    random_assignment,
+    reference_steps,
+    state_of,
+    to_double,
+)
+
+MESHES = {
+    "2": Mesh(("a",), (2,)),
+    "2x1": Mesh(("a", "b"), (2, 1)),
+    "4": Mesh(("a",), (4,)),
+    "2x2": Mesh(("a", "b"), (2, 2)),
+}
+SEEDS_PER_MESH = 3
+# transformers computes the loss in float32 whatever the model's dtype.
+TOLERANCE = {"gpt2": 2e-6, "bert": 1e-9, "resnet": 1e-8, "mlp": 1e-9, "lstm": 1e-9}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def case(request: pytest.FixtureRequest):
+    name = request.param
+    model, make_batch = build(name)
+    model = model.double()
+    batches = [to_double(make_batch(seed)) for seed in range(NUM_STEPS)]
+    captured = capture(model, batches[0])
+    return (
+        name,
+        captured,
+        Analysis(captured.graph),
+        state_of(model),
+        batches,
+        reference_steps(model, batches),
+    )
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_random_assignments_equal_eager(case, mesh):
+    name, captured, analysis, state, batches, expected = case
+    for seed in range(SEEDS_PER_MESH):
+        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
+        strategy.verify()
+        with torch.random.fork_rng():
+            got = lockstep_steps(strategy, captured, state, batches)
+        try:
+            assert_same(got, expected, tolerance=TOLERANCE[name])
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
