@@ -23,7 +23,8 @@ from autopar.search.reduction import Reduction, compose, reduce_problem
 from autopar.search.solver import Progress
 
 _POOL_SHARE = 0.35  # of the time left, for the ILP over the choices seen so far
-_SMALL = 60_000  # edge variables up to which the whole ILP is tried before branching on L
+_POOL_LIMIT_S = 20.0
+_POOL_GAP = 1e-4
 
 
 def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool) -> None:
@@ -33,9 +34,10 @@ def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool
     if not _is_feasible(dual, progress):
         return
     best = dual.maximise()
-    if progress.done:
-        return
-    dual.mix()
+    if use_ilp and not progress.done:
+        _by_pool(dual, best, progress)
+    if not progress.done:
+        dual.mix()
     if progress.done:
         return
     left = dual.fix(best) if progress.assignment else reduction
@@ -43,7 +45,7 @@ def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool
         progress.raise_bound(progress.cost)
         return
     if use_ilp:
-        _by_ilp(dual, left, progress)
+        _by_ilp(left, progress)
     if not progress.done:
         floor = progress.cost if progress.assignment else math.inf
         branch_and_bound(left, progress, best.prices, floor)
@@ -74,22 +76,22 @@ def report_least_budget(reduction: Reduction, progress: Progress) -> None:
         progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
 
 
-def _by_ilp(dual: Lagrangian, left: Reduction, progress: Progress) -> None:
-    """The ILP over the choices seen so far (no bound), then over all that are left."""
-    if _num_pairs(left) > _SMALL:
-        pool = reduce_within(dual.pool())
-        if pool is not None:
-            progress.enter("ilp")
-            with progress.limited_to(_POOL_SHARE * progress.remaining_s):
-                ilp.solve_reduced(pool, progress, floor=-math.inf)
-    if progress.done:
-        return
+def _by_pool(dual: Lagrangian, best: Point, progress: Progress) -> None:
+    """The ILP over the choices that matter at the best prices: assignments, but no bound."""
+    pool = reduce_within(dual.pool(best))
+    if pool is not None:
+        progress.enter("ilp")
+        with progress.limited_to(min(_POOL_LIMIT_S, _POOL_SHARE * progress.remaining_s)):
+            ilp.solve_reduced(pool, progress, floor=-math.inf, gap=_POOL_GAP)
+
+
+def _by_ilp(left: Reduction, progress: Progress) -> None:
+    """The ILP over every choice that is left."""
     smaller = reduce_within(left)
     floor = progress.cost
     if smaller is None:
         progress.raise_bound(floor)
-        return
-    if ilp.IlpSolver().refuses(smaller.problem, progress.options) is None:
+    elif ilp.IlpSolver().refuses(smaller.problem, progress.options) is None:
         progress.enter("ilp")
         ilp.solve_reduced(smaller, progress, floor=floor)
 
@@ -101,10 +103,6 @@ def reduce_within(outer: Reduction) -> Reduction | None:
         return None
     keep = tuple(kept[more] for kept, more in zip(outer.keep, inner.keep))
     return Reduction(problem=inner.problem, keep=keep)
-
-
-def _num_pairs(reduction: Reduction) -> int:
-    return sum(table.size for table in reduction.problem.edge_costs.values())
 
 
 def branch_and_bound(

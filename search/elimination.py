@@ -66,6 +66,7 @@ class Program:
     num_operations: additions over all distinct steps. size_bytes: all distinct results together.
     """
 
+    order: Order
     leaves: tuple[int | Edge, ...]
     operations: tuple[Operation, ...]
     steps: tuple[Step, ...]
@@ -196,6 +197,7 @@ def compile_order(
         if scope:
             buckets[min(scope, key=position.__getitem__)].append((scope, result))
     return Program(
+        order=order,
         leaves=places,
         operations=tuple(builder.operations),
         steps=tuple(steps),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
@@ -54,7 +54,9 @@ class IlpSolver:
             solve_reduced(reduction, progress, floor=math.inf)
 
 
-def solve_reduced(reduction: Reduction, progress: Progress, *, floor: float) -> None:
+def solve_reduced(
+    reduction: Reduction, progress: Progress, *, floor: float, gap: float = 0.0
+) -> None:
     """Relaxation, then branch and bound, on ``progress`` in terms of the original problem.
 
     floor: a bound for every assignment that the reduction left out.
@@ -75,7 +77,7 @@ def solve_reduced(reduction: Reduction, progress: Progress, *, floor: float) -> 
             form.program(slack),
             time_limit_s=_left(progress),
             hint=None if start is None else form.hint(start),
-            relative_gap=max(progress.options.gap, OPTIMAL_GAP / 10),
+            relative_gap=max(progress.options.gap, gap, OPTIMAL_GAP / 10),
         )
         if result.infeasible:
             if slack == 0.0:
@@ -135,11 +137,25 @@ def least_budget(problem: Problem, time_limit_s: float | None = None) -> float |
     """The least bytes that, given to every group, leave an assignment; None if nothing does."""
     if problem.node_memory is None:
         return None
-    form = Formulation(problem, peak=True)
+    if not any(table.max() == math.inf for table in problem.edge_costs.values()):
+        return _independent_least_budget(problem)
+    forbidding = {e: t for e, t in problem.edge_costs.items() if t.max() == math.inf}
+    form = Formulation(replace(problem, edge_costs=forbidding), peak=True)
     result = solve_linear(form.program(), time_limit_s=time_limit_s, relative_gap=1e-12)
     if result.values is None:
         return None
     return max(problem.memory(form.assignment(result.values)))
+
+
+def _independent_least_budget(problem: Problem) -> float | None:
+    """Without forbidden pairs every node may take its most frugal choice."""
+    frugal = []
+    assert problem.node_memory is not None
+    for cost, memory in zip(problem.node_costs, problem.node_memory):
+        if not (cost < math.inf).any():
+            return None
+        frugal.append(int(np.where(cost < math.inf, memory, math.inf).argmin()))
+    return max(problem.memory(frugal))
 
 
 class Formulation:

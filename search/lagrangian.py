@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from autopar.search.elimination import Program, best_program
+from autopar.search.elimination import Program, best_program, compile_order
 from autopar.search.mathopt import LinearProgram, solve_linear
 from autopar.search.problem import Array, Problem
 from autopar.search.reduction import Reduction, compose
@@ -91,7 +91,8 @@ class Lagrangian:
         for node in range(self.problem.num_nodes):
             if node < limits.get(self.problem.group(node), 0):
                 costs[node] = earlier[node]
-        return self._solve(best_program(costs, self.problem.edge_costs), prices, costs)
+        program = compile_order(self.program.order, costs, self.problem.edge_costs)
+        return self._solve(program, prices, costs)
 
     def _solve(self, program: Program, prices: Sequence[float], costs: list[Array]) -> Point:
         cap_bytes = self.progress.options.table_cap_bytes
@@ -250,12 +251,19 @@ class Lagrangian:
             return None
         return compose(self.reduction, masks)
 
-    def pool(self) -> Reduction:
-        """Only the choices that some evaluated point or the best assignment took."""
+    def pool(self, best: Point) -> Reduction:
+        """Only the choices of the points whose lines cross near the best prices, and the best."""
         masks = [np.zeros(len(cost), dtype=bool) for cost in self.problem.node_costs]
-        taken = [point.assignment for point in self.points]
-        best = self.reduction.lower(self.progress.assignment) if self.progress.assignment else None
-        for assignment in taken if best is None else [*taken, best]:
+        lines = [(self._line(point, best), point.assignment) for point in self.points]
+        lines.sort(key=lambda line: line[0])
+        taken = [assignment for _, assignment in lines[: 3 + 2 * len(self.groups)]]
+        known = self.reduction.lower(self.progress.assignment) if self.progress.assignment else None
+        for assignment in taken if known is None else [*taken, known]:
             for mask, choice in zip(masks, assignment):
                 mask[choice] = True
         return compose(self.reduction, masks)
+
+    def _line(self, point: Point, at: Point) -> float:
+        """F(x) + p (memory(x) - budget) of one point at the prices of another."""
+        pairs = zip(at.prices, self.excess(point.memory))
+        return point.cost + math.fsum(price * over for price, over in pairs)
