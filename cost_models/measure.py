@@ -1,0 +1,196 @@
+"""Times one call on the device at hand: forward, input gradients and weight gradients apart.
+
+Each direction is run on several sets of tensors in turn, so that none finds its data in the cache
+only because it has just been used; after a warm-up, in blocks long enough for the clock, until
+enough samples or the time allowed; the median is kept. A spread that is too large is measured
+again, and what remains is reported with the time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from autopar.cost_models.calls import OpCall
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.estimate import CostError
+from autopar.cost_models.inputs import RealCall
+from autopar.cost_models.shapes import outputs
+from autopar.cost_models.store import OpTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureLimits:
+    """How long and how carefully to measure.
+
+    Each direction is sampled ``max_samples`` times or for ``max_direction_s``, whichever comes
+    first, but at least three times. Blocks last ``block_s`` or one run. A spread over
+    ``max_spread`` is measured again, ``max_repeats`` times at most.
+    """
+
+    max_direction_s: float = 0.06
+    max_samples: int = 15
+    block_s: float = 0.0005
+    max_spread: float = 0.2
+    max_repeats: int = 2
+    max_sets: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A median in seconds, its interquartile range over it, and the number of samples."""
+
+    median_s: float
+    spread: float
+    num_samples: int
+
+
+NOTHING = Sampled(median_s=0.0, spread=0.0, num_samples=0)
+
+
+def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpTime:
+    """Measured times of ``call``; CostError where it cannot run here."""
+    target = torch.device(device.kind)
+    num_sets = _num_sets(call, device, limits)
+    try:
+        sets = [RealCall(call, target, seed) for seed in range(num_sets)]
+        with torch.no_grad():
+            forward = _sample(sets, target, limits)
+        input_grad = _sample_gradient(sets, "inputs", target, limits)
+        weight_grad = _sample_gradient(sets, "parameters", target, limits)
+    except (RuntimeError, TypeError, NotImplementedError, IndexError) as error:
+        # Whatever torch refuses (no kernel for a dtype, no memory) is priced analytically instead.
+        raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
+    parts = [part for part in (forward, input_grad, weight_grad) if part.num_samples]
+    return OpTime(
+        forward_s=forward.median_s,
+        input_grad_s=input_grad.median_s,
+        weight_grad_s=weight_grad.median_s,
+        spread=max(part.spread for part in parts),
+        num_samples=min(part.num_samples for part in parts),
+    )
+
+
+def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
+    tensors = (*call.tensors(), *outputs(call))
+    one_bytes = max(1, sum(t.size_bytes for t in tensors))
+    if 4 * one_bytes > device.memory_bytes:
+        raise CostError(
+            f"{call.target} moves {one_bytes} bytes, too many to be measured in the "
+            f"{device.memory_bytes} bytes of {device.name}."
+        )
+    wanted = 1 + 2 * device.cache_bytes // one_bytes
+    affordable = device.memory_bytes // (8 * one_bytes)
+    return max(1, min(wanted, limits.max_sets, affordable))
+
+
+def _sample_gradient(
+    sets: Sequence[RealCall], side: str, device: torch.device, limits: MeasureLimits
+) -> Sampled:
+    """The gradients of one side alone: of the inputs, or of the parameters."""
+    wanted = [tensor for real in sets for tensor in getattr(real, side)]
+    for tensor in wanted:
+        tensor.requires_grad_(True)
+    try:
+        runs = [run for real in sets if (run := _gradient(real, getattr(real, side)))]
+        if not runs:
+            return NOTHING
+        sampled = _sample(runs, device, limits)
+    finally:
+        for tensor in wanted:
+            tensor.requires_grad_(False)
+    return Sampled(
+        median_s=max(sampled.median_s - _engine_overhead_s(device), 0.0),
+        spread=sampled.spread,
+        num_samples=sampled.num_samples,
+    )
+
+
+def _gradient(real: RealCall, leaves: list[torch.Tensor]) -> Callable[[], Any] | None:
+    """Runs the backward pass of one set again and again; None where nothing has a gradient."""
+    if not leaves:
+        return None
+    result = real()
+    every = result if isinstance(result, (tuple, list)) else (result,)
+    outs = tuple(out for out in every if isinstance(out, torch.Tensor) and out.requires_grad)
+    if not outs:
+        return None
+    grads = tuple(torch.randn_like(out) for out in outs)
+    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True, allow_unused=True)
+
+
+@lru_cache(maxsize=8)
+def _engine_overhead_s(device: torch.device) -> float:
+    """What the autograd engine itself costs each time; compiled backward graphs do not pay it."""
+    leaf = torch.ones(4, device=device, requires_grad=True)
+    out = leaf.view(4)
+    grad = torch.ones(4, device=device)
+    run = _repeat(lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True), 100)
+    if device.type == "cuda":
+        # Work on a GPU goes on beside the engine, which runs ahead of it.
+        return 0.0
+    return min(_timed(run, device) for _ in range(5)) / 100
+
+
+def _sample(
+    runs: Sequence[Callable[[], Any]], device: torch.device, limits: MeasureLimits
+) -> Sampled:
+    for run in runs:
+        run()
+    once_s = _timed(_repeat(runs[-1], 1), device)
+    num_inner = max(1, min(1000, round(limits.block_s / max(once_s, 1e-7))))
+    best = _one_sample(runs, num_inner, device, limits)
+    for _ in range(limits.max_repeats):
+        if best.spread <= limits.max_spread:
+            break
+        again = _one_sample(runs, num_inner, device, limits)
+        best = min(best, again, key=lambda sampled: sampled.spread)
+    return best
+
+
+def _one_sample(
+    runs: Sequence[Callable[[], Any]], num_inner: int, device: torch.device, limits: MeasureLimits
+) -> Sampled:
+    samples: list[float] = []
+    end = time.perf_counter() + limits.max_direction_s
+    position = 0
+    while len(samples) < limits.max_samples:
+        if len(samples) >= 3 and time.perf_counter() > end:
+            break
+        block = [runs[(position + i) % len(runs)] for i in range(num_inner)]
+        position += num_inner
+        samples.append(_timed(_all_of(block), device) / num_inner)
+    median_s = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4)
+    spread = (high - low) / median_s if median_s else 0.0
+    return Sampled(median_s=median_s, spread=spread, num_samples=len(samples))
+
+
+def _all_of(block: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    def run() -> None:
+        for function in block:
+            function()
+
+    return run
+
+
+def _repeat(function: Callable[[], Any], times: int) -> Callable[[], None]:
+    return _all_of([function] * times)
+
+
+def _timed(function: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one run, the device's queue empty before and after."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,267 @@
+"""Measured prices: each distinct call once, kept on disk, interpolated where measuring is off.
+
+``Profiler`` answers the planner's questions in this order: a time in the store (MEASURED); a
+measurement made now, where that is allowed and the device is here (MEASURED, and stored); a time
+between measured calls of the same operation (INTERPOLATED); the roofline (ANALYTICAL).
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from autopar.cost_models.calls import OpCall, TensorSpec, map_tensors
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.compute import ComputeModel, RooflineModel
+from autopar.cost_models.estimate import CostError, OpEstimate, Source
+from autopar.cost_models.measure import MeasureLimits, measure_call
+from autopar.cost_models.op_work import work
+from autopar.cost_models.store import OpTime, ProfileStore
+from rich.console import Console
+from rich.progress import Progress
+
+from autopar.errors import ClusterError
+
+# How far outside the measured range of operations or bytes a ratio still holds, as a factor.
+_REACH = 4.0
+_NUM_NEIGHBOURS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """What one ``profile`` did. ``noisy`` are measured with too large a spread; ``failed`` could
+    not be measured, each with the reason."""
+
+    num_measured: int
+    num_known: int
+    num_free: int
+    noisy: tuple[OpCall, ...]
+    failed: tuple[tuple[OpCall, str], ...]
+
+
+class Profiler:
+    """A ``ComputeModel`` over measurements on ``device``.
+
+    ``measuring`` False never runs an operation: the store and the roofline answer. ClusterError
+    where measuring is asked for and the device is not the one at hand.
+    """
+
+    def __init__(
+        self,
+        store: ProfileStore,
+        device: DeviceSpec,
+        *,
+        measuring: bool = True,
+        fallback: ComputeModel | None = None,
+        limits: MeasureLimits | None = None,
+    ) -> None:
+        if measuring:
+            _check_device_is_here(device)
+        self.store = store
+        self.device = device
+        self.measuring = measuring
+        self.limits = limits or MeasureLimits()
+        self.fallback: ComputeModel = fallback or RooflineModel(device)
+        self.failures: dict[OpCall, str] = {}
+        self.num_measurements = 0
+        self._known: dict[OpCall, OpEstimate] = {}
+        self._tables: dict[str, dict[OpCall, list[_Neighbour]]] = {}
+
+    def estimate(self, call: OpCall) -> OpEstimate:
+        """Seconds of ``call`` in each direction; CostError where no source can price it."""
+        known = self._known.get(call)
+        if known is None:
+            known = self._known[call] = self._estimate(call)
+        return known
+
+    def profile(self, calls: Iterable[OpCall], *, progress: bool = True) -> ProfileSummary:
+        """Measures every distinct call that the store does not hold yet.
+
+        Every time is stored as soon as it is known: a run that is stopped goes on where it was.
+        """
+        distinct = list(dict.fromkeys(calls))
+        paid = [call for call in distinct if _is_paid(call)]
+        missing = [call for call in paid if self.store.get(call) is None]
+        noisy = []
+        measured_before = self.num_measurements
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not progress) as bar:
+            task = bar.add_task("profiling", total=len(missing))
+            for call in missing:
+                bar.update(task, description=f"profiling {call.name}")
+                times = self._measure(call)
+                if times is not None and times.spread > self.limits.max_spread:
+                    noisy.append(call)
+                bar.advance(task)
+        failed = [(call, self.failures[call]) for call in missing if call in self.failures]
+        return ProfileSummary(
+            num_measured=self.num_measurements - measured_before,
+            num_known=len(paid) - len(missing),
+            num_free=len(distinct) - len(paid),
+            noisy=tuple(noisy),
+            failed=tuple(failed),
+        )
+
+    def _estimate(self, call: OpCall) -> OpEstimate:
+        if not _is_paid(call):
+            return self.fallback.estimate(call)
+        times = self.store.get(call)
+        if times is None and self.measuring:
+            times = self._measure(call)
+        if times is not None:
+            return OpEstimate(
+                times.forward_s, times.input_grad_s, times.weight_grad_s, Source.MEASURED
+            )
+        return self._interpolate(call) or self.fallback.estimate(call)
+
+    def _measure(self, call: OpCall) -> OpTime | None:
+        if call in self.failures:
+            return None
+        try:
+            with _threads(self.device.num_threads):
+                times = measure_call(call, self.device, self.limits)
+        except CostError as error:
+            self.failures[call] = str(error)
+            warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
+            return None
+        self.num_measurements += 1
+        self.store.put(call, times)
+        self._known.pop(call, None)
+        self._tables.pop(call.target, None)
+        return times
+
+    def _interpolate(self, call: OpCall) -> OpEstimate | None:
+        """The roofline scaled by how far off it is at the nearest measured shapes, or None.
+
+        Distances are in the logarithms of operations and bytes; ratios are averaged in logarithms
+        too, weighted by the inverse square of the distance.
+        """
+        neighbours = self._table(call.target).get(_pattern(call), [])
+        if not neighbours:
+            return None
+        position = _position(call)
+        if not _within_reach(position, [n.position for n in neighbours]):
+            return None
+        ranked = sorted(neighbours, key=lambda n: math.dist(n.position, position))
+        nearest = ranked[:_NUM_NEIGHBOURS]
+        weights = [1 / (math.dist(n.position, position) ** 2 + 1e-6) for n in nearest]
+        base = self.fallback.estimate(call)
+        scales = [
+            math.exp(sum(w * n.log_ratios[i] for w, n in zip(weights, nearest)) / sum(weights))
+            for i in range(3)
+        ]
+        return OpEstimate(
+            base.forward_s * scales[0],
+            base.input_grad_s * scales[1],
+            base.weight_grad_s * scales[2],
+            Source.INTERPOLATED,
+        )
+
+    def _table(self, target: str) -> dict[OpCall, list["_Neighbour"]]:
+        if target not in self._tables:
+            table: dict[OpCall, list[_Neighbour]] = {}
+            for call, times in self.store.of_op(target):
+                base = self.fallback.estimate(call)
+                neighbour = _Neighbour(
+                    position=_position(call),
+                    log_ratios=(
+                        _log_ratio(times.forward_s, base.forward_s),
+                        _log_ratio(times.input_grad_s, base.input_grad_s),
+                        _log_ratio(times.weight_grad_s, base.weight_grad_s),
+                    ),
+                )
+                table.setdefault(_pattern(call), []).append(neighbour)
+            self._tables[target] = table
+        return self._tables[target]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Neighbour:
+    position: tuple[float, float]
+    log_ratios: tuple[float, float, float]
+
+
+def _log_ratio(measured_s: float, base_s: float) -> float:
+    if measured_s <= 0 or base_s <= 0:
+        return 0.0
+    return math.log(measured_s / base_s)
+
+
+def _is_paid(call: OpCall) -> bool:
+    """Whether any direction launches something: views and assertions are not worth measuring."""
+    todo = work(call)
+    parts = (todo.forward, todo.input_grad, todo.weight_grad)
+    return any(part.num_kernels for part in parts)
+
+
+def _position(call: OpCall) -> tuple[float, float]:
+    forward = work(call).forward
+    return (math.log(max(forward.flops, 1)), math.log(max(forward.size_bytes, 1)))
+
+
+def _within_reach(position: tuple[float, float], measured: list[tuple[float, float]]) -> bool:
+    margin = math.log(_REACH)
+    return all(
+        min(point[axis] for point in measured) - margin
+        <= position[axis]
+        <= max(point[axis] for point in measured) + margin
+        for axis in range(2)
+    )
+
+
+def _pattern(call: OpCall) -> OpCall:
+    """The call without its sizes: calls of one pattern run the same kernels."""
+
+    def blank(spec: TensorSpec) -> TensorSpec:
+        rank = len(spec.shape)
+        order = None if spec.is_contiguous else _order(spec)
+        return TensorSpec((0,) * rank, spec.dtype, order, spec.requires_grad, spec.is_parameter)
+
+    blanked = map_tensors(call, blank)
+    return OpCall(
+        blanked.target,
+        tuple(_without_sizes(value) for value in blanked.args),
+        tuple((name, _without_sizes(value)) for name, value in blanked.kwargs),
+    )
+
+
+def _order(spec: TensorSpec) -> tuple[int, ...]:
+    """The rank of each dimension by stride; -1 where it is expanded."""
+    ascending = sorted(range(len(spec.shape)), key=lambda dim: spec.strides[dim])
+    ranks = {dim: rank for rank, dim in enumerate(ascending)}
+    return tuple(-1 if spec.strides[dim] == 0 else ranks[dim] for dim in ranks)
+
+
+def _without_sizes(value: object) -> object:
+    """Lists of numbers are mostly sizes; single numbers are mostly options, so they are kept."""
+    if isinstance(value, tuple):
+        if value and all(type(item) is int for item in value):
+            return len(value)
+        return tuple(_without_sizes(item) for item in value)
+    return value
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_device_is_here(device: DeviceSpec) -> None:
+    from autopar.cost_models.detect import cpu_name
+
+    if device.kind == "cuda":
+        here = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device"
+    else:
+        here = cpu_name()
+    if here != device.name:
+        raise ClusterError(
+            f"{device.name} cannot be measured here: this machine has {here}. Use "
+            "Cluster.detect() for the machine at hand, or Profiler(..., measuring=False)."
+        )

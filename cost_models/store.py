@@ -1,0 +1,383 @@
+"""Measured times on disk: one SQLite file, written by many processes, never trusted blindly.
+
+A time belongs to a call, a device's name, a torch version and a number of threads; a collective's
+also to its kind, the shape of its group, its size and its backend. Every time is committed on its
+own, so a process killed at any moment loses at most the measurement in flight. What is wrong with a
+file is said by a ``StoreWarning``, and the work goes on:
+
+- a damaged file, or one of an older layout, is set aside under another name and rebuilt;
+- a database of another program, or of a newer layout, is left alone and times are kept in memory;
+- a file that cannot be written is read; new times are kept in memory.
+"""
+
+import math
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from autopar.cost_models.call_text import call_from_text, call_to_text
+from autopar.cost_models.calls import OpCall
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.estimate import CostError
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x61707263
+_BUSY_TIMEOUT_S = 60.0
+
+Row = tuple[Any, ...]
+
+_SCHEMA = """
+CREATE TABLE op_times (
+    op TEXT NOT NULL,
+    call TEXT NOT NULL,
+    device TEXT NOT NULL,
+    torch_version TEXT NOT NULL,
+    num_threads INTEGER NOT NULL,
+    forward_s REAL NOT NULL CHECK (forward_s >= 0),
+    input_grad_s REAL NOT NULL CHECK (input_grad_s >= 0),
+    weight_grad_s REAL NOT NULL CHECK (weight_grad_s >= 0),
+    spread REAL NOT NULL,
+    num_samples INTEGER NOT NULL,
+    PRIMARY KEY (op, call, device, torch_version, num_threads)
+) WITHOUT ROWID;
+CREATE TABLE collective_times (
+    kind TEXT NOT NULL,
+    group_shape TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    device TEXT NOT NULL,
+    torch_version TEXT NOT NULL,
+    num_threads INTEGER NOT NULL,
+    backend TEXT NOT NULL,
+    time_s REAL NOT NULL CHECK (time_s >= 0),
+    spread REAL NOT NULL,
+    num_samples INTEGER NOT NULL,
+    PRIMARY KEY (kind, group_shape, size_bytes, device, torch_version, num_threads, backend)
+) WITHOUT ROWID;
+"""
+
+
+class StoreWarning(UserWarning):
+    """The profile store was damaged, foreign or not writable, and what was done about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """Measured seconds of a call. ``spread`` is the interquartile range over the median."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    spread: float
+    num_samples: int
+
+    def is_sane(self) -> bool:
+        """Whether every number can be a time."""
+        times = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.spread)
+        return all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTime:
+    """Measured seconds of a collective of ``size_bytes``."""
+
+    size_bytes: int
+    time_s: float
+    spread: float
+    num_samples: int
+
+    def is_sane(self) -> bool:
+        """Whether every number can be a time."""
+        numbers = (self.size_bytes, self.time_s, self.spread)
+        return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers)
+
+
+class _NotUsable(Exception):
+    """A file that is left alone."""
+
+
+class ProfileStore:
+    """The times measured on one kind of device with one version of torch.
+
+    ``path`` None keeps them in memory. Forked processes open the file anew.
+    """
+
+    def __init__(self, path: str | Path | None, device: DeviceSpec) -> None:
+        self.path = None if path is None else Path(path)
+        self._owner = (device.name, torch.__version__, device.num_threads)
+        self._pid = os.getpid()
+        self._read_only = False
+        self._connection = self._open()
+        self._unwritten: dict[OpCall, OpTime] = {}
+
+    def close(self) -> None:
+        """Closes the file; a closed store must not be used."""
+        self._connection.close()
+
+    def __enter__(self) -> "ProfileStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get(self, call: OpCall) -> OpTime | None:
+        """The measured times of ``call`` on this device, or None."""
+        known = self._unwritten.get(call)
+        if known is not None:
+            return known
+        rows = self._read(
+            "SELECT forward_s, input_grad_s, weight_grad_s, spread, num_samples FROM op_times "
+            "WHERE op=? AND call=? AND device=? AND torch_version=? AND num_threads=?",
+            (call.target, call_to_text(call), *self._owner),
+        )
+        return self._op_time(rows[0]) if rows else None
+
+    def put(self, call: OpCall, times: OpTime) -> None:
+        """Keeps the times of ``call``, replacing earlier ones; committed at once."""
+        if not times.is_sane():
+            raise CostError(f"{times} cannot be the times of {call.target}.")
+        numbers = (times.forward_s, times.input_grad_s, times.weight_grad_s, times.spread)
+        written = self._write(
+            "INSERT OR REPLACE INTO op_times VALUES (?,?,?,?,?,?,?,?,?,?)",
+            (call.target, call_to_text(call), *self._owner, *numbers, times.num_samples),
+        )
+        if not written:
+            self._unwritten[call] = times
+
+    def of_op(self, target: str) -> Iterator[tuple[OpCall, OpTime]]:
+        """Every measured call of one operation on this device."""
+        rows = self._read(
+            "SELECT call, forward_s, input_grad_s, weight_grad_s, spread, num_samples "
+            "FROM op_times WHERE op=? AND device=? AND torch_version=? AND num_threads=?",
+            (target, *self._owner),
+        )
+        for text, *numbers in rows:
+            times = self._op_time(tuple(numbers))
+            try:
+                call = call_from_text(text)
+            except CostError as error:
+                self._say(f"a row that cannot be read is left out: {error}")
+                continue
+            if times is not None and call.target == target:
+                yield call, times
+        for call, times in self._unwritten.items():
+            if call.target == target:
+                yield call, times
+
+    def put_collective(self, kind: str, shape: str, backend: str, times: CollectiveTime) -> None:
+        """Keeps the time of one collective of one size on groups of one shape."""
+        if not times.is_sane():
+            raise CostError(f"{times} cannot be the time of {kind}.")
+        numbers = (times.time_s, times.spread, times.num_samples)
+        self._write(
+            "INSERT OR REPLACE INTO collective_times VALUES (?,?,?,?,?,?,?,?,?,?)",
+            (kind, shape, times.size_bytes, *self._owner, backend, *numbers),
+        )
+
+    def collectives(self, backend: str) -> dict[tuple[str, str], tuple[CollectiveTime, ...]]:
+        """Measured times by kind and group shape, in order of size."""
+        rows = self._read(
+            "SELECT kind, group_shape, size_bytes, time_s, spread, num_samples "
+            "FROM collective_times WHERE device=? AND torch_version=? AND num_threads=? "
+            "AND backend=? ORDER BY kind, group_shape, size_bytes",
+            (*self._owner, backend),
+        )
+        found: dict[tuple[str, str], tuple[CollectiveTime, ...]] = {}
+        for kind, shape, size_bytes, time_s, spread, num_samples in rows:
+            times = CollectiveTime(
+                size_bytes=size_bytes, time_s=time_s, spread=spread, num_samples=num_samples
+            )
+            if times.is_sane():
+                found[kind, shape] = (*found.get((kind, shape), ()), times)
+            else:
+                self._say(f"a time of {kind} that cannot be one is left out")
+        return found
+
+    def _op_time(self, row: Row) -> OpTime | None:
+        forward_s, input_grad_s, weight_grad_s, spread, num_samples = row
+        times = OpTime(
+            forward_s=forward_s,
+            input_grad_s=input_grad_s,
+            weight_grad_s=weight_grad_s,
+            spread=spread,
+            num_samples=num_samples,
+        )
+        if times.is_sane():
+            return times
+        self._say("a row of numbers that cannot be times is left out")
+        return None
+
+    def _say(self, what: str) -> None:
+        warnings.warn(f"profile store {self.path}: {what}", StoreWarning, stacklevel=4)
+
+    def _read(self, query: str, values: tuple[object, ...]) -> list[Row]:
+        self._reopen_after_fork()
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            self._give_up(error)
+            return []
+
+    def _write(self, query: str, values: tuple[object, ...]) -> bool:
+        self._reopen_after_fork()
+        if self._read_only:
+            return False
+        try:
+            self._connection.execute(query, values)
+        except sqlite3.OperationalError as error:
+            self._say(f"it cannot be written, new times are kept in memory: {error}")
+            self._read_only = True
+            return False
+        except sqlite3.DatabaseError as error:
+            self._give_up(error)
+            self._connection.execute(query, values)
+        return True
+
+    def _give_up(self, error: sqlite3.DatabaseError) -> None:
+        """Goes on in memory after the file broke while in use; the next process rebuilds it."""
+        self._say(f"it broke while in use, times are kept in memory: {error}")
+        self._connection.close()
+        self._connection = _in_memory()
+
+    def _reopen_after_fork(self) -> None:
+        if self._pid != os.getpid():
+            # SQLite forbids a connection in the child; the parent's handle is left to the parent.
+            self._pid = os.getpid()
+            self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        if self.path is None:
+            return _in_memory()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return self._open_file(self.path)
+        except _NotUsable as reason:
+            self._say(f"{reason}; times are kept in memory")
+        except (OSError, sqlite3.OperationalError) as error:
+            opened = _open_for_reading(self.path)
+            if opened is not None:
+                self._say(f"it cannot be written, new times are kept in memory: {error}")
+                self._read_only = True
+                return opened
+            self._say(f"it cannot be opened, times are kept in memory: {error}")
+        return _in_memory()
+
+    def _open_file(self, path: Path) -> sqlite3.Connection:
+        deadline = time.monotonic() + _BUSY_TIMEOUT_S
+        num_rebuilt = 0
+        while num_rebuilt < 3:
+            inode = path.stat().st_ino if path.exists() else None
+            connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            try:
+                problem = _prepare(connection)
+            except sqlite3.OperationalError as error:
+                connection.close()
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                # Changing to WAL does not wait for other processes that do the same.
+                time.sleep(0.02)
+                continue
+            except sqlite3.DatabaseError as error:
+                problem = f"it is damaged ({error})"
+            except _NotUsable:
+                connection.close()
+                raise
+            if problem is None:
+                return connection
+            connection.close()
+            num_rebuilt += 1
+            if path.exists() and path.stat().st_ino == inode:
+                aside = _set_aside(path)
+                self._say(f"{problem}; it is now {aside.name} and a new one is begun")
+        raise _NotUsable("it is damaged again and again")
+
+
+def default_store_path() -> Path:
+    """Where times are kept unless a path is given."""
+    from autopar.cost_models.detect import cache_folder
+
+    return cache_folder() / "profile.sqlite3"
+
+
+def _in_memory() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(_SCHEMA)
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection) -> str | None:
+    """Checks a file or lays it out; says what is wrong with one that must be rebuilt."""
+    application, version = _identity(connection)
+    if application == 0 and version == 0 and not _has_tables(connection):
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("BEGIN IMMEDIATE")
+        # Another process may have laid it out while this one waited for the lock. A failure
+        # closes the connection, which rolls the whole layout back.
+        if not _has_tables(connection):
+            for statement in _SCHEMA.split(";")[:-1]:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id={_APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+        application, version = _identity(connection)
+    if application != _APPLICATION_ID:
+        raise _NotUsable("it is another program's database")
+    if version > SCHEMA_VERSION:
+        raise _NotUsable(f"its layout {version} is newer than {SCHEMA_VERSION}")
+    if version < SCHEMA_VERSION:
+        return f"its layout {version} is older than {SCHEMA_VERSION}"
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        return f"it is damaged ({verdict})"
+    wanted = {"op_times", "collective_times"}
+    if not wanted <= _table_names(connection):
+        return "it is damaged (tables are missing)"
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A crash of the machine may lose the last times; a crash of the process may not.
+    connection.execute("PRAGMA synchronous=NORMAL")
+    return None
+
+
+def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    return application, version
+
+
+def _table_names(connection: sqlite3.Connection) -> set[str]:
+    rows = connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
+    return {name for (name,) in rows}
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return bool(_table_names(connection))
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    if path.exists():
+        path.replace(aside)
+    return aside
+
+
+def _open_for_reading(path: Path) -> sqlite3.Connection | None:
+    """A usable file that cannot be written: read as it is, or None."""
+    if not path.is_file():
+        return None
+    for mode in ("mode=ro", "immutable=1"):
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
+        try:
+            if _identity(connection) == (_APPLICATION_ID, SCHEMA_VERSION):
+                connection.execute("SELECT count(*) FROM op_times").fetchone()
+                return connection
+        except sqlite3.DatabaseError:
+            pass
+        connection.close()
+    return None
