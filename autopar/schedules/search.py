@@ -194,6 +194,7 @@ def _views(problem: SearchProblem) -> Iterator[_Staged]:
 def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every generator and parameter that fits the number of stages."""
     devices, stages = view.problem.num_devices, len(view.sizes)
+    batches = view.problem.num_microbatches
     if stages == devices:
         for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "dualpipe"):
             yield name, {}
@@ -207,7 +208,7 @@ def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
     if stages > devices:
         yield "interleaved", {"num_devices": devices}
     for group_size in range(1, stages // devices + 1):
-        for in_flight in (devices, 2 * devices):
+        for in_flight in sorted({max(1, devices // 2), devices, 2 * devices, batches}):
             yield (
                 "fast_forward",
                 {"num_devices": devices, "group_size": group_size, "in_flight": in_flight},

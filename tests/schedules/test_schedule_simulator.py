@@ -217,7 +217,7 @@ def test_a_w_of_the_last_iteration_runs_beside_this_iterations_forward() -> None
     costs = Durations(F=4.0, I=1.0, W=2.0)
     found = simulate(schedule, costs, co_run=CoRun(default_occupancy=0.5), num_iterations=3)
     late = [item for item in found.intervals if str(item.action) == "1W0"]
-    assert [item.start_s for item in sorted(late)] == [16.0, 30.0, 36.0]
+    assert [item.start_s for item in sorted(late)] == [16.0, 30.0, 37.0]
     assert found.period_s == 14.0  # F, wait for W before 1F0 of the same layer, F, I, I, W
 
 
@@ -225,12 +225,14 @@ def test_recomputation_and_offloading_free_what_they_should() -> None:
     memory = Memory(activation_bytes=10.0, checkpoint_bytes=1.0)
     plain = by_hand("0", "0F0 0F1 0B0 0B1", batches=2)
     again = by_hand("0", "0F0 0F1 0R0 0B0 0R1 0B1", batches=2, extra="recomputed: 0\n")
-    moved = by_hand("0", "0F0 0O0 0F1 0O1 0L0 0B0 0L1 0B1", batches=2, extra="offloaded: 0\n")
+    moved = by_hand(
+        "0", "0F0 0O0 0F1 0O1 0L0>0F1 0B0 0L1>0B0 0B1", batches=2, extra="offloaded: 0\n"
+    )
     costs = Durations(F=4.0, B=8.0, O=1.0, L=1.0)
     assert simulate(plain, costs, memory=memory).peak_memory_bytes == (20.0,)
     assert simulate(again, costs, memory=memory).peak_memory_bytes == (11.0,)
     offloaded = simulate(moved, costs, memory=memory)
-    assert spans(offloaded)["0B0"][0] == 8.0
+    assert spans(offloaded)["0B0"] == (9.0, 17.0)
     curve = {point.time_s: point.held_bytes for point in offloaded.memory_curve(0)}
     assert curve[4.0] == 20.0  # 0F1 starts before 0O0 has ended
     assert curve[5.0] == 10.0
