@@ -18,6 +18,7 @@ from autopar.search.budget import reduce_within, report_least_budget, solve_with
 from autopar.search.elimination import Program, best_program
 from autopar.search.exact import eliminate
 from autopar.search.local_search import descend, improve
+from autopar.search.mathopt import LinearSolverError
 from autopar.search.mcmc import McmcSolver, cheapest_choices
 from autopar.search.messages import Messages
 from autopar.search.problem import Method, Problem
@@ -42,26 +43,35 @@ class AutoSolver:
         return None
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """See the module's docstring."""
-        program = best_program(problem.node_costs, problem.edge_costs)
-        if program.num_operations <= 2 * dominance_operations(problem) and _affordable(
-            program, progress
-        ):
-            eliminate(problem, program, progress)
-            if progress.done or problem.budgets is None:
-                return
-        reduction = reduce_problem(problem)
-        if reduction is None:
-            progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        """See the module's docstring; where HiGHS fails, the best so far stands."""
+        try:
+            _search(problem, progress)
+        except LinearSolverError as error:
+            if not progress.assignment:
+                raise
+            progress.note = str(error)
+
+
+def _search(problem: Problem, progress: Progress) -> None:
+    program = best_program(problem.node_costs, problem.edge_costs)
+    if program.num_operations <= 2 * dominance_operations(problem) and _affordable(
+        program, progress
+    ):
+        eliminate(problem, program, progress)
+        if progress.done or problem.budgets is None:
             return
-        program = best_program(reduction.problem.node_costs, reduction.problem.edge_costs)
-        if not _affordable(program, progress):
-            _dense(reduction, progress)
-            return
-        if progress.bound == -math.inf:
-            eliminate_reduced(reduction, program, progress)
-        if not progress.done and problem.budgets is not None:
-            solve_with_budget(reduction, progress, use_ilp=True)
+    reduction = reduce_problem(problem)
+    if reduction is None:
+        progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        return
+    program = best_program(reduction.problem.node_costs, reduction.problem.edge_costs)
+    if not _affordable(program, progress):
+        _dense(reduction, progress)
+        return
+    if progress.bound == -math.inf:
+        eliminate_reduced(reduction, program, progress)
+    if not progress.done and problem.budgets is not None:
+        solve_with_budget(reduction, progress, use_ilp=True)
 
 
 def _affordable(program: Program, progress: Progress) -> bool:

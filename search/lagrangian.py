@@ -169,9 +169,9 @@ class Lagrangian:
     def maximise(self, start: Sequence[float] | None = None) -> Point:
         """The best prices; stops when the cutting planes meet L, or out of time."""
         best = self.evaluate([0.0] * len(self.groups) if start is None else start)
-        radius = max(1e-12, abs(best.cost))
+        radius = abs(best.cost) or 1.0
         for _ in range(_ROUNDS):
-            if self.progress.done or not self.groups:
+            if self.progress.done or not self.groups or best.value == math.inf:
                 break
             prices, promised = self._next_prices(best, radius)
             gain = promised - best.value
@@ -193,7 +193,7 @@ class Lagrangian:
         heights = np.array([point.cost for point in self.points])
         num_lines = len(heights)
         center = np.array(best.prices)
-        scale = max(1e-300, float(np.abs(heights).max()))
+        scale = float(np.abs(heights).max()) or 1.0
         columns = np.tile(np.arange(count + 1), num_lines)
         program = LinearProgram(
             costs=np.array([*([0.0] * count), -1.0]),
@@ -207,7 +207,7 @@ class Lagrangian:
             row_upper=heights / scale,
             num_wanted=count + 1,
         )
-        result = solve_linear(program)
+        result = solve_linear(program, small=True)
         if result.values is None:
             return list(best.prices), best.value
         prices = [max(0.0, float(value)) * scale for value in result.values[:count]]

@@ -12,9 +12,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from autopar.search.problem import Array
+from autopar.search.problem import Array, SearchError
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
+
+
+class LinearSolverError(SearchError):
+    """The solver stopped with an error of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,13 @@ def solve_linear(
     relaxed: bool = False,
     hint: Array | None = None,
     relative_gap: float = 0.0,
+    small: bool = False,
 ) -> LinearResult:
-    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` is a start for all variables."""
+    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` is a start for all variables.
+
+    small: use GLOP, for linear programs of a few columns, on which HiGHS sometimes stops
+    with "Unknown". Raises ``LinearSolverError`` if the solver fails.
+    """
     model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
     is_integer = bool(program.integer.any()) and not relaxed
     parameters = mathopt.SolveParameters(
@@ -69,9 +78,18 @@ def solve_linear(
         variable_values_filter=mathopt.VariableFilter(filtered_items=wanted),
         solution_hints=[] if hint is None else [_hint(model, hint)],
     )
-    result = mathopt.solve(
-        model, mathopt.SolverType.HIGHS, params=parameters, model_params=model_parameters
-    )
+    try:
+        result = mathopt.solve(
+            model,
+            mathopt.SolverType.GLOP if small else mathopt.SolverType.HIGHS,
+            params=parameters,
+            model_params=model_parameters,
+        )
+    except (RuntimeError, ValueError, AttributeError) as error:
+        # ortools 9.15 turns some of the solvers' own failures into an AttributeError of its wrapper
+        raise LinearSolverError(
+            f"the solver failed on {len(program.costs)} variables: {error.__context__ or error}"
+        ) from error
     reason = result.termination.reason
     values, cost = None, math.inf
     if result.has_primal_feasible_solution():

@@ -81,8 +81,8 @@ class Progress:
         self.assignment: tuple[int, ...] = ()
         self.cost = math.inf
         self.bound = -math.inf
-        self.found_by = ""
         self.trail: list[str] = []
+        self.note = ""
         self.infeasible: str | None = None
         self.least_feasible_budget: float | None = None
 
@@ -175,5 +175,5 @@ class Progress:
             time_s=self.elapsed_s,
             method=method,
             memory=self.problem.memory(self.assignment) if self.assignment else (),
-            message=message,
+            message=f"{message}; {self.note}" if self.note else message,
         )

@@ -1,0 +1,69 @@
+"""Graphs too dense to eliminate: bounds hold, and local search never makes things worse."""
+
+import math
+
+import numpy as np
+import pytest
+from autopar.search import Status, solve
+from autopar.search.local_search import descend, improve
+from autopar.search.messages import Messages
+from autopar.search.reduction import reduce_problem
+from autopar.search.solver import Options, Progress
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.search.search_problems import dense, problems
+
+
+@settings(max_examples=80, deadline=None)
+@given(problem=problems(memory=False), sweeps=st.integers(0, 6))
+def test_message_bounds_rise_and_never_pass_the_optimum(problem, sweeps):
+    reduction = reduce_problem(problem, dominance=False)
+    if reduction is None:
+        return
+    optimum = solve(problem, method="brute_force")
+    messages = Messages(reduction.problem)
+    last = messages.bound()
+    for sweep in range(sweeps):
+        messages.sweep(forward=sweep % 2 == 0)
+        bound = messages.bound()
+        assert bound >= last - 1e-9
+        last = bound
+    assert last <= optimum.cost + 1e-9
+    if optimum.status is Status.OPTIMAL:
+        masks = messages.possible(optimum.cost)
+        best = reduction.lower(optimum.assignment)
+        assert all(mask[choice] for mask, choice in zip(masks, best))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problem=problems(memory=False, forbidden=False), seed=st.integers(0, 99))
+def test_descent_ends_where_no_single_change_helps(problem, seed):
+    rng = np.random.default_rng(seed)
+    start = tuple(int(rng.integers(problem.num_choices(n))) for n in range(problem.num_nodes))
+    end = descend(problem, start)
+    assert problem.cost(end) <= problem.cost(start)
+    for node in range(problem.num_nodes):
+        for choice in range(problem.num_choices(node)):
+            changed = (*end[:node], choice, *end[node + 1 :])
+            assert problem.cost(end) <= problem.cost(changed) + 1e-9
+
+
+def test_neighbourhoods_solved_exactly_reach_a_small_optimum():
+    problem = dense(7, 4)
+    progress = Progress(problem, Options())
+    start = tuple([0] * 7)
+    progress.offer(start)
+    best = improve(problem, progress, progress.offer, start, until_s=math.inf)
+    assert problem.cost(best) == pytest.approx(solve(problem, method="brute_force").cost)
+
+
+def test_a_dense_graph_is_solved_within_a_proved_gap():
+    problem = dense(40, 12)
+    seen = []
+    solution = solve(problem, time_limit_s=20, table_cap_bytes=1 << 24, on_incumbent=seen.append)
+    assert "messages" in solution.method
+    assert solution.gap <= 0.01
+    costs = [each.cost for each in seen]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == solution.cost
