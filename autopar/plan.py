@@ -1,0 +1,263 @@
+"""The plan: everything the search decided, as one JSON document that people can read.
+
+A plan belongs to one graph (by fingerprint) and one mesh. It is byte-identical for the same
+inputs: it holds no time stamps, and its keys are in graph order. Loading refuses an unknown
+version, an unknown field, and a plan for another graph or mesh, naming the first difference,
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from autopar.capture import Captured
+from autopar.cost_models import Cluster
+from autopar.errors import PlanError
+from autopar.graph import Graph
+from autopar.mesh import Mesh
+from autopar.placement import Placements, format_placements, parse_placement
+from autopar.rules import parse_choice
+from autopar.strategy import Analysis, Assignment, Strategy
+
+SCHEMA_VERSION = 1
+
+
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of everything on the wire."""
+
+
+class MeshPlan(_Struct):
+    """Axis names and sizes, outermost first."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+
+class GraphPlan(_Struct):
+    """The graph a plan was made for; ``fingerprint`` is what must match."""
+
+    fingerprint: str
+    num_ops: int
+    num_parameters: int
+    parameter_bytes: int
+    inputs: dict[str, str]
+
+
+class SchedulePlan(_Struct):
+    """The backward schedule and its size."""
+
+    name: str = "conventional"
+    num_stages: int = 1
+    num_microbatches: int = 1
+
+
+class Prediction(_Struct):
+    """What the cost model expects of one training step on one device."""
+
+    step_time_s: float
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    update_s: float
+    sources: dict[str, int]
+    memory_bytes: dict[str, int]
+    memory_peak_at: str
+
+
+class SearchReport(_Struct):
+    """How good the plan is known to be, and what else was considered (mesh to seconds)."""
+
+    status: str
+    bound_s: float
+    gap: float
+    considered: dict[str, float]
+
+
+class Plan(_Struct):
+    """One plan. ``ops`` holds only ops that are split along some axis; see `autopar.rules`."""
+
+    schema_version: int
+    graph: GraphPlan
+    cluster: Cluster
+    mesh: MeshPlan
+    schedule: SchedulePlan
+    prediction: Prediction
+    search: SearchReport
+    redundant_ops: dict[str, int]
+    inputs: dict[str, str]
+    parameters: dict[str, str]
+    relays: dict[str, str]
+    ops: dict[str, str]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as JSON text, also written to ``path`` if given."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @staticmethod
+    def from_json(source: str | Path) -> Plan:
+        """Read a plan from JSON text or from a file; raises PlanError."""
+        text = _read(source)
+        _check_version(text)
+        try:
+            return msgspec.json.decode(text, type=Plan)
+        except msgspec.DecodeError as error:
+            raise PlanError(f"the plan cannot be read: {error}") from error
+
+    @property
+    def device_mesh(self) -> Mesh:
+        return Mesh(self.mesh.axis_names, self.mesh.axis_sizes)
+
+    def __str__(self) -> str:
+        from autopar.report.text import format_plan
+
+        return format_plan(self)
+
+    def _repr_html_(self) -> str:
+        from autopar.report.text import plan_html
+
+        return plan_html(self)
+
+
+def _read(source: str | Path) -> str:
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return source
+    try:
+        return Path(source).read_text()
+    except OSError as error:
+        raise PlanError(f"no plan can be read from {str(source)!r}: {error}") from error
+
+
+def _check_version(text: str) -> None:
+    try:
+        document = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise PlanError(f"the plan is not JSON: {error}") from error
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"the plan has schema_version {version!r}; this autopar reads {SCHEMA_VERSION}. "
+            "Make it again with autopar.plan(...)"
+        )
+
+
+def make_plan(
+    strategy: Strategy,
+    captured: Captured,
+    cluster: Cluster,
+    prediction: Prediction,
+    search: SearchReport,
+    redundant_ops: dict[str, int],
+) -> Plan:
+    """A strategy as a plan."""
+    graph, assignment = strategy.graph, strategy.assignment
+    return Plan(
+        schema_version=SCHEMA_VERSION,
+        graph=_describe(graph, captured),
+        cluster=cluster,
+        mesh=MeshPlan(
+            axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes
+        ),
+        schedule=SchedulePlan(),
+        prediction=prediction,
+        search=search,
+        redundant_ops=redundant_ops,
+        inputs={
+            name: format_placements(strategy.supply(graph.values[index]))
+            for name, index in zip(captured.signature.input_names, graph.inputs)
+        },
+        parameters={
+            v.target or v.name: format_placements(strategy.supply(v)) for v in graph.parameters
+        },
+        relays={
+            graph.values[i].name: format_placements(assignment.relays[i])
+            for i in sorted(assignment.relays)
+        },
+        ops={
+            op.name: str(choice)
+            for op, choice in zip(graph.ops, assignment.choices)
+            if not choice.is_redundant
+        },
+    )
+
+
+def _describe(graph: Graph, captured: Captured) -> GraphPlan:
+    return GraphPlan(
+        fingerprint=graph.fingerprint,
+        num_ops=len(graph.ops),
+        num_parameters=sum(_count(v.shape) for v in graph.parameters),
+        parameter_bytes=sum(v.size_bytes for v in graph.parameters),
+        inputs={
+            name: f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            for name, shape, dtype in zip(
+                captured.signature.input_names,
+                captured.signature.input_shapes,
+                captured.signature.input_dtypes,
+            )
+        },
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:
+    """The strategy a plan describes, for the graph it was made for; raises PlanError."""
+    graph = captured.graph
+    mesh = plan.device_mesh
+    _check_graph(plan, _describe(graph, captured))
+    if num_devices is not None and num_devices != mesh.num_devices:
+        raise PlanError(
+            f"the plan is for {mesh.num_devices} devices ({mesh}), but there are {num_devices}; "
+            "make a new plan, or pass as many devices"
+        )
+    analysis = Analysis(graph)
+    unknown = sorted(set(plan.ops) - {op.name for op in graph.ops})
+    if unknown:
+        raise PlanError(f"the plan splits op {unknown[0]!r}, which the graph does not have")
+    everywhere = " ".join("-" * mesh.num_axes)
+    assignment = Assignment(
+        mesh=mesh,
+        choices=tuple(parse_choice(plan.ops.get(op.name, everywhere)) for op in graph.ops),
+        stored={
+            **_placements(plan.parameters, {v.target or v.name: v.index for v in graph.parameters}),
+            **_placements(
+                plan.inputs, dict(zip(captured.signature.input_names, graph.inputs))
+            ),
+        },
+        relays=_placements(
+            plan.relays, {graph.values[i].name: i for i in sorted(analysis.relayed)}
+        ),
+    )
+    strategy = Strategy(analysis, assignment)
+    strategy.verify()
+    return strategy
+
+
+def _check_graph(plan: Plan, found: GraphPlan) -> None:
+    """Name the first thing in which the model differs from the plan's."""
+    for name in ("inputs", "num_parameters", "num_ops", "parameter_bytes", "fingerprint"):
+        expected, actual = getattr(plan.graph, name), getattr(found, name)
+        if expected != actual:
+            raise PlanError(
+                f"the plan was made for another graph: {name} is {actual!r} here and "
+                f"{expected!r} in the plan. Make a new plan for this model and these inputs"
+            )
+
+
+def _placements(texts: dict[str, str], index: dict[str, int]) -> dict[int, Placements]:
+    missing = sorted(set(index) - set(texts)) or sorted(set(texts) - set(index))
+    if missing:
+        raise PlanError(f"plan and graph disagree on {missing[0]!r}")
+    return {
+        index[name]: tuple(parse_placement(word) for word in text.split())
+        for name, text in texts.items()
+    }

@@ -1,0 +1,269 @@
+"""The planner: every mesh that fits the devices, the best strategy on each, the best of all.
+
+For each factorisation of the devices into mesh axes the graph is priced and searched exactly; the
+cheapest strategy wins. Its program is lowered once, over fake tensors, to count its memory; where
+that exceeds the devices' memory the search is repeated under a budget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.capture import Captured
+from autopar.constraints import Constraint, MemoryBudget, narrow
+from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
+from autopar.errors import ConstraintError, InputError
+from autopar.lowering import RankProgram, lower
+from autopar.lowering.memory import ProgramMemory, program_memory
+from autopar.mesh import Mesh
+from autopar.plan import Plan, Prediction, SearchReport, make_plan
+from autopar.pricing import (
+    OPTIMIZER_STATES,
+    OpTable,
+    PricedGraph,
+    Pricing,
+    price_graph,
+)
+from autopar.search import Problem, Solution, Status, solve
+from autopar.strategy import Analysis, Strategy
+
+MAX_AXES = 2
+AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The best strategy on one mesh."""
+
+    mesh: Mesh
+    priced: PricedGraph
+    solution: Solution
+
+    def strategy(self) -> Strategy:
+        pricing = self.priced.pricing
+        return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with the strategy and the program behind it."""
+
+    plan: Plan
+    strategy: Strategy
+    program: RankProgram
+    best: Candidate
+
+
+def candidate_meshes(
+    cluster: Cluster, mesh: Mapping[str, int] | None, max_axes: int = MAX_AXES
+) -> tuple[Mesh, ...]:
+    """The user's mesh, or every ordered factorisation of the devices into up to ``max_axes``.
+
+    Later axes vary fastest, so they lie on the faster links.
+    """
+    total = cluster.num_devices
+    if mesh is not None:
+        chosen = Mesh(tuple(mesh), tuple(int(s) for s in mesh.values()))
+        if chosen.num_devices != total:
+            raise InputError(
+                f"mesh {dict(mesh)} has {chosen.num_devices} devices, the cluster {total}; "
+                "the sizes must multiply to the number of devices"
+            )
+        return (chosen,)
+    return tuple(
+        Mesh(AXIS_NAMES[: len(sizes)], sizes)
+        for count in range(1, max_axes + 1)
+        for sizes in _factorisations(total, count)
+    )
+
+
+def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
+    """Ordered factorisations into ``count`` factors above 1 (or the single factor ``total``)."""
+    if count == 1:
+        return [(total,)]
+    return [
+        (first, *rest)
+        for first in range(2, total)
+        if total % first == 0
+        for rest in _factorisations(total // first, count - 1)
+        if min(rest) > 1
+    ]
+
+
+def make_planned(
+    captured: Captured,
+    cluster: Cluster,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    constraints: Sequence[Constraint] = (),
+    compute: ComputeModel | None = None,
+    device_type: str = "cpu",
+    progress: Progress = lambda _: None,
+) -> Planned:
+    """Search every candidate mesh and lower the best strategy.
+
+    Raises ConstraintError where the constraints, or the memory, leave no strategy.
+    """
+    if captured.graph.loss is None:
+        raise InputError(
+            "the model returns no scalar loss, so there is nothing to train on. Pass "
+            "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
+            "example_inputs=(inputs, targets), or labels that make the model return .loss"
+        )
+    analysis = Analysis(captured.graph)
+    compute = compute or RooflineModel(cluster.device)
+    communication = CommunicationModel(cluster)
+    candidates = []
+    for candidate_mesh in candidate_meshes(cluster, mesh):
+        progress(f"search on mesh {candidate_mesh}")
+        pricing = Pricing(analysis, candidate_mesh, cluster, compute, communication)
+        candidates.append(_search(price_graph(pricing), constraints, None))
+    return _finish(captured, cluster, candidates, constraints, device_type, progress)
+
+
+def _search(
+    priced: PricedGraph, constraints: Sequence[Constraint], budget_bytes: float | None
+) -> Candidate:
+    problem = Problem(
+        narrow(priced, constraints),
+        priced.edges,
+        priced.memory if budget_bytes is not None else None,
+        budget_bytes,
+        node_names=[f"{node.kind} {node.name} {node.index}" for node in priced.nodes],
+    )
+    solution = solve(problem, time_limit_s=60.0)
+    if solution.status is Status.INFEASIBLE and budget_bytes is None:
+        names = " and ".join(map(str, constraints)) or "the placements"
+        raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
+    return Candidate(mesh=priced.pricing.mesh, priced=priced, solution=solution)
+
+
+def _finish(
+    captured: Captured,
+    cluster: Cluster,
+    candidates: list[Candidate],
+    constraints: Sequence[Constraint],
+    device_type: str,
+    progress: Progress,
+) -> Planned:
+    """Lower the cheapest; under a memory limit, search again with what the count has taught."""
+    budget = _memory_budget(cluster, constraints)
+    best = min(candidates, key=_rank)
+    progress(f"lower on mesh {best.mesh}")
+    program = lower(best.strategy(), device_type=device_type)
+    memory = program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+    searched_budget: float = budget
+    for _ in range(4):
+        if memory.peak_bytes <= budget:
+            break
+        estimated = _estimated_bytes(best)
+        searched_budget = min(searched_budget, estimated) * budget / memory.peak_bytes
+        progress(f"search again within {searched_budget / 2**30:.2f} GiB of estimated memory")
+        candidates = [_search(c.priced, constraints, searched_budget) for c in candidates]
+        feasible = [c for c in candidates if c.solution.assignment]
+        if not feasible:
+            raise _too_small(budget, memory)
+        best = min(feasible, key=_rank)
+        program = lower(best.strategy(), device_type=device_type)
+        memory = program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+    if memory.peak_bytes > budget:
+        raise _too_small(budget, memory)
+    strategy = best.strategy()
+    strategy.verify()
+    plan = make_plan(
+        strategy,
+        captured,
+        cluster,
+        _predict(best, memory),
+        _report(best, candidates),
+        _redundant(best),
+    )
+    return Planned(plan=plan, strategy=strategy, program=program, best=best)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
+    """Cheapest first; among equals (within rounding) fewer axes, then a fixed order."""
+    return (
+        float(f"{candidate.solution.cost:.9g}"),
+        candidate.mesh.num_axes,
+        candidate.mesh.axis_sizes,
+    )
+
+
+def _memory_budget(cluster: Cluster, constraints: Sequence[Constraint]) -> int:
+    budgets = [c.size_bytes for c in constraints if isinstance(c, MemoryBudget)]
+    return min([int(cluster.usable_memory_bytes), *budgets])
+
+
+def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
+    gib = 2**30
+    return ConstraintError(
+        f"no strategy was found that fits {budget / gib:.2f} GiB a device; the smallest one tried "
+        f"needs {memory.peak_bytes / gib:.2f} GiB (at {memory.peak_at}). Use more devices, a "
+        "smaller batch, or a larger MemoryBudget"
+    )
+
+
+def _estimated_bytes(candidate: Candidate) -> float:
+    picks = zip(candidate.priced.memory, candidate.solution.assignment)
+    return float(sum(memory[pick] for memory, pick in picks))
+
+
+def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
+    """The parts of the solution's cost, by what they are."""
+    forward = backward = update = 0.0
+    sources: Counter[str] = Counter()
+    priced = best.priced
+    for table, pick in zip(priced.tables, best.solution.assignment):
+        if isinstance(table, OpTable):
+            estimate = table.estimates[pick]
+            forward += estimate.forward_s
+            backward += estimate.backward_s
+            sources[str(estimate.source)] += 1
+        else:
+            update += float(table.cost_s[pick])
+    total = best.solution.cost
+    return Prediction(
+        step_time_s=_round(total),
+        forward_s=_round(forward),
+        backward_s=_round(backward),
+        communication_s=_round(max(total - forward - backward - update, 0.0)),
+        update_s=_round(update),
+        sources=dict(sorted(sources.items())),
+        memory_bytes=memory.by_category,
+        memory_peak_at=memory.peak_at,
+    )
+
+
+def _round(seconds: float) -> float:
+    """Nine significant digits: sums in another order must not change a plan's bytes."""
+    return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
+
+
+def _report(best: Candidate, candidates: Sequence[Candidate]) -> SearchReport:
+    solution = best.solution
+    return SearchReport(
+        status=str(solution.status),
+        bound_s=_round(solution.bound),
+        gap=_round(solution.gap),
+        considered={
+            str(c.mesh): _round(c.solution.cost) for c in candidates if c.solution.assignment
+        },
+    )
+
+
+def _redundant(best: Candidate) -> dict[str, int]:
+    """Operators that have no rule, so that every device computes them whole, and how often."""
+    graph = best.priced.pricing.graph
+    spaces = best.priced.pricing.analysis.spaces
+    counts: Counter[str] = Counter()
+    for op, space in zip(graph.ops, spaces):
+        fixed = all(o is None or graph.values[o].fixed for o in op.outputs)
+        if space is None and not fixed:
+            counts[op.target_name] += 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,577 @@
+"""Price every choice of a graph on a mesh, and hand the numbers to the search.
+
+Nodes of the search problem are ops (with their choices), stored values (parameters and inputs with
+their stored placements) and relays (shared values with the placements they may be redistributed
+to). A node's cost is what it costs by itself: the op's forward and backward at its local shapes and
+the communication inside it, a parameter's update, an input's copy to the device. An edge's cost is
+the redistribution from what one side supplies to what the other needs, forward and backward.
+
+Ops of the same kind (operator, arguments, shapes) share one table, so a model of identical layers
+costs what its distinct layers cost, and equal edges share one matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_models import (
+    Cluster,
+    CommunicationModel,
+    ComputeModel,
+    CostError,
+    OpCall,
+    OpEstimate,
+    Source,
+    TensorSpec,
+)
+from autopar.graph import Op, Value, ValueKind, map_refs
+from autopar.mesh import Mesh
+from autopar.placement import (
+    Placements,
+    R,
+    S,
+    State,
+    Step,
+    StepKind,
+    V,
+    is_valid,
+    local_shape,
+    redistribute,
+)
+from autopar.rules import Choice, Space, enumerate_choices, rule_of
+from autopar.strategy import Analysis, Assignment
+
+OPTIMIZER_STATES = 2
+"""Tensors of optimizer state a parameter has, for the price (as Adam does)."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlacementTable:
+    """The distinct placements of one operand over a node's choices, and which choice has which."""
+
+    distinct: tuple[Placements, ...]
+    index: np.ndarray[Any, np.dtype[np.intp]]
+
+    @staticmethod
+    def of(placements: Sequence[Placements]) -> PlacementTable:
+        distinct = tuple(dict.fromkeys(placements))
+        number = {p: i for i, p in enumerate(distinct)}
+        return PlacementTable(distinct, np.array([number[p] for p in placements], dtype=np.intp))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OpTable:
+    """All choices of one kind of op with what they need, supply and cost."""
+
+    choices: tuple[Choice, ...]
+    needs: tuple[PlacementTable, ...]
+    supplies: tuple[PlacementTable, ...]
+    estimates: tuple[OpEstimate, ...]
+    internal_s: Array
+    cost_s: Array
+    memory_bytes: Array
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ValueTable:
+    """All placements of one stored or relayed value, with their own cost."""
+
+    placements: PlacementTable
+    cost_s: Array
+    memory_bytes: Array
+
+
+class Pricing:
+    """The tables of one graph on one mesh of one cluster."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        mesh: Mesh,
+        cluster: Cluster,
+        compute: ComputeModel,
+        communication: CommunicationModel,
+    ) -> None:
+        self.analysis = analysis
+        self.graph = analysis.graph
+        self.mesh = mesh
+        self.cluster = cluster
+        self.compute = compute
+        self.communication = communication
+        self.unpriced: dict[str, str] = {}
+        self._op_tables: dict[Any, OpTable] = {}
+        self._value_tables: dict[Any, ValueTable] = {}
+        self._move_costs: dict[Any, float] = {}
+        self._move_matrices: dict[Any, Array] = {}
+        self._group = {
+            axes: mesh.group_of(0, axes)
+            for size in range(1, mesh.num_axes + 1)
+            for axes in itertools.combinations(range(mesh.num_axes), size)
+        }
+
+    def op_table(self, op: Op) -> OpTable:
+        """The table of an op's kind."""
+        key = self._kind(op)
+        if key not in self._op_tables:
+            self._op_tables[key] = self._make_op_table(op)
+        return self._op_tables[key]
+
+    def _kind(self, op: Op) -> Any:
+        values = self.graph.values
+
+        def describe(index: int) -> Any:
+            v = values[index]
+            return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
+
+        bases = tuple(self.analysis.bases[op.index].items())
+        outputs = tuple(None if o is None else describe(o) for o in op.outputs)
+        args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
+        return (op.target_name, str(args), outputs, bases)
+
+    def _make_op_table(self, op: Op) -> OpTable:
+        space = self.analysis.spaces[op.index]
+        choices = enumerate_choices(space, self.mesh, self.analysis.bases[op.index])
+        needs = [self.analysis.needs(op, c, self.mesh) for c in choices]
+        supplies = [self.analysis.supplies(op, c, self.mesh) for c in choices]
+        estimates = tuple(
+            self._estimate(op, space, c, n, s) for c, n, s in zip(choices, needs, supplies)
+        )
+        internal = np.array([self._internal(op, space, c) for c in choices])
+        return OpTable(
+            choices=choices,
+            needs=tuple(PlacementTable.of([n[i] for n in needs]) for i in range(len(op.inputs))),
+            supplies=tuple(
+                PlacementTable.of([s[i] for s in supplies]) for i in range(len(op.outputs))
+            ),
+            estimates=estimates,
+            internal_s=internal,
+            cost_s=np.array([e.total_s for e in estimates]) + internal,
+            memory_bytes=np.array([self._saved_bytes(op, s) for s in supplies], dtype=float),
+        )
+
+    def _estimate(
+        self,
+        op: Op,
+        space: Space | None,
+        choice: Choice,
+        needs: tuple[Placements, ...],
+        supplies: tuple[Placements, ...],
+    ) -> OpEstimate:
+        call = local_call(self.analysis, op, space, choice, needs, supplies, self.mesh)
+        try:
+            return self.compute.estimate(call)
+        except CostError as error:
+            self.unpriced.setdefault(op.target_name, str(error))
+            return self._by_traffic(op, needs, supplies)
+
+    def _by_traffic(
+        self, op: Op, needs: tuple[Placements, ...], supplies: tuple[Placements, ...]
+    ) -> OpEstimate:
+        """An op that no cost model knows moves its operands through memory once a direction."""
+        values = self.graph.values
+        pairs = [*zip(op.inputs, needs)]
+        pairs += [(o, s) for o, s in zip(op.outputs, supplies) if o is not None]
+        moved = sum(self._local_bytes(values[i], p) for i, p in pairs)
+        device = self.cluster.device
+        time_s = device.kernel_launch_s + moved / device.memory_bandwidth_bytes_per_s
+        backward_s = time_s if any(self.analysis.differentiable(op)) else 0.0
+        return OpEstimate(time_s, backward_s, 0.0, Source.ANALYTICAL)
+
+    def _internal(self, op: Op, space: Space | None, choice: Choice) -> float:
+        rule = rule_of(op)
+        if space is None or rule is None or rule.collectives is None:
+            return 0.0
+        inputs = [self.graph.values[i] for i in op.inputs]
+        calls = rule.collectives(op, space, choice, self.mesh, inputs)
+        return sum(self._collective_s(c.kind, c.size_bytes, c.axes) for c in calls)
+
+    def _collective_s(self, kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
+        if self.mesh.size(axes) == 1:
+            return 0.0
+        return self.communication.estimate(kind, size_bytes, self._group[axes]).time_s
+
+    def _local_bytes(self, value: Value, placements: Placements) -> int:
+        shape = local_shape(value.shape, placements, self.mesh)
+        return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
+
+    def _saved_bytes(self, op: Op, supplies: tuple[Placements, ...]) -> int:
+        """Bytes of activations that stay for the backward pass (views cost nothing)."""
+        if op.target_name in _VIEW_TARGETS:
+            return 0
+        return sum(
+            self._local_bytes(self.graph.values[o], s)
+            for o, s in zip(op.outputs, supplies)
+            if o is not None and self.graph.values[o].differentiable
+        )
+
+    def stored_table(self, value: Value) -> ValueTable:
+        """Placements a parameter or input may be stored in."""
+        digits = self._digits(value)
+        key = (value.kind, value.shape, value.dtype, value.differentiable, digits)
+        if key not in self._value_tables:
+            options = _split_placements(value, self.mesh, (R,), digits)
+            sizes = np.array([self._local_bytes(value, p) for p in options], dtype=float)
+            self._value_tables[key] = ValueTable(
+                placements=PlacementTable.of(options),
+                cost_s=self._holding_s(value, sizes),
+                memory_bytes=self._holding_bytes(value, sizes),
+            )
+        return self._value_tables[key]
+
+    def _holding_s(self, value: Value, sizes: Array) -> Array:
+        """A parameter is updated (all its tensors read, most written); an input is copied in."""
+        bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s
+        if value.kind is ValueKind.PARAMETER:
+            traffic = 2 * (2 + OPTIMIZER_STATES) - 1 if value.differentiable else 0
+            return sizes * traffic / bandwidth
+        return sizes * 2 / bandwidth
+
+    @staticmethod
+    def _holding_bytes(value: Value, sizes: Array) -> Array:
+        if value.kind is ValueKind.PARAMETER and value.differentiable:
+            return sizes * (2 + OPTIMIZER_STATES)
+        return sizes
+
+    def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:
+        """Further digits (dim, outer) that consumers may need of a value."""
+        found = set()
+        for op, position in self.analysis.consumers.get(value.index, ()):
+            table = self.op_table(self.graph.ops[op]).needs[position]
+            for placements in table.distinct:
+                found.update(
+                    (p.dim, p.outer) for p in placements if p.state is State.SHARD and p.outer > 1
+                )
+        return tuple(sorted(found))
+
+    def relay_table(self, value: Value) -> ValueTable:
+        """Placements a shared value may be relayed in: whatever its users may need."""
+        options: dict[Placements, None] = {}
+        for op, position in self.analysis.consumers[value.index]:
+            for need in self.op_table(self.graph.ops[op]).needs[position].distinct:
+                relayed = tuple(
+                    (V if value.differentiable else R) if p.state is State.PARTIAL else p
+                    for p in need
+                )
+                options.setdefault(relayed)
+        options.setdefault((R,) * self.mesh.num_axes)
+        key = ("relay", tuple(options), value.differentiable)
+        if key not in self._value_tables:
+            zeros = np.zeros(len(options))
+            self._value_tables[key] = ValueTable(PlacementTable.of(list(options)), zeros, zeros)
+        return self._value_tables[key]
+
+    def moves(self, value: Value, source: PlacementTable, target: PlacementTable) -> Array:
+        """Seconds of redistributing ``value``, [choices of source, choices of target]."""
+        what = (value.shape, value.dtype, value.differentiable)
+        key = (what, id(source), id(target))
+        if key not in self._move_matrices:
+            small = np.array(
+                [[self.move_s(value, s, t) for t in target.distinct] for s in source.distinct]
+            )
+            self._move_matrices[key] = small[np.ix_(source.index, target.index)]
+        return self._move_matrices[key]
+
+    def move_s(self, value: Value, source: Placements, target: Placements) -> float:
+        """Seconds of one redistribution, forward and (where a gradient flows) backward."""
+        key = (value.shape, value.dtype, value.differentiable, source, target)
+        if key not in self._move_costs:
+            steps = redistribute(source, target, value.shape, self.mesh)
+            self._move_costs[key] = sum(self._step_s(value, step) for step in steps)
+        return self._move_costs[key]
+
+    def _step_s(self, value: Value, step: Step) -> float:
+        local = int(np.prod(step.shape, dtype=np.int64)) * value.dtype.itemsize
+        num = self.mesh.size(step.axes)
+        grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
+        total = self._copy_s(step, grown)
+        if step.forward is not None:
+            total += self._collective_s(step.forward, grown, step.axes)
+        if value.differentiable and step.backward is not None:
+            total += self._collective_s(step.backward, grown, step.axes)
+        return total
+
+    def _copy_s(self, step: Step, size_bytes: int) -> float:
+        """Slices, masks and pads read and write memory."""
+        if step.kind in (StepKind.SLICE, StepKind.MASK, StepKind.PAD):
+            device = self.cluster.device
+            return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
+        return 0.0
+
+
+_RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+    }
+)
+_VIEW_TARGETS = _RESHAPES | frozenset(
+    {
+        "aten.transpose.int",
+        "aten.t.default",
+        "aten.permute.default",
+        "aten.expand.default",
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze.default",
+        "aten.slice.Tensor",
+        "aten.select.int",
+        "aten.split.Tensor",
+        "aten.split_with_sizes.default",
+        "aten.chunk.default",
+        "aten.unbind.int",
+        "aten.detach.default",
+    }
+)
+
+
+def local_call(
+    analysis: Analysis,
+    op: Op,
+    space: Space | None,
+    choice: Choice,
+    needs: tuple[Placements, ...],
+    supplies: tuple[Placements, ...],
+    mesh: Mesh,
+) -> OpCall:
+    """The call that one device makes of ``op`` under ``choice``, at its local shapes."""
+    values = analysis.graph.values
+    flows = analysis.differentiable(op)
+    specs = [
+        TensorSpec(
+            shape=local_shape(values[i].shape, need, mesh),
+            dtype=values[i].dtype,
+            requires_grad=grad,
+            is_parameter=values[i].kind is ValueKind.PARAMETER,
+        )
+        for i, need, grad in zip(op.inputs, needs, flows)
+    ]
+    args, kwargs = op.bind(list(specs))
+    args = _local_arguments(analysis, op, space, choice, supplies, mesh, args)
+    target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
+    return OpCall.of(target, args, kwargs)
+
+
+def _local_arguments(
+    analysis: Analysis,
+    op: Op,
+    space: Space | None,
+    choice: Choice,
+    supplies: tuple[Placements, ...],
+    mesh: Mesh,
+    args: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Arguments that speak of whole shapes, made to speak of local ones."""
+    values = analysis.graph.values
+    name = op.target_name
+    if name in _RESHAPES or name == "aten.expand.default":
+        assert op.outputs[0] is not None
+        return (args[0], local_shape(values[op.outputs[0]].shape, supplies[0], mesh))
+    if space is None or choice.is_redundant:
+        return args
+    if name.startswith("aten.conv") and "g" in space.sizes:
+        position = 8 if name == "aten.convolution.default" else 6
+        if len(args) > position:
+            groups = args[position] // mesh.size(choice.axes_of("g"))
+            return (*args[:position], groups, *args[position + 1 :])
+    if name == "aten.split.Tensor" and "rest" in space.sizes:
+        return (args[0], args[1] // mesh.size(choice.axes_of("rest")), *args[2:])
+    if name == "aten.group_norm.default":
+        return (args[0], args[1] // mesh.size(choice.axes_of("g")), *args[2:])
+    return args
+
+
+def _split_placements(
+    value: Value,
+    mesh: Mesh,
+    states: Sequence[Any],
+    digits: Sequence[tuple[int, int]],
+) -> list[Placements]:
+    """Every valid placement from ``states``, plain (nested) splits and ``digits``."""
+    bases = [(dim, 1) for dim in range(len(value.shape))] + list(digits)
+    options = [*states, *(S(dim, outer) for dim, outer in bases)]
+    found: dict[Placements, None] = {}
+    for placements in itertools.product(options, repeat=mesh.num_axes):
+        nested = _nest(placements, mesh)
+        if is_valid(nested, value.shape, mesh):
+            found.setdefault(nested)
+    return list(found)
+
+
+def _nest(placements: Placements, mesh: Mesh) -> Placements:
+    """Equal splits of several axes become digits behind one another."""
+    result = []
+    for axis, placement in enumerate(placements):
+        if placement.state is State.SHARD:
+            earlier = [a for a in range(axis) if placements[a] == placement]
+            placement = S(placement.dim, placement.outer * mesh.size(earlier))
+        result.append(placement)
+    return tuple(result)
+
+
+class NodeKind:
+    """What a node of the problem decides."""
+
+    OP = "op"
+    STORED = "stored"
+    RELAY = "relay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One decision: an op's choice, or a value's stored or relay placement."""
+
+    kind: str
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PricedGraph:
+    """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
+
+    pricing: Pricing
+    nodes: tuple[Node, ...]
+    tables: tuple[OpTable | ValueTable, ...]
+    costs: tuple[Array, ...]
+    memory: tuple[Array, ...]
+    edges: dict[tuple[int, int], Array]
+
+    def assignment(self, solution: Sequence[int]) -> Assignment:
+        """A search solution as decisions."""
+        analysis = self.pricing.analysis
+        redundant = Choice((None,) * self.pricing.mesh.num_axes)
+        choices = [redundant] * len(analysis.graph.ops)
+        stored: dict[int, Placements] = {}
+        relays: dict[int, Placements] = {}
+        for node, table, pick in zip(self.nodes, self.tables, solution):
+            if isinstance(table, OpTable):
+                choices[node.index] = table.choices[pick]
+            else:
+                placements = table.placements.distinct[table.placements.index[pick]]
+                (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
+        return Assignment(
+            mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays
+        )
+
+
+def price_graph(pricing: Pricing) -> PricedGraph:
+    """Build the problem: every op that is not fixed, every parameter and input, every relay."""
+    return _Builder(pricing).build()
+
+
+class _Builder:
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self.analysis = pricing.analysis
+        self.graph = pricing.graph
+        self.nodes: list[Node] = []
+        self.tables: list[OpTable | ValueTable] = []
+        self.op_node: dict[int, int] = {}
+        self.value_node: dict[int, int] = {}
+        self.edges: dict[tuple[int, int], list[Array]] = {}
+        self.extra: dict[int, Array] = {}
+        self.transposes: dict[int, tuple[Array, Array]] = {}
+
+    def build(self) -> PricedGraph:
+        for op in self.graph.ops:
+            if not all(o is None or self.graph.values[o].fixed for o in op.outputs):
+                self.op_node[op.index] = self._add(
+                    NodeKind.OP, op.index, op.name, self.pricing.op_table(op)
+                )
+        for value in self.graph.values:
+            self._add_value(value)
+        self._add_ends()
+        costs = tuple(
+            t.cost_s + self.extra[n] if n in self.extra else t.cost_s
+            for n, t in enumerate(self.tables)
+        )
+        return PricedGraph(
+            pricing=self.pricing,
+            nodes=tuple(self.nodes),
+            tables=tuple(self.tables),
+            costs=costs,
+            memory=tuple(t.memory_bytes for t in self.tables),
+            edges=self._merged(),
+        )
+
+    def _add(self, kind: str, index: int, name: str, table: OpTable | ValueTable) -> int:
+        self.nodes.append(Node(kind=kind, index=index, name=name))
+        self.tables.append(table)
+        return len(self.nodes) - 1
+
+    def _add_value(self, value: Value) -> None:
+        """The value's own nodes and the edges from its source to its consumers."""
+        uses = self.analysis.consumers.get(value.index, ())
+        if value.fixed or value.kind in (ValueKind.BUFFER, ValueKind.CONSTANT):
+            return
+        if value.kind in (ValueKind.PARAMETER, ValueKind.INPUT):
+            table = self.pricing.stored_table(value)
+            name = value.target or value.name
+            source = self._add(NodeKind.STORED, value.index, name, table)
+            supply = table.placements
+        else:
+            op, position = self.analysis.producers[value.index]
+            source = self.op_node[op]
+            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+        if value.index in self.analysis.relayed:
+            relay = self.pricing.relay_table(value)
+            node = self._add(NodeKind.RELAY, value.index, value.name, relay)
+            self._connect(source, node, self.pricing.moves(value, supply, relay.placements))
+            source, supply = node, relay.placements
+        for op, position in uses:
+            need = self.pricing.op_table(self.graph.ops[op]).needs[position]
+            self._connect(source, self.op_node[op], self.pricing.moves(value, supply, need))
+
+    def _connect(self, source: int, target: int, matrix: Array) -> None:
+        if source < target:
+            self.edges.setdefault((source, target), []).append(matrix)
+        else:
+            self.edges.setdefault((target, source), []).append(self._transposed(matrix))
+
+    def _transposed(self, matrix: Array) -> Array:
+        """The transpose, one array a matrix (which is kept, so that its id stays its own)."""
+        if id(matrix) not in self.transposes:
+            self.transposes[id(matrix)] = (matrix, np.ascontiguousarray(matrix.T))
+        return self.transposes[id(matrix)][1]
+
+    def _add_ends(self) -> None:
+        """The loss and the next buffers end replicated, whatever supplies them."""
+        ends = [new for _, new in self.graph.mutations]
+        if self.graph.loss is not None:
+            ends.append(self.graph.loss)
+        whole = ((R,) * self.pricing.mesh.num_axes,)
+        target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
+        for index in ends:
+            if self.graph.values[index].fixed:
+                continue
+            op, position = self.analysis.producers[index]
+            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+            cost = self.pricing.moves(self.graph.values[index], supply, target)[:, 0]
+            node = self.op_node[op]
+            self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
+
+    def _merged(self) -> dict[tuple[int, int], Array]:
+        """One matrix an edge; equal sums share one array, so the search sees what repeats."""
+        sums: dict[tuple[int, ...], Array] = {}
+        merged = {}
+        for edge, matrices in self.edges.items():
+            if len(matrices) == 1:
+                merged[edge] = matrices[0]
+                continue
+            key = tuple(id(m) for m in matrices)
+            if key not in sums:
+                sums[key] = np.sum(matrices, axis=0)
+            merged[edge] = sums[key]
+        return merged
+
