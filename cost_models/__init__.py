@@ -2,12 +2,18 @@
 
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
+from autopar.cost_models.collective_measure import measure_collectives, measured_model
 from autopar.cost_models.communication import Collective, CommunicationModel
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, Estimate, OpEstimate, Source
+from autopar.cost_models.memory import Allocator, Category, GraphMemory, graph_memory
 from autopar.cost_models.op_work import bytes_moved, flops
+from autopar.cost_models.profiler import Profiler, ProfileSummary
+from autopar.cost_models.store import ProfileStore, StoreWarning, default_store_path
 
 __all__ = [
+    "Allocator",
+    "Category",
     "Cluster",
     "Collective",
     "CommunicationModel",
@@ -15,13 +21,22 @@ __all__ = [
     "CostError",
     "DeviceSpec",
     "Estimate",
+    "GraphMemory",
     "Level",
     "OpCall",
     "OpEstimate",
     "PeakFlops",
+    "ProfileStore",
+    "ProfileSummary",
+    "Profiler",
     "RooflineModel",
     "Source",
+    "StoreWarning",
     "TensorSpec",
     "bytes_moved",
+    "default_store_path",
     "flops",
+    "graph_memory",
+    "measure_collectives",
+    "measured_model",
 ]

@@ -82,7 +82,7 @@ class Profiler:
         Every time is stored as soon as it is known: a run that is stopped goes on where it was.
         """
         distinct = list(dict.fromkeys(calls))
-        paid = [call for call in distinct if _is_paid(call)]
+        paid, unpriced = _split(distinct)
         missing = [call for call in paid if self.store.get(call) is None]
         noisy = []
         measured_before = self.num_measurements
@@ -95,11 +95,11 @@ class Profiler:
                 if times is not None and times.spread > self.limits.max_spread:
                     noisy.append(call)
                 bar.advance(task)
-        failed = [(call, self.failures[call]) for call in missing if call in self.failures]
+        failed = unpriced + [(c, self.failures[c]) for c in missing if c in self.failures]
         return ProfileSummary(
             num_measured=self.num_measurements - measured_before,
             num_known=len(paid) - len(missing),
-            num_free=len(distinct) - len(paid),
+            num_free=len(distinct) - len(paid) - len(unpriced),
             noisy=tuple(noisy),
             failed=tuple(failed),
         )
@@ -187,6 +187,18 @@ def _log_ratio(measured_s: float, base_s: float) -> float:
     if measured_s <= 0 or base_s <= 0:
         return 0.0
     return math.log(measured_s / base_s)
+
+
+def _split(calls: list[OpCall]) -> tuple[list[OpCall], list[tuple[OpCall, str]]]:
+    """The calls worth measuring, and those that have no price at all with the reason."""
+    paid, unpriced = [], []
+    for call in calls:
+        try:
+            if _is_paid(call):
+                paid.append(call)
+        except CostError as error:
+            unpriced.append((call, str(error)))
+    return paid, unpriced
 
 
 def _is_paid(call: OpCall) -> bool:

@@ -1,0 +1,210 @@
+"""Measures collectives on a process group that exists, and keeps the times in the store.
+
+Every rank of the world calls ``measure_collectives`` at the same place. Groups of each asked size
+are made so that they tile the world, as the groups of a mesh axis do, and all of them run the same
+collective at once: what is measured is what a plan will meet, shared links included.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.communication import (
+    Collective,
+    CommunicationModel,
+    GroupShape,
+    MeasuredCurve,
+)
+from autopar.cost_models.estimate import CostError
+from autopar.cost_models.store import CollectiveTime, ProfileStore
+
+DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+_Row = tuple[str, str, int, float]
+
+
+def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
+    """A model of ``cluster`` that answers from the store's times where it holds them."""
+    return _model(cluster, _rows(cluster, store))
+
+
+def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
+    """Kind, group shape, bytes and seconds of what the store holds, in order."""
+    return [
+        (kind, shape, times.size_bytes, times.time_s)
+        for (kind, shape), curve in store.collectives(cluster.backend).items()
+        for times in curve
+    ]
+
+
+def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
+    points: dict[tuple[Collective, GroupShape], dict[int, float]] = {}
+    for kind, shape_text, size_bytes, time_s in rows:
+        shape: GroupShape = tuple((int(f), int(s)) for f, s in json.loads(shape_text))
+        points.setdefault((Collective(kind), shape), {})[size_bytes] = time_s
+    curves = {
+        key: MeasuredCurve(sizes_bytes=tuple(curve), times_s=tuple(curve.values()))
+        for key, curve in points.items()
+    }
+    return CommunicationModel(cluster, curves)
+
+
+def measure_collectives(
+    cluster: Cluster,
+    store: ProfileStore,
+    *,
+    group_sizes: Sequence[int] | None = None,
+    kinds: Sequence[Collective] = tuple(Collective),
+    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    max_s: float = 0.1,
+) -> CommunicationModel:
+    """Measures what the store lacks and returns the model that uses it.
+
+    Called by every rank of the default process group. ``group_sizes`` are those to measure, each a
+    divisor of the world (all of them by default), in blocks of neighbouring ranks and with the
+    stride that spreads them furthest. Each time is the median over repetitions of the slowest
+    rank's. ``max_s`` bounds each size. CostError where there is no process group, or one of
+    another size or backend than ``cluster``.
+    """
+    world = _check_world(cluster)
+    sizes = [n for n in (group_sizes or range(2, world + 1)) if n > 1 and world % n == 0]
+    model = CommunicationModel(cluster)
+    known = {row[:3] for row in _from_rank_0(_rows(cluster, store))}
+    for ranks_of in _tilings(world, sizes):
+        groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
+        mine = next(i for i, ranks in enumerate(ranks_of) if dist.get_rank() in ranks)
+        shape = json.dumps(model.group_shape(ranks_of[mine]))
+        for kind in kinds:
+            for size_bytes in sizes_bytes:
+                if (kind.value, shape, size_bytes) in known:
+                    continue
+                times = _measure(kind, size_bytes, groups[mine], ranks_of[mine], max_s)
+                # The same number on every rank, so stores of one file or of many agree.
+                store.put_collective(kind.value, shape, cluster.backend, times)
+        for group in groups:
+            dist.destroy_process_group(group)
+    return _model(cluster, _from_rank_0(_rows(cluster, store)))
+
+
+def _check_world(cluster: Cluster) -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise CostError(
+            "collectives are measured on a process group, and there is none: call "
+            "torch.distributed.init_process_group() on every rank first."
+        )
+    world = dist.get_world_size()
+    if world != cluster.num_devices or dist.get_backend() != cluster.backend:
+        raise CostError(
+            f"the cluster has {cluster.num_devices} devices on {cluster.backend}, the process "
+            f"group {world} on {dist.get_backend()}; use Cluster.detect({world})."
+        )
+    return world
+
+
+def _from_rank_0(rows: list[_Row]) -> list[_Row]:
+    """Rank 0's rows on every rank: all must measure, and then use, the same."""
+    box: list[object] = [rows]
+    dist.broadcast_object_list(box, src=0)
+    agreed = box[0]
+    assert isinstance(agreed, list)
+    return agreed
+
+
+def _tilings(world: int, sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """The groups of each size that tile the world: neighbours, and spread apart."""
+    tilings = []
+    for size in sizes:
+        neighbours = [tuple(range(i, i + size)) for i in range(0, world, size)]
+        stride = world // size
+        spread = [tuple(range(i, world, stride)) for i in range(stride)]
+        tilings.append(neighbours)
+        if spread != neighbours:
+            tilings.append(spread)
+    return tilings
+
+
+def _measure(
+    kind: Collective,
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    max_s: float,
+) -> CollectiveTime:
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    run = _operation(kind, size_bytes, group, ranks, device)
+
+    def once() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    first_s = _slowest(once(), device)
+    num_samples = max(3, min(20, int(max_s / max(first_s, 1e-6))))
+    samples = [_slowest(once(), device) for _ in range(num_samples)]
+    median_s = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4)
+    return CollectiveTime(
+        size_bytes=size_bytes,
+        time_s=median_s,
+        spread=(high - low) / median_s if median_s else 0.0,
+        num_samples=num_samples,
+    )
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks' times: a step waits for the slowest."""
+    box = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box.item())
+
+
+def _operation(
+    kind: Collective,
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    device: torch.device,
+) -> Callable[[], object]:
+    """The collective on float32 buffers of ``size_bytes`` in full, rounded up to whole shards."""
+    count = len(ranks)
+    shard = max(1, -(-size_bytes // (4 * count)))
+    full = torch.zeros(shard * count, device=device)
+    part = torch.zeros(shard, device=device)
+    other = torch.zeros_like(full)
+    match kind:
+        case Collective.ALL_REDUCE:
+            return lambda: dist.all_reduce(full, group=group)
+        case Collective.ALL_GATHER:
+            return lambda: dist.all_gather_into_tensor(full, part, group=group)
+        case Collective.REDUCE_SCATTER:
+            return lambda: dist.reduce_scatter_tensor(part, full, group=group)
+        case Collective.ALL_TO_ALL:
+            return lambda: dist.all_to_all_single(other, full, group=group)
+        case Collective.BROADCAST:
+            return lambda: dist.broadcast(full, src=ranks[0], group=group)
+        case Collective.SEND_RECV:
+            return lambda: _shift(full, other, group, ranks)
+
+
+def _shift(
+    full: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
+) -> None:
+    """Every rank sends to the next and receives from the one before, the ends open."""
+    position = ranks.index(dist.get_rank())
+    work = []
+    if position + 1 < len(ranks):
+        work.append(dist.isend(full, ranks[position + 1], group=group))
+    if position > 0:
+        work.append(dist.irecv(other, ranks[position - 1], group=group))
+    for request in work:
+        if request is not None:
+            request.wait()

@@ -1,0 +1,214 @@
+"""Collectives against closed formulas, counted link traffic, and real gloo processes."""
+
+import itertools
+import math
+import socket
+
+import msgspec
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from autopar.cost_models import (
+    Cluster,
+    Collective,
+    CommunicationModel,
+    CostError,
+    Level,
+    ProfileStore,
+    Source,
+    collective_measure,
+    measure_collectives,
+    measured_model,
+)
+from autopar.cost_models.communication import MeasuredCurve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SIZE = 1 << 26
+
+
+def _cluster(*levels):
+    base = Cluster.preset("h100-sxm")
+    return msgspec.structs.replace(base, levels=tuple(levels), collective_launch_s=0.0)
+
+
+def _level(size, **changes):
+    given_ = {"name": "link", "latency_s": 0.0, "bandwidth_bytes_per_s": 1e9} | changes
+    return Level(size=size, **given_)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_one_level_takes_the_textbooks_ring_times(count):
+    latency_s, bandwidth = 1e-3, 1e9
+    model = CommunicationModel(_cluster(_level(count, latency_s=latency_s)))
+    ranks = tuple(range(count))
+    ring = (count - 1) / count * SIZE / bandwidth
+    steps = count - 1
+    tree = math.ceil(math.log2(count))
+    expected = {
+        "all_gather": steps * latency_s + ring,
+        "reduce_scatter": steps * latency_s + ring,
+        "all_to_all": steps * latency_s + ring,
+        "all_reduce": 2 * tree * latency_s + 2 * ring,
+        "broadcast": tree * latency_s + SIZE / bandwidth,
+        "send_recv": latency_s + SIZE / bandwidth,
+    }
+    for kind, time_s in expected.items():
+        assert model.estimate(kind, SIZE, ranks).time_s == pytest.approx(time_s)
+
+
+def _crossing_of_all_to_all(ranks, devices_per_node):
+    """Bytes out of the busiest node, message by message."""
+    node = {rank: rank // devices_per_node for rank in ranks}
+    out = {}
+    for a, b in itertools.permutations(ranks, 2):
+        if node[a] != node[b]:
+            out[node[a]] = out.get(node[a], 0) + SIZE / len(ranks)
+    return max(out.values(), default=0)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_an_exchange_across_nodes_moves_the_bytes_that_its_messages_cross(inside, across, skip):
+    per_node, nodes = 4, 8
+    model = CommunicationModel(
+        _cluster(_level(per_node, bandwidth_bytes_per_s=1e15), _level(nodes))
+    )
+    stride = per_node // inside
+    chosen = range(0, across * skip, skip)
+    ranks = tuple(n * per_node + d * stride for n in chosen for d in range(inside))
+    # The other groups of the axis use what this one leaves of each node.
+    sharing = per_node // inside
+    expected = sharing * _crossing_of_all_to_all(ranks, per_node) / 1e9
+    assert model.estimate("all_to_all", SIZE, ranks).time_s == pytest.approx(
+        expected, rel=1e-3, abs=1e-6
+    )
+
+
+def test_groups_that_share_a_nodes_link_share_its_bandwidth():
+    cluster = _cluster(_level(8, bandwidth_bytes_per_s=1e15), _level(4))
+    model = CommunicationModel(cluster)
+    alone = model.estimate("all_reduce", SIZE, tuple(range(32)))
+    shared = model.estimate("all_reduce", SIZE, (0, 8, 16, 24))
+    # Eight groups each reduce the whole buffer across nodes; one group of 32 does so once.
+    assert shared.time_s == pytest.approx(8 * alone.time_s, rel=1e-6)
+
+
+def test_groups_on_a_switch_do_not_slow_each_other_and_on_a_bus_they_do():
+    switch = CommunicationModel(_cluster(_level(8)))
+    bus = CommunicationModel(_cluster(_level(8, total_bandwidth_bytes_per_s=2e9)))
+    pair = (0, 4)
+    assert switch.estimate("broadcast", SIZE, pair).time_s == pytest.approx(SIZE / 1e9)
+    assert bus.estimate("broadcast", SIZE, pair).time_s == pytest.approx(8 * SIZE / 2e9)
+
+
+def test_one_device_cannot_fill_its_nodes_link():
+    cluster = _cluster(
+        _level(1, bandwidth_bytes_per_s=1e15), _level(4, device_bandwidth_bytes_per_s=1e8)
+    )
+    time_s = CommunicationModel(cluster).estimate("all_gather", SIZE, (0, 1, 2, 3)).time_s
+    assert time_s == pytest.approx(3 / 4 * SIZE / 1e8)
+
+
+@given(
+    st.sampled_from(list(Collective)),
+    st.integers(0, 1 << 30),
+    st.integers(0, 1 << 30),
+    st.sampled_from([(0, 1), (0, 8), tuple(range(8)), tuple(range(16)), (0, 8, 16, 24)]),
+)
+def test_more_bytes_never_take_less_time(kind, one, other, ranks):
+    model = CommunicationModel(Cluster.preset("a100-80", nodes=4))
+    small, large = sorted((one, other))
+    assert model.estimate(kind, small, ranks).time_s <= model.estimate(kind, large, ranks).time_s
+
+
+@given(st.sampled_from(list(Collective)), st.integers(0, 1 << 30), st.integers(0, 15))
+def test_a_group_of_one_costs_nothing(kind, size_bytes, rank):
+    model = CommunicationModel(Cluster.preset("v100", nodes=2))
+    assert model.estimate(kind, size_bytes, (rank,)).time_s == 0
+
+
+def test_bus_bandwidths_are_those_that_nccl_tests_report():
+    # A node of H100s all-reduces at about 360 GB/s without in-switch reduction, A100s at 230.
+    for name, reported in (("h100-sxm", 360e9), ("a100-80", 235e9), ("v100", 130e9)):
+        model = CommunicationModel(Cluster.preset(name))
+        time_s = model.estimate("all_reduce", 1 << 30, tuple(range(8))).time_s
+        assert 2 * 7 / 8 * (1 << 30) / time_s == pytest.approx(reported, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_shuffle", 8, (0, 1)), "all_reduce"),
+        (("all_reduce", -1, (0, 1)), "at least 0"),
+        (("all_reduce", 8, (0, 0)), "repeated"),
+        (("all_reduce", 8, (0, 8)), "8 devices"),
+        (("all_reduce", 8, ()), "one or more"),
+    ],
+)
+def test_wrong_questions_are_refused(arguments, message):
+    with pytest.raises(CostError, match=message):
+        CommunicationModel(Cluster.preset("h200")).estimate(*arguments)
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-12, 1e-8), st.integers(1, 1 << 24))
+def test_a_measured_line_is_recovered_between_and_beyond_its_points(latency_s, per_byte, size):
+    sizes = (1 << 10, 1 << 15, 1 << 20)
+    curve = MeasuredCurve(
+        sizes_bytes=sizes, times_s=tuple(latency_s + per_byte * size for size in sizes)
+    )
+    found = curve.at(size)
+    assert found.source == (Source.MEASURED if size in sizes else Source.INTERPOLATED)
+    if size >= sizes[0]:
+        assert found.time_s == pytest.approx(latency_s + per_byte * size, rel=1e-6)
+    else:
+        assert found.time_s == curve.times_s[0]
+
+
+def _measure_in_a_process(rank, world, port, path):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    cluster = Cluster.preset("cpu", devices_per_node=world)
+    with ProfileStore(path, cluster.device) as store:
+        sizes = (1 << 10, 1 << 16)
+        model = measure_collectives(cluster, store, sizes_bytes=sizes, max_s=0.005)
+        spent = model.estimate("all_gather", 1 << 16, (0, 1))
+        assert spent.source == Source.MEASURED
+        collective_measure._measure = None  # Measuring again would fail.
+        again = measure_collectives(cluster, store, sizes_bytes=sizes)
+        assert again.estimate("all_gather", 1 << 16, (0, 1)) == spent
+    dist.destroy_process_group()
+
+
+def test_collectives_are_measured_on_real_processes_once(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    port = _free_port()
+    mp.spawn(_measure_in_a_process, (2, port, path), nprocs=2)
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    with ProfileStore(path, cluster.device) as store:
+        model = measured_model(cluster, store)
+    for kind in Collective:
+        measured = model.estimate(kind, 1 << 16, (0, 1))
+        assert measured.source == Source.MEASURED
+        assert measured.time_s > 0
+        assert model.estimate(kind, 1 << 12, (0, 1)).source == Source.INTERPOLATED
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_measuring_without_a_process_group_says_what_to_do():
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    with pytest.raises(CostError, match="init_process_group"):
+        measure_collectives(cluster, ProfileStore(None, cluster.device))
+
+
+@settings(max_examples=10)
+@given(st.permutations(range(8)))
+def test_the_order_of_ranks_does_not_matter(order):
+    model = CommunicationModel(Cluster.preset("b200"))
+    expected = model.estimate("all_reduce", SIZE, tuple(range(8)))
+    assert model.estimate("all_reduce", SIZE, tuple(order)) == expected

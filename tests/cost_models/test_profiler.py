@@ -1,0 +1,260 @@
+"""Measured prices: real measurements, kept, interpolated, and never repeated."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+import torch
+from autopar.cost_models import (
+    Cluster,
+    CostError,
+    OpCall,
+    OpEstimate,
+    Profiler,
+    ProfileStore,
+    RooflineModel,
+    Source,
+    TensorSpec,
+)
+from autopar.cost_models.detect import cpu_name
+from autopar.cost_models.inputs import RealCall
+from autopar.cost_models.measure import MeasureLimits
+from autopar.cost_models.op_work import work
+from autopar.cost_models.store import OpTime
+from op_samples import samples
+
+from autopar.errors import ClusterError
+
+HERE = msgspec.structs.replace(Cluster.preset("cpu").device, name=cpu_name())
+QUICK = MeasureLimits(max_direction_s=0.005, max_samples=3, max_repeats=0, max_sets=2)
+CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
+
+
+def _linear(rows, width=32):
+    return OpCall(
+        "aten.linear.default",
+        (
+            TensorSpec((rows, width), requires_grad=True),
+            TensorSpec((width, width), requires_grad=True, is_parameter=True),
+        ),
+    )
+
+
+def _profiler(path=None, **options):
+    options = {"limits": QUICK} | options
+    return Profiler(ProfileStore(path, HERE), HERE, **options)
+
+
+@pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))
+def test_every_call_runs_on_the_inputs_made_for_it(case):
+    call = OpCall.of(*case)
+    for seed in range(3):
+        result = RealCall(call, CPU, seed)()
+        leaves = result if isinstance(result, (tuple, list)) else (result,)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
+                assert torch.isfinite(leaf).all()
+
+
+def test_inputs_have_the_layout_that_was_asked_for():
+    specs = (
+        TensorSpec((4, 3), torch.float32, (1, 4), requires_grad=True),
+        TensorSpec((4, 1), torch.float32, (0, 1)),
+    )
+    real = RealCall(OpCall("aten.add.Tensor", specs), CPU)
+    assert [tuple(t.stride()) for t in real.args] == [(1, 4), (0, 1)]
+    assert len(real.inputs) == 1
+    assert real.parameters == []
+
+
+def test_indices_reach_the_whole_table_and_no_further():
+    call = OpCall("aten.embedding.default", (TensorSpec((5, 2)), TensorSpec((400,), torch.int64)))
+    assert set(RealCall(call, CPU).args[1].tolist()) == set(range(5))
+
+
+@pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))
+def test_each_direction_with_work_is_measured_and_each_without_is_zero(case):
+    call = OpCall.of(*case)
+    todo = work(call)
+    profiler = _profiler()
+    found = profiler.estimate(call)
+    assert not profiler.failures
+    if found.source == Source.ANALYTICAL:
+        # Only calls that launch nothing are left to the roofline.
+        assert todo.forward.num_kernels == 0
+        assert todo.input_grad.num_kernels == 0
+        return
+    assert found.source == Source.MEASURED
+    assert found.forward_s > 0
+    specs = [s for s in call.tensors() if s.requires_grad and s.dtype.is_floating_point]
+    if not any(s.is_parameter for s in specs):
+        assert found.weight_grad_s == 0
+    if all(s.is_parameter for s in specs):
+        assert found.input_grad_s == 0
+
+
+def test_a_large_product_takes_the_time_that_torch_takes():
+    a = torch.randn(700, 700)
+    w = torch.randn(700, 700)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(HERE.num_threads)
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, w)
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    found = _profiler(limits=MeasureLimits()).estimate(_linear(700, 700))
+    # Generous, since other processes may run: what is refused is a wrong unit or a wrong count.
+    assert min(times) / 4 < found.forward_s < 20 * max(times)
+    assert found.input_grad_s > min(times) / 4
+    assert found.weight_grad_s > min(times) / 4
+    assert torch.get_num_threads() == threads
+
+
+def test_a_second_run_launches_no_measurement(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    calls = [OpCall.of(*case) for case in samples()]
+    first = _profiler(path)
+    summary = first.profile(calls, progress=False)
+    assert summary.num_measured == first.num_measurements > 20
+    assert summary.failed == ()
+    second = _profiler(path)
+    again = second.profile(calls, progress=False)
+    assert (again.num_measured, again.num_known) == (0, summary.num_measured)
+    assert [second.estimate(c) for c in calls] == [first.estimate(c) for c in calls]
+    assert second.num_measurements == 0
+
+
+def test_what_cannot_be_run_is_priced_by_the_roofline_and_listed():
+    huge = OpCall("aten.relu.default", (TensorSpec((1 << 40,)),))
+    flags = TensorSpec((4, 4), torch.bool)
+    product = OpCall("aten.mm.default", (flags, flags))
+    hidden = OpCall("aten.nonzero.default", (flags,))
+    profiler = _profiler()
+    with pytest.warns(UserWarning, match="priced by the roofline"):
+        assert profiler.estimate(huge) == RooflineModel(HERE).estimate(huge)
+    assert "too many" in profiler.failures[huge]
+    with pytest.warns(UserWarning, match="roofline"):
+        summary = profiler.profile([product, hidden], progress=False)
+    assert [call for call, _ in summary.failed] == [hidden, product]
+    assert profiler.estimate(product) == RooflineModel(HERE).estimate(product)
+    with pytest.raises(CostError, match="without its data"):
+        profiler.estimate(hidden)
+
+
+def _off_by(factor, call):
+    base = RooflineModel(HERE).estimate(call)
+    return OpTime(
+        forward_s=factor * base.forward_s,
+        input_grad_s=factor * base.input_grad_s,
+        weight_grad_s=2 * factor * base.weight_grad_s,
+        spread=0.0,
+        num_samples=5,
+    )
+
+
+def test_between_measured_shapes_the_rooflines_error_is_carried_over():
+    profiler = _profiler(measuring=False)
+    for rows in (64, 256, 1024):
+        profiler.store.put(_linear(rows), _off_by(3.0, _linear(rows)))
+    base = RooflineModel(HERE).estimate(_linear(500))
+    found = profiler.estimate(_linear(500))
+    assert found.source == Source.INTERPOLATED
+    assert found.forward_s == pytest.approx(3 * base.forward_s)
+    assert found.weight_grad_s == pytest.approx(6 * base.weight_grad_s)
+    assert profiler.estimate(_linear(256)).source == Source.MEASURED
+    assert profiler.num_measurements == 0
+
+
+def test_far_from_every_measured_shape_the_roofline_alone_answers():
+    profiler = _profiler(measuring=False)
+    profiler.store.put(_linear(64), _off_by(3.0, _linear(64)))
+    for stranger in (
+        _linear(100_000),
+        OpCall("aten.relu.default", (TensorSpec((64, 32)),)),
+        OpCall("aten.linear.default", tuple(TensorSpec((64, 64), torch.float64) for _ in "xw")),
+    ):
+        assert profiler.estimate(stranger) == RooflineModel(HERE).estimate(stranger)
+
+
+def test_interpolation_errs_less_than_the_roofline_on_a_curved_truth():
+    """A device whose small products are slow: the measured ends say so, the roofline does not."""
+
+    def truth(call):
+        return RooflineModel(HERE).estimate(call).forward_s * (1 + 500 / call.tensors()[0].shape[0])
+
+    profiler = _profiler(measuring=False)
+    for rows in (32, 128, 512, 2048):
+        call = _linear(rows)
+        profiler.store.put(call, _off_by(1 + 500 / rows, call))
+    for rows in (48, 64, 200, 300, 800, 1500):
+        found = profiler.estimate(_linear(rows)).forward_s
+        exact = truth(_linear(rows))
+        rough = RooflineModel(HERE).estimate(_linear(rows)).forward_s
+        assert abs(found - exact) < abs(rough - exact)
+
+
+def test_only_the_device_at_hand_is_measured():
+    h100 = Cluster.preset("h100-sxm").device
+    with pytest.raises(ClusterError, match=r"measuring=False"):
+        Profiler(ProfileStore(None, h100), h100)
+    absent = Profiler(ProfileStore(None, h100), h100, measuring=False)
+    assert absent.estimate(_linear(8)).source == Source.ANALYTICAL
+
+
+def _profile_in_a_process(path, calls, go, progress):
+    go.wait(30)
+    profiler = _profiler(path)
+    for call in calls:
+        profiler.profile([call], progress=False)
+        progress.value += 1
+    os._exit(0)
+
+
+def _start(path, calls):
+    go, progress = FORK.Event(), FORK.Value("q", 0)
+    process = FORK.Process(target=_profile_in_a_process, args=(path, calls, go, progress))
+    process.start()
+    return process, go, progress
+
+
+def test_two_processes_profiling_into_one_store_both_finish(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    calls = [_linear(rows) for rows in range(1, 25)]
+    one, two = _start(path, calls), _start(path, calls[::-1])
+    one[1].set()
+    two[1].set()
+    for process, _, progress in (one, two):
+        process.join(120)
+        assert process.exitcode == 0
+        assert progress.value == len(calls)
+    assert _profiler(path).profile(calls, progress=False).num_measured == 0
+
+
+def test_a_killed_profiler_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    calls = [_linear(rows) for rows in range(1, 200)]
+    process, go, progress = _start(path, calls)
+    go.set()
+    deadline = time.monotonic() + 60
+    while progress.value < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    done = progress.value
+    assert 3 <= done < len(calls)
+    summary = _profiler(path, limits=QUICK).profile(calls[: done + 2], progress=False)
+    assert summary.num_known >= done
+    assert summary.num_measured <= 2
+
+
+def test_estimates_add_up_to_their_weakest_source():
+    measured = OpEstimate(1.0, 2.0, 3.0, Source.MEASURED)
+    guessed = OpEstimate(10.0, 20.0, 30.0, Source.ANALYTICAL)
+    assert measured + guessed == OpEstimate(11.0, 22.0, 33.0, Source.ANALYTICAL)
+    assert (measured.backward_s, measured.total_s) == (5.0, 6.0)

@@ -1,0 +1,266 @@
+"""The profile store survives what happens to files: damage, strangers, rivals, sudden death."""
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from autopar.cost_models import Cluster, CostError, OpCall, ProfileStore, StoreWarning, TensorSpec
+from autopar.cost_models.call_text import call_from_text, call_to_text
+from autopar.cost_models.store import SCHEMA_VERSION, OpTime
+from hypothesis import given
+from hypothesis import strategies as st
+from op_samples import samples
+
+DEVICE = Cluster.preset("cpu").device
+FORK = multiprocessing.get_context("fork")
+
+
+def _call(rows=4):
+    return OpCall("aten.relu.default", (TensorSpec((rows, 8)),))
+
+
+def _times(forward_s=1e-3):
+    return OpTime(
+        forward_s=forward_s, input_grad_s=2e-3, weight_grad_s=0.0, spread=0.1, num_samples=5
+    )
+
+
+@pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))
+def test_every_call_reads_back_from_its_text(case):
+    call = OpCall.of(*case)
+    text = call_to_text(call)
+    assert call_from_text(text) == call
+    assert call_to_text(call_from_text(text)) == text
+
+
+@given(st.text())
+def test_text_that_is_no_call_is_refused(text):
+    with pytest.raises(CostError):
+        call_from_text(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '["a",[],[[1]]]', '["a",[{"torch":"load"}],[]]', '["a",[{"eval":"1"}],[]]']
+)
+def test_text_never_reaches_anything_but_constants(text):
+    with pytest.raises(CostError):
+        call_from_text(text)
+
+
+def test_times_outlive_the_process_that_measured_them(tmp_path):
+    path = tmp_path / "deep" / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        assert store.get(_call()) is None
+        store.put(_call(), _times())
+    with ProfileStore(path, DEVICE) as store:
+        assert store.get(_call()) == _times()
+        assert list(store.of_op("aten.relu.default")) == [(_call(), _times())]
+        assert store.get(_call(rows=5)) is None
+
+
+def test_times_belong_to_one_device_torch_and_number_of_threads(tmp_path, monkeypatch):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), _times())
+    for change in ({"name": "another"}, {"num_threads": 7}):
+        with ProfileStore(path, msgspec.structs.replace(DEVICE, **change)) as other:
+            assert other.get(_call()) is None
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    with ProfileStore(path, DEVICE) as other:
+        assert other.get(_call()) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3])
+def test_numbers_that_cannot_be_times_are_not_stored(value):
+    with pytest.raises(CostError, match="cannot be the times"):
+        ProfileStore(None, DEVICE).put(_call(), _times(value))
+
+
+@pytest.mark.parametrize("damage", ["header", "middle", "truncated", "text"])
+def test_a_damaged_file_is_set_aside_and_rebuilt(tmp_path, damage):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        for rows in range(1, 400):
+            store.put(_call(rows), _times())
+    content = bytearray(path.read_bytes())
+    match damage:
+        case "header":
+            content[:64] = b"\xff" * 64
+        case "middle":
+            content[4096:] = b"\x5a" * (len(content) - 4096)
+        case "truncated":
+            content = content[: len(content) // 2 + 100]
+        case "text":
+            content = bytearray(b"these are not the bytes of a database, " * 200)
+    path.write_bytes(content)
+    with pytest.warns(StoreWarning, match="damaged"):
+        store = ProfileStore(path, DEVICE)
+    with store:
+        assert store.get(_call()) is None
+        store.put(_call(), _times())
+    with ProfileStore(path, DEVICE) as store:
+        assert store.get(_call()) == _times()
+    (aside,) = tmp_path.glob("*.damaged-*")
+    assert aside.read_bytes() == bytes(content)
+
+
+def test_a_strangers_database_is_left_alone(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    with sqlite3.connect(path) as stranger:
+        stranger.execute("CREATE TABLE op_times (precious TEXT)")
+        stranger.execute("INSERT INTO op_times VALUES ('data')")
+    stranger.close()
+    before = path.read_bytes()
+    with pytest.warns(StoreWarning, match="another program"):
+        store = ProfileStore(path, DEVICE)
+    with store:
+        store.put(_call(), _times())
+        assert store.get(_call()) == _times()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "says", "kept"),
+    [(SCHEMA_VERSION + 1, "newer", True), (SCHEMA_VERSION - 1, "older", False)],
+)
+def test_other_layouts_are_never_misread(tmp_path, version, says, kept):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), _times())
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version={version}")
+    connection.close()
+    with pytest.warns(StoreWarning, match=says):
+        store = ProfileStore(path, DEVICE)
+    with store:
+        assert store.get(_call()) is None
+    with sqlite3.connect(path) as connection:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+    connection.close()
+    assert found == (version if kept else SCHEMA_VERSION)
+
+
+def test_rows_that_make_no_sense_are_left_out(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), _times())
+        store.put(_call(2), _times())
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "UPDATE op_times SET forward_s='soon' WHERE call=?", (call_to_text(_call()),)
+        )
+        connection.execute("UPDATE op_times SET call='[1]' WHERE call=?", (call_to_text(_call(2)),))
+    connection.close()
+    with ProfileStore(path, DEVICE) as store:
+        with pytest.warns(StoreWarning, match="cannot be times"):
+            assert store.get(_call()) is None
+        with pytest.warns(StoreWarning):
+            assert list(store.of_op("aten.relu.default")) == []
+
+
+def _read_as_nobody(path, results):
+    if os.getuid() == 0:
+        os.setuid(65534)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store = ProfileStore(path, DEVICE)
+        old = store.get(_call())
+        store.put(_call(9), _times())
+        new = store.get(_call(9))
+    results.put((old, new, [str(w.message) for w in said if w.category is StoreWarning]))
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that other users may enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not all(parent.stat().st_mode & 0o001 for parent in folder.parents):
+            pytest.skip(f"another user may not enter {folder.parent}")
+        folder.chmod(0o755)
+        yield folder
+        folder.chmod(0o755)
+
+
+def test_a_file_that_cannot_be_written_is_read(open_folder):
+    path = open_folder / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), _times())
+    path.chmod(0o444)
+    open_folder.chmod(0o555)
+    results = FORK.Queue()
+    reader = FORK.Process(target=_read_as_nobody, args=(path, results))
+    reader.start()
+    old, new, said = results.get(timeout=60)
+    reader.join(60)
+    assert old == _times()
+    assert new == _times()
+    assert any("cannot be written" in message for message in said)
+
+
+def _write_many(path, start, count, go):
+    go.wait(30)
+    with ProfileStore(path, DEVICE) as store:
+        for rows in range(start, start + count):
+            store.put(_call(rows), _times(rows * 1e-6))
+
+
+def test_many_processes_begin_and_fill_one_file(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    go = FORK.Event()
+    writers = [FORK.Process(target=_write_many, args=(path, 1 + 50 * i, 100, go)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    go.set()
+    for writer in writers:
+        writer.join(120)
+        assert writer.exitcode == 0
+    with ProfileStore(path, DEVICE) as store:
+        found = {call.tensors()[0].shape[0]: t for call, t in store.of_op("aten.relu.default")}
+    assert found == {rows: _times(rows * 1e-6) for rows in range(1, 251)}
+
+
+def _write_for_ever(path, progress):
+    with ProfileStore(path, DEVICE) as store:
+        for rows in range(1, 10**9):
+            store.put(_call(rows), _times(rows * 1e-6))
+            progress.value = rows
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.11])
+def test_a_writer_killed_at_any_moment_loses_at_most_the_time_in_flight(tmp_path, delay_s):
+    path = tmp_path / "store.sqlite3"
+    progress = FORK.Value("q", 0)
+    writer = FORK.Process(target=_write_for_ever, args=(path, progress))
+    writer.start()
+    deadline = time.monotonic() + 30
+    while progress.value == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join(30)
+    with ProfileStore(path, DEVICE) as store:
+        found = sorted(c.tensors()[0].shape[0] for c, _ in store.of_op("aten.relu.default"))
+    assert progress.value > 0
+    assert found[: progress.value] == list(range(1, progress.value + 1))
+    assert len(found) <= progress.value + 1
+
+
+def test_a_forked_child_uses_its_own_connection(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    store = ProfileStore(path, DEVICE)
+    store.put(_call(1), _times())
+    child = FORK.Process(target=lambda: store.put(_call(2), _times()))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert store.get(_call(1)) == store.get(_call(2)) == _times()
+    store.close()
