@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from autopar.graph import Block, Op, Value
 
-MIN_OPS = 6
+MIN_OPS = 5
 FIXED = "fixed"
 
 

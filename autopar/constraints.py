@@ -23,7 +23,7 @@ from enum import StrEnum
 import numpy as np
 
 from autopar.errors import ConstraintError
-from autopar.graph import Value, ValueKind
+from autopar.graph import ValueKind
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, State, parse_placement
 from autopar.pricing import Array, NodeKind, OpTable, PlacementTable, PricedGraph, ValueTable
@@ -220,26 +220,36 @@ def _input_mask(table: ValueTable, kind: Parallelism, axis: int) -> np.ndarray: 
 def _op_mask(
     priced: PricedGraph, index: int, table: OpTable, kind: Parallelism, axis: int
 ) -> np.ndarray:  # type: ignore[type-arg]
-    """Weights are used whole (data parallelism), or split where they can be (tensor)."""
+    """Weights are used whole and the batch is split where it can be (data parallelism), or
+    weights are split where they can be (tensor parallelism)."""
     graph = priced.pricing.graph
     op = graph.ops[index]
     mask = np.ones(len(table.choices), dtype=bool)
+    if kind is not Parallelism.TENSOR_PARALLEL:
+        batch = priced.pricing.analysis.batch_splits[index]
+        along = np.array([c.splits[axis] == batch for c in table.choices])
+        mask &= along if along.any() else np.array([c.splits[axis] is None for c in table.choices])
     weights = [
         (position, value)
         for position, value in enumerate(op.inputs)
         if graph.values[value].kind is ValueKind.PARAMETER
     ]
     for position, value in weights:
-        if kind is not Parallelism.TENSOR_PARALLEL:
-            mask &= _on_axis(table.needs[position], axis, _is_whole)
-        elif _is_matrix(graph.values[value]):
-            split = _on_axis(table.needs[position], axis, _is_split)
-            mask &= _prefer(split)
+        if kind is Parallelism.TENSOR_PARALLEL and len(graph.values[value].shape) >= 2:
+            mask &= _prefer(_on_axis(table.needs[position], axis, _is_split))
     return mask if mask.any() else np.ones(len(table.choices), dtype=bool)
 
 
-def _is_matrix(value: Value) -> bool:
-    return len(value.shape) >= 2
+def _weights_whole(
+    priced: PricedGraph, index: int, table: OpTable, axis: int
+) -> np.ndarray:  # type: ignore[type-arg]
+    """Choices that use every parameter whole."""
+    graph = priced.pricing.graph
+    mask = np.ones(len(table.choices), dtype=bool)
+    for position, value in enumerate(graph.ops[index].inputs):
+        if graph.values[value].kind is ValueKind.PARAMETER:
+            mask &= _on_axis(table.needs[position], axis, _is_whole)
+    return mask
 
 
 def _prefer(mask: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
@@ -256,8 +266,7 @@ def _forbid_masks(
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
         if isinstance(table, OpTable):
             if parallelism is Parallelism.TENSOR_PARALLEL:
-                mask = _op_mask(priced, decision.index, table, Parallelism.DATA_PARALLEL, axis)
-                masks[node] = mask
+                masks[node] = _weights_whole(priced, decision.index, table, axis)
             continue
         value = graph.values[decision.index]
         if decision.kind != NodeKind.STORED:

@@ -216,23 +216,25 @@ def _estimated_bytes(candidate: Candidate) -> float:
 
 def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
     """The parts of the solution's cost, by what they are."""
-    forward = backward = update = 0.0
+    forward = backward = update = communication = 0.0
     sources: Counter[str] = Counter()
-    priced = best.priced
-    for table, pick in zip(priced.tables, best.solution.assignment):
+    priced, picks = best.priced, best.solution.assignment
+    for table, cost, pick in zip(priced.tables, priced.costs, picks):
+        communication += float(cost[pick] - table.cost_s[pick])
         if isinstance(table, OpTable):
             estimate = table.estimates[pick]
             forward += estimate.forward_s
             backward += estimate.backward_s
+            communication += float(table.internal_s[pick])
             sources[str(estimate.source)] += 1
         else:
             update += float(table.cost_s[pick])
-    total = best.solution.cost
+    communication += sum(float(m[picks[i], picks[j]]) for (i, j), m in priced.edges.items())
     return Prediction(
-        step_time_s=_round(total),
+        step_time_s=_round(forward + backward + communication + update),
         forward_s=_round(forward),
         backward_s=_round(backward),
-        communication_s=_round(max(total - forward - backward - update, 0.0)),
+        communication_s=_round(communication),
         update_s=_round(update),
         sources=dict(sorted(sources.items())),
         memory_bytes=memory.by_category,

@@ -9,6 +9,7 @@ consumers with the same need share one redistribution, forward and backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,8 @@ from autopar.errors import PlanError
 from autopar.graph import Graph, Op, Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, State, check_placements
-from autopar.rules import Choice, Space, find_bases, needs, space_of, supplies
-from autopar.rules.base import is_valid_choice
+from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
+from autopar.rules.base import Layout, is_valid_choice
 
 
 class Analysis:
@@ -44,6 +45,35 @@ class Analysis:
             and not self.graph.values[value].fixed
         )
 
+    @cached_property
+    def batch_splits(self) -> tuple[Split | None, ...]:
+        """Per op, its split along the batch (the first dimension of the inputs), if it has one."""
+        graph = self.graph
+        batch = next((graph.values[i].shape[0] for i in graph.inputs if graph.values[i].shape), 0)
+        digits: dict[int, tuple[int, int]] = {
+            i: (0, 1) for i in graph.inputs if graph.values[i].shape[:1] == (batch,)
+        }
+        return tuple(self._batch_split(op, digits) for op in graph.ops)
+
+    def _batch_split(self, op: Op, digits: dict[int, tuple[int, int]]) -> Split | None:
+        """Find the batch among an op's dimensions, and note it for the op's outputs."""
+        space = self.spaces[op.index]
+        if space is None:
+            return None
+        found: Split | None = None
+        for value, layout in zip(op.inputs, space.inputs):
+            if value in digits and found is None:
+                found = _split_at(space, layout, digits[value])
+        if found is None:
+            return None
+        for output, layout in zip(op.outputs, space.outputs):
+            for dim, factors in enumerate(layout):
+                if output is not None and found.dim in factors:
+                    before = factors[: factors.index(found.dim)]
+                    outer = math.prod(space.sizes[f] for f in before) * found.base
+                    digits[output] = (dim, outer)
+        return found if found.dim in space.splittable() else None
+
     def differentiable(self, op: Op) -> tuple[bool, ...]:
         """Per operand of ``op``, whether a gradient flows back to it through this op."""
         flows = any(o is not None and self.graph.values[o].differentiable for o in op.outputs)
@@ -54,6 +84,18 @@ class Analysis:
 
     def supplies(self, op: Op, choice: Choice, mesh: Mesh) -> tuple[Placements, ...]:
         return supplies(self.spaces[op.index], choice, mesh, len(op.outputs))
+
+
+def _split_at(space: Space, layout: Layout, digit: tuple[int, int]) -> Split | None:
+    """The split of the iteration dimension that holds a digit of a tensor dimension."""
+    dim, outer = digit
+    before = 1
+    for name in layout[dim]:
+        base, remainder = divmod(outer, before)
+        if not remainder and base < max(space.sizes[name], 2):
+            return Split(name, base)
+        before *= space.sizes[name]
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

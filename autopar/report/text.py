@@ -1,0 +1,124 @@
+"""Plans as text for a terminal and as a small page for a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.plan import Plan
+
+MAX_ROWS = 14
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``1.50 GiB``, ``12.3 MiB`` or ``640 B``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(time_s: float) -> str:
+    """``1.25 s``, ``3.40 ms`` or ``12.0 us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if time_s >= scale:
+            return f"{time_s / scale:.2f} {unit}"
+    return f"{time_s * 1e6:.1f} us"
+
+
+Rows = list[tuple[str, str]]
+
+
+def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
+    """What a report of a plan shows: titled lists of (name, text). Data only, no layout."""
+    return [
+        ("plan", _summary(plan)),
+        ("predicted time of a step", _times(plan)),
+        (f"predicted memory a device (peak at {plan.prediction.memory_peak_at})", _memory(plan)),
+        ("parameters by stored placement", _placements(plan)),
+        ("ops by choice, per mesh axis", _choices(plan)),
+        ("computed redundantly: operators without a rule", _redundant(plan)),
+        ("meshes considered", _meshes(plan)),
+    ]
+
+
+def _summary(plan: Plan) -> Rows:
+    graph, search = plan.graph, plan.search
+    return [
+        ("mesh", str(plan.device_mesh)),
+        ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
+        ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
+        ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
+        ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
+        ("schedule", plan.schedule.name),
+        ("search", f"{search.status.lower()}, gap {search.gap:.2%}"),
+    ]
+
+
+def _times(plan: Plan) -> Rows:
+    p = plan.prediction
+    sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
+    return [
+        ("step", format_seconds(p.step_time_s)),
+        ("forward", format_seconds(p.forward_s)),
+        ("backward", format_seconds(p.backward_s)),
+        ("communication", format_seconds(p.communication_s)),
+        ("update", format_seconds(p.update_s)),
+        ("op prices", sources),
+    ]
+
+
+def _memory(plan: Plan) -> Rows:
+    memory = plan.prediction.memory_bytes
+    rows = [(name, format_bytes(size)) for name, size in memory.items()]
+    return [("total", format_bytes(sum(memory.values()))), *rows]
+
+
+def _counted(texts: Sequence[str]) -> Rows:
+    counts = Counter(texts).most_common()
+    rows = [(text, str(count)) for text, count in counts[:MAX_ROWS]]
+    rest = sum(count for _, count in counts[MAX_ROWS:])
+    return [*rows, ("others", str(rest))] if rest else rows
+
+
+def _placements(plan: Plan) -> Rows:
+    return _counted(list(plan.parameters.values()))
+
+
+def _choices(plan: Plan) -> Rows:
+    redundant = plan.graph.num_ops - len(plan.ops)
+    rows = _counted(list(plan.ops.values()))
+    return [*rows, ("whole on every device", str(redundant))]
+
+
+def _redundant(plan: Plan) -> Rows:
+    return [(name, str(count)) for name, count in plan.redundant_ops.items()] or [("none", "")]
+
+
+def _meshes(plan: Plan) -> Rows:
+    considered = sorted(plan.search.considered.items(), key=lambda item: item[1])
+    return [(mesh, format_seconds(time_s)) for mesh, time_s in considered[:MAX_ROWS]]
+
+
+def format_plan(plan: Plan) -> str:
+    """One screen of text."""
+    lines = []
+    for title, rows in plan_sections(plan):
+        lines.append(title)
+        width = max((len(name) for name, _ in rows), default=0)
+        lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
+    return "\n".join(lines)
+
+
+def plan_html(plan: Plan) -> str:
+    """The same numbers as a page for a notebook."""
+    parts = []
+    for title, rows in plan_sections(plan):
+        cells = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in rows
+        )
+        parts.append(f"<h4>{html.escape(title)}</h4><table>{cells}</table>")
+    return "".join(parts)
