@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from autopar.schedules.fixed_order import DEADLOCK, FixedOrder, Orders
 
 _REACH = 12
+_HEAT = 0.008
 
 
 def improve(
@@ -31,7 +32,7 @@ def improve(
     rng = random.Random(seed)
     current = best = [list(order) for order in orders]
     current_s = best_s = costs.seconds(orders)
-    heat_s = 0.02 * best_s
+    heat_s = _HEAT * best_s
     for move in range(num_moves):
         if best_s <= lower_bound_s * (1 + 1e-9):
             break

@@ -39,7 +39,8 @@ def with_reductions(
         for replica in range(shape.num_replicas)
         for stage in range(shape.num_stages)
     }
-    timeline = simulate(_placed(schedule, copies), durations, links)
+    turn = _turns(simulate(schedule, durations, links))
+    timeline = simulate(_placed(schedule, copies, turn), durations, links)
     compute = [_compute(timeline, device) for device in range(shape.num_devices)]
     hidden: dict[StageCopy, float] = {}
     for item in timeline.intervals:
@@ -52,7 +53,7 @@ def with_reductions(
         for replica, stage in copies
         if min(hidden[other, stage] for other in range(shape.num_replicas)) >= hidden_share
     }
-    return _placed(schedule, eager)
+    return _placed(schedule, eager, turn)
 
 
 def _compute(timeline: Timeline, device: int) -> list[tuple[float, float]]:
@@ -77,27 +78,36 @@ def _hidden_share(item: Interval, compute: list[tuple[float, float]]) -> float:
     return (inside - covered_s(clipped)) / item.duration_s
 
 
-def _placed(schedule: Schedule, eager: set[StageCopy]) -> Schedule:
+def _placed(schedule: Schedule, eager: set[StageCopy], turn: dict[int, float]) -> Schedule:
+    """Every device's reductions in the stages' common turn, so that no two devices wait for each
+    other; an eager one directly after its last W or B, unless an earlier turn comes later."""
     shape = schedule.shape
     devices: list[tuple[Step, ...]] = []
     for device, steps in enumerate(schedule.devices):
-        own = shape.stages_on(device)
         last: dict[StageCopy, int] = {}
         for place, item in enumerate(steps):
             if item.action.kind in (Kind.W, Kind.B):
                 last[item.action.replica, item.action.stage] = place
-        ends = {place: copy for copy, place in last.items() if copy in eager}
+        issued: dict[int, list[Step]] = {}
+        earliest = 0
+        for copy in sorted(shape.stages_on(device), key=lambda copy: (turn[copy[1]], copy[1])):
+            place = last.get(copy, len(steps) - 1) if copy in eager else len(steps) - 1
+            earliest = max(earliest, place)
+            issued.setdefault(earliest, []).append(_reduction(copy))
         listed: list[Step] = []
         for place, item in enumerate(steps):
-            listed.append(item)
-            if place in ends:
-                listed.append(_reduction(ends[place]))
-        late = sorted(
-            (copy for copy in own if copy not in ends.values()),
-            key=lambda copy: last.get(copy, -1),
-        )
-        devices.append((*listed, *(_reduction(copy) for copy in late)))
+            listed += [item, *issued.get(place, ())]
+        devices.append(tuple(listed))
     return replace(schedule, shape=replace(shape, reduces=True), devices=tuple(devices))
+
+
+def _turns(timeline: Timeline) -> dict[int, float]:
+    """When each stage's last W or B over all replicas ends."""
+    turn = dict.fromkeys(range(timeline.shape.num_stages), 0.0)
+    for item in timeline.intervals:
+        if item.action.kind in (Kind.W, Kind.B):
+            turn[item.action.stage] = max(turn[item.action.stage], item.end_s)
+    return turn
 
 
 def _reduction(copy: StageCopy) -> Step:

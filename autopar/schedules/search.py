@@ -110,9 +110,15 @@ def balanced_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def search_schedule(
-    problem: SearchProblem, *, num_moves: int = 20_000, num_starts: int = 3, seed: int = 0
+    problem: SearchProblem,
+    *,
+    num_moves: int = 20_000,
+    num_starts: int = 2,
+    num_restarts: int = 3,
+    seed: int = 0,
 ) -> SearchResult:
-    """Try everything, improve the best ``num_starts`` by ``num_moves`` moves each.
+    """Try everything, then improve the best ``num_starts`` candidates, each ``num_restarts`` times
+    by ``num_moves`` moves. Deterministic for a seed.
 
     Raises ScheduleError when nothing fits the memory cap.
     """
@@ -132,7 +138,8 @@ def search_schedule(
     improved = [
         found
         for start in _starts(fitting, num_starts)
-        if (found := _improved(staged[start.sizes], start, num_moves, seed)) is not None
+        for restart in range(num_restarts)
+        if (found := _improved(staged[start.sizes], start, num_moves, seed + restart)) is not None
     ]
     best = min((*fitting, *improved), key=_makespan)
     view = staged[best.sizes]

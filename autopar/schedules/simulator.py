@@ -6,7 +6,8 @@ out: a ``Timeline``. It exists so that any two schedules compare before anything
 Each queue (device, resource, peer) works through its steps in order; a step starts when it heads
 its queue, the queue is free, and all it needs has ended or arrived. A value that crosses devices is
 a message on the sender's link to that peer, first come first served, unless the schedule writes its
-sends out. While both compute streams of a device work, each runs slower by ``CoRun``.
+sends out. A reduction starts on all replicas at once. While both compute streams of a device work,
+each runs slower by ``CoRun``.
 """
 
 import heapq
@@ -14,7 +15,7 @@ from math import inf
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
-from autopar.schedules.dependencies import ActionGraph, action_graph
+from autopar.schedules.dependencies import ABSENT, ActionGraph, action_graph
 from autopar.schedules.durations import CoRun, Durations, Links, Memory
 from autopar.schedules.schedule import Resource, Schedule
 from autopar.schedules.timeline import Interval, Timeline
@@ -141,6 +142,15 @@ class _Run:
                 self.queue_of[node] = len(self.queues)
             self.queues.append(order)
             self.queue_peer.append(peer)
+        self.partners = {
+            node: tuple(
+                other
+                for replica in range(graph.schedule.shape.num_replicas)
+                if (other := graph.index.find_whole(Kind.G, item.action.stage, replica)) != ABSENT
+            )
+            for node, item in enumerate(graph.steps)
+            if item.action.kind is Kind.G
+        }
         self.head = [0] * len(self.queues)
         self.idle = [True] * len(self.queues)
 
@@ -242,8 +252,29 @@ class _Run:
         if head == len(order) or self.pending[order[head]]:
             return
         instance = order[head]
+        members = self.partners.get(instance % self.num_nodes)
+        if members is None:
+            self._start(queue, instance, time)
+        elif all(self._at_head(instance, member) for member in members):
+            for member in members:
+                together = instance + member - instance % self.num_nodes
+                self._start(self.queue_of[member], together, time)
+
+    def _at_head(self, instance: int, member: int) -> bool:
+        """Whether another replica's part of the same reduction can start now."""
+        together = instance + member - instance % self.num_nodes
+        queue = self.queue_of[member]
+        head = self.head[queue]
+        return (
+            self.idle[queue]
+            and head < len(self.queues[queue])
+            and self.queues[queue][head] == together
+            and not self.pending[together]
+        )
+
+    def _start(self, queue: int, instance: int, time: float) -> None:
         self.idle[queue] = False
-        self.head[queue] = head + 1
+        self.head[queue] += 1
         self.started[instance] = time
         cost = self.cost[instance % self.num_nodes]
         if queue in self.partner:

@@ -264,6 +264,36 @@ def _issued_before(graph: ActionGraph, source: int, target: int, back: int) -> b
     return first < (graph.steps[target].lag, graph.position[target])
 
 
+def reductions_in_order(graph: ActionGraph) -> Iterator[Violation]:
+    """Devices that share stages reduce them in one order: a reduction occupies all of them."""
+    followers: dict[int, set[int]] = {}
+    places: dict[int, int] = {}
+    for (_, resource, _), nodes in graph.queues.items():
+        if resource is Resource.COLLECTIVE:
+            stages = [graph.steps[node].action.stage for node in nodes]
+            places.update(zip(stages, nodes))
+            for first, second in pairwise(stages):
+                if first != second:
+                    followers.setdefault(first, set()).add(second)
+    before = dict.fromkeys(places, 0)
+    for later in followers.values():
+        for stage in later:
+            before[stage] += 1
+    free = [stage for stage, count in before.items() if not count]
+    while free:
+        for stage in followers.get(free.pop(), ()):
+            before[stage] -= 1
+            if not before[stage]:
+                free.append(stage)
+    for stage in sorted(stage for stage, count in before.items() if count):
+        node = places[stage]
+        yield Violation(
+            graph.device[node],
+            graph.position[node],
+            "deadlock: another device reduces the same stages in another order",
+        )
+
+
 def needs_come_first(graph: ActionGraph) -> Iterator[Violation]:
     """On one device, what an action reads is issued before it: no buffer is read unwritten."""
     device = graph.device
@@ -365,5 +395,6 @@ GRAPH_RULES: tuple[Callable[[ActionGraph], Iterator[Violation]], ...] = (
     weights_ready_for_next,
     awaited_steps_exist,
     links_in_order,
+    reductions_in_order,
     no_deadlock,
 )
