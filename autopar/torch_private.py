@@ -25,6 +25,7 @@ __all__ = [
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "canonical_call",
     "inlined_higher_order_body",
     "keyed_leaves",
     "pipeline_csv",
@@ -61,10 +62,14 @@ def inlined_higher_order_body(
 
 # --- lowering ------------------------------------------------------------------------------
 def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode) -> Any:
-    """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13)."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+    """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13).
 
-    with mode:
+    What ``torch.fx.traceback.annotate`` says is kept on the nodes.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    with mode, preserve_node_meta():
         return make_fx(function, tracing_mode="real")(operands, cotangents)
 
 
@@ -132,3 +137,42 @@ def validate_pipeline_csv(text: str, *, num_stages: int, num_microbatches: int) 
     compute = {rank: [item for item in items if item] for rank, items in order.items()}
     full = schedules._add_send_recv(compute, owner.__getitem__, num_stages)
     schedules._simulate_comms_compute(full, owner.__getitem__, num_stages)
+
+
+# --- rules ---------------------------------------------------------------------------------
+def canonical_call(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as torch.export writes them: by position where possible, defaults left out.
+
+    ``OpOverload._schema`` (2.11 to 2.13). Raises TypeError for an argument the operator lacks.
+    """
+    schema = target._schema
+    given = dict(zip((a.name for a in schema.arguments), args))
+    unknown = set(kwargs) - {a.name for a in schema.arguments if a.name not in given}
+    if unknown or len(args) > len(schema.arguments):
+        raise TypeError(f"{target} takes {schema}; got {len(args)} arguments and {sorted(kwargs)}")
+    given.update(kwargs)
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    num_needed = 0
+    for argument in schema.arguments:
+        name, has_default = argument.name, argument.has_default_value()
+        if name not in given and not has_default:
+            raise TypeError(f"{target} needs {name!r}; its schema is {schema}")
+        value = given.get(name, argument.default_value)
+        if isinstance(argument.type, torch.ListType) and isinstance(value, int | float):
+            value = [value]
+        is_default = (
+            has_default
+            and not isinstance(value, torch.Tensor)
+            and (value == argument.default_value)
+        )
+        if argument.kwarg_only:
+            if not is_default:
+                keywords[name] = value
+            continue
+        positional.append(value)
+        if not is_default:
+            num_needed = len(positional)
+    return tuple(positional[:num_needed]), keywords

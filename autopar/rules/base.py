@@ -39,11 +39,12 @@ Layout = tuple[tuple[str, ...], ...]
 class Space:
     """The iteration space of one op: named dimensions, and each operand's layout over them.
 
-    ``sizes``: size of each dimension. ``sums``: dimensions that an output without them sums over.
-    ``whole``: dimensions that cannot be split. ``partial_inputs``: operands that enter the sum
-    once. ``reduced``: dimensions over which the op reduces inside, so that outputs without them come
-    out complete. ``plain``: dimensions that take the contiguous split only. ``anchor``: whether a split of this op is worth carrying to its neighbours (products,
-    attention), or the op only goes along (element-wise ops, views).
+    ``sizes``: size of each dimension. ``sums``: dimensions that an output without them sums
+    over. ``whole``: dimensions that cannot be split. ``partial_inputs``: operands that enter the
+    sum once. ``reduced``: dimensions over which the op reduces inside, so that outputs without
+    them come out complete. ``plain``: dimensions that take the contiguous split only. ``anchor``:
+    whether a split of this op is worth carrying to its neighbours (products, attention), or the
+    op only goes along (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]
@@ -281,8 +282,14 @@ LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
 CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
 
 
-def _call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return context.op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+def call_op(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the operator itself; tuples among the arguments become the lists it expects."""
+    return op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+
+
+def call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The lowering of most rules: the same operator on the local shards."""
+    return call_op(context.op, args, kwargs)
 
 
 def _lists(node: Any) -> Any:
@@ -294,7 +301,7 @@ class Rule:
     """The rule of one op family: its space, how it runs on shards, what it communicates inside."""
 
     space: SpaceFn
-    lower: LowerFn = _call_target
+    lower: LowerFn = call_target
     collectives: CollectivesFn | None = None
 
 
@@ -313,7 +320,7 @@ def register(
         for target in targets:
             if target in _RULES:
                 raise PlanError(f"operator {target} has a rule already")
-            _RULES[target] = Rule(space=space, lower=lower or _call_target, collectives=collectives)
+            _RULES[target] = Rule(space=space, lower=lower or call_target, collectives=collectives)
         return space
 
     return wrap
@@ -354,7 +361,7 @@ def run_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, An
     """Run one op on local shards as its choice asks."""
     rule = rule_of(context.op)
     if rule is None or context.choice.is_redundant:
-        return _call_target(context, args, kwargs)
+        return call_target(context, args, kwargs)
     return rule.lower(context, args, kwargs)
 
 

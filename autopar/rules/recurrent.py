@@ -31,5 +31,5 @@ def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     states = [state(v.shape) for v in inputs[1 : 1 + num_states]]
     weights = [layout(*map(builder.whole, v.shape)) for v in inputs[1 + num_states :]]
     first = sequence(1 if outputs[0] is None else outputs[0].shape[2])
-    finals = [layout(builder.whole(1), b, builder.whole(1)) for _ in outputs[1:]]
+    finals = [state((1, 1, 1) if o is None else o.shape) for o in outputs[1:]]
     return builder.build([sequence(shape[2]), *states, *weights], [first, *finals], anchor=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -90,7 +91,7 @@ def _common_factors(source: Sequence[int], target: Sequence[int]) -> list[int] |
     """Factors whose runs give the dimensions of both sides, or None where they interleave."""
     cuts = sorted({*_prefixes(source), *_prefixes(target), 1})
     factors = []
-    for before, after in zip(cuts, cuts[1:]):
+    for before, after in itertools.pairwise(cuts):
         if after % before:
             return None
         factors.append(after // before)
