@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from autopar.search import Problem, solve
 
 ROOT = Path(__file__).parent

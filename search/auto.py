@@ -27,6 +27,7 @@ from autopar.search.solver import Capability, Options, Progress
 
 _OPERATIONS_PER_S = 5e8
 _MOST_OPERATIONS = 2e10  # without a time limit
+_SOON = 1e9  # operations that take about a second: not worth reducing first
 _ROUNDS = 12
 _SWEEPS = 40
 _STALL = 1e-4
@@ -54,9 +55,8 @@ class AutoSolver:
 
 def _search(problem: Problem, progress: Progress) -> None:
     program = best_program(problem.node_costs, problem.edge_costs)
-    if program.num_operations <= 2 * dominance_operations(problem) and _affordable(
-        program, progress
-    ):
+    worthwhile = max(_SOON, 2 * dominance_operations(problem))
+    if program.num_operations <= worthwhile and _affordable(program, progress):
         eliminate(problem, program, progress)
         if progress.done or problem.budgets is None:
             return

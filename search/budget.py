@@ -93,7 +93,7 @@ def _by_ilp(left: Reduction, progress: Progress) -> None:
         progress.raise_bound(floor)
     elif ilp.IlpSolver().refuses(smaller.problem, progress.options) is None:
         progress.enter("ilp")
-        ilp.solve_reduced(smaller, progress, floor=floor)
+        ilp.solve_reduced(smaller, progress, floor=floor, relax_first=False)
 
 
 def reduce_within(outer: Reduction) -> Reduction | None:

@@ -55,20 +55,21 @@ class IlpSolver:
 
 
 def solve_reduced(
-    reduction: Reduction, progress: Progress, *, floor: float, gap: float = 0.0
+    reduction: Reduction,
+    progress: Progress,
+    *,
+    floor: float,
+    gap: float = 0.0,
+    relax_first: bool = True,
 ) -> None:
     """Relaxation, then branch and bound, on ``progress`` in terms of the original problem.
 
-    floor: a bound for every assignment that the reduction left out.
+    floor: a bound for every assignment that the reduction left out. relax_first: False where a
+    bound at least as good as the relaxation's is known, as a Lagrangian one is.
     """
     form = Formulation(reduction.problem)
     session = _Session(form=form, reduction=reduction, progress=progress, floor=floor)
-    relaxed = solve_linear(form.program(), time_limit_s=_left(progress), relaxed=True)
-    if relaxed.infeasible:
-        _report_infeasible(session)
-        return
-    session.take(relaxed)
-    if progress.done or (relaxed.optimal and form.is_integral(relaxed.values)):
+    if relax_first and _relaxation_settles(session):
         return
     slack = 0.0
     for _ in range(2):
@@ -86,6 +87,17 @@ def solve_reduced(
         if session.take(result, bounds=slack == 0.0):
             return
         slack = _SLACK  # over the budget by rounding: ask again with a little less
+
+
+def _relaxation_settles(session: _Session) -> bool:
+    """Solve the relaxation and take what it gives; whether nothing is left to do."""
+    program, progress = session.form.program(), session.progress
+    relaxed = solve_linear(program, time_limit_s=_left(progress), relaxed=True)
+    if relaxed.infeasible:
+        _report_infeasible(session)
+        return True
+    session.take(relaxed)
+    return progress.done or (relaxed.optimal and session.form.is_integral(relaxed.values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +129,8 @@ class _Session:
 
 
 def _left(progress: Progress) -> float | None:
-    return None if math.isinf(progress.remaining_s) else progress.remaining_s
+    """Seconds for HiGHS, which looks at its clock seldom and overruns by a tenth or more."""
+    return None if math.isinf(progress.remaining_s) else 0.8 * progress.remaining_s
 
 
 def _report_infeasible(session: _Session) -> None:
