@@ -148,24 +148,29 @@ def multi_stream_gain(
     *,
     num_layers: int,
     co_run: CoRun,
-    region_size: int = 1,
+    region_size: int | None = None,
     memory: Memory | None = None,
     max_memory_bytes: float = float("inf"),
 ) -> Gain:
-    """The gain of a second stream for W's, placed by co-run speed-up under the memory cap."""
+    """The gain of a second stream for W's, placed by co-run speed-up under the memory cap.
+
+    Without ``region_size``, powers of two are tried and the best is kept.
+    """
     held = memory or Memory()
-    plain = conventional(num_stages=num_layers)
-    baseline = steady_state(plain, durations, held, co_run)
-    placement = place_weights(durations, num_layers, co_run, region_size)
-    best, best_s = plain, baseline.iteration_s
-    while placement:
-        schedule = multi_stream(num_stages=num_layers, placement=placement, region_size=region_size)
-        found = steady_state(schedule, durations, held, co_run)
-        if found.peak_memory_bytes <= max_memory_bytes:
-            if found.iteration_s < best_s:
-                best, best_s = schedule, found.iteration_s
-            break
-        placement = _without_longest_held(placement, num_layers, region_size)
+    best = conventional(num_stages=num_layers)
+    baseline = steady_state(best, durations, held, co_run)
+    best_s = baseline.iteration_s
+    sizes = [2**power for power in range(num_layers.bit_length())]
+    for size in sizes if region_size is None else [region_size]:
+        placement = place_weights(durations, num_layers, co_run, size)
+        while placement:
+            schedule = multi_stream(num_stages=num_layers, placement=placement, region_size=size)
+            found = steady_state(schedule, durations, held, co_run)
+            if found.peak_memory_bytes <= max_memory_bytes:
+                if found.iteration_s < best_s:
+                    best, best_s = schedule, found.iteration_s
+                break
+            placement = _without_longest_held(placement, num_layers, size)
     return Gain(
         name="multi_stream", conventional_s=baseline.iteration_s, best_s=best_s, schedule=best
     )
@@ -179,14 +184,16 @@ def place_weights(
     A W of w seconds beside main actions that it slows s times (and they it) ends after w s seconds
     in which the main stream did w seconds of its own work: it saves w (2 - s). Layers choose in the
     order in which their gradients come, each the region with the largest saving that still has the
-    time free; of equal ones the first, where the activation is freed soonest. A layer that
-    finds none stays on the main stream.
+    time free. Of equal ones it takes the first in the backward, where the activation is freed
+    soonest, and the last in the next forward, which leaves the early ones to the layers that have
+    no other. A layer that finds none stays on the main stream.
     """
     table = durations.table(num_layers)
     regions = regions_of(num_layers, region_size)
     free = [
         sum(table[_main_kind(region)][layer] for layer in _layers(region)) for region in regions
     ]
+    half = len(regions) // 2
     placement: dict[int, int] = {}
     for layer in reversed(range(num_layers)):
         weight_s = table[Kind.W][layer]
@@ -195,7 +202,11 @@ def place_weights(
             for number, region in enumerate(regions)
             if allowed(layer, region) and free[number] >= weight_s
         }
-        chosen = max(savings, key=lambda number: (savings[number], -number), default=-1)
+        chosen = max(
+            savings,
+            key=lambda number: (savings[number], -number if number < half else number - 2 * half),
+            default=-1,
+        )
         if chosen >= 0 and savings[chosen] > 0:
             placement[layer] = chosen
             free[chosen] -= weight_s
