@@ -45,8 +45,10 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     ``memory_bandwidth_bytes_per_s`` counts reads and writes together. ``kernel_launch_s`` is the
     least time that a kernel takes from launch to launch; ``dispatch_s`` is what an operation costs
-    that launches none (a view). ``num_units`` is the number of multiprocessors (GPU) or cores
-    (CPU) that share one operation. ``source`` names where the figures come from.
+    that launches none (a view). Kernels whose data fits ``cache_bytes`` move it at
+    ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
+    multiprocessors (GPU) or cores (CPU) that share one operation. ``source`` names where the
+    figures come from.
     """
 
     name: str
@@ -59,6 +61,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     num_units: int = 1
     num_threads: int = 1
     cache_bytes: int = 0
+    cache_bandwidth_bytes_per_s: float = 0.0
     allow_tensor_float32: bool = False
     source: str = "the user's description"
 
@@ -74,7 +77,13 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             },
         )
         _require_not_negative(
-            self.name, {"kernel_launch_s": self.kernel_launch_s, "dispatch_s": self.dispatch_s}
+            self.name,
+            {
+                "kernel_launch_s": self.kernel_launch_s,
+                "dispatch_s": self.dispatch_s,
+                "cache_bytes": self.cache_bytes,
+                "cache_bandwidth_bytes_per_s": self.cache_bandwidth_bytes_per_s,
+            },
         )
 
     def matrix_flops_per_s(self, dtype: torch.dtype) -> float:

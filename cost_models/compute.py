@@ -4,6 +4,7 @@
 one that is not there; the profiler answers with measurements and falls back on it.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 from autopar.cost_models.calls import OpCall, TensorSpec
@@ -58,11 +59,45 @@ class RooflineModel:
         peak = self.device.vector_flops_per_s
         if is_matrix:
             peak = self.device.matrix_flops_per_s(todo.dtype)
+        part = _visited_part(call) if todo.family == Family.ATTENTION else 1.0
 
-        def seconds(part: Work) -> float:
-            return kernel_time_s(part, todo.family, peak, self.device, self.efficiency)
+        def seconds(direction: Work) -> float:
+            done = replace(direction, flops=round(direction.flops * part))
+            return kernel_time_s(done, todo.family, peak, self.device, self.efficiency)
 
-        forward_s = seconds(todo.forward) or self.device.dispatch_s
-        return OpEstimate(
-            forward_s, seconds(todo.input_grad), seconds(todo.weight_grad), Source.ANALYTICAL
+        found = OpEstimate(
+            seconds(todo.forward) or self.device.dispatch_s,
+            seconds(todo.input_grad),
+            seconds(todo.weight_grad),
+            Source.ANALYTICAL,
         )
+        for extra in _unfused(call, self.device):
+            found = found + self.estimate(extra)
+        return found
+
+
+def _visited_part(call: OpCall) -> float:
+    """The part of the scores that a causal kernel computes: those on and under the diagonal."""
+    if not call.argument(5, "is_causal", False):
+        return 1.0
+    rows = call.tensor(0, "query").shape[-2]
+    columns = call.tensor(1, "key").shape[-2]
+    visited = sum(min(row + 1, columns) for row in range(rows))
+    return visited / max(rows * columns, 1)
+
+
+def _unfused(call: OpCall, device: DeviceSpec) -> tuple[OpCall, ...]:
+    """What attention does apart where its kernel is not fused: with dropout on a CPU."""
+    if call.name != "scaled_dot_product_attention" or device.kind != "cpu":
+        return ()
+    dropout = call.argument(4, "dropout_p", 0.0)
+    if not dropout:
+        return ()
+    query, key = call.tensor(0, "query"), call.tensor(1, "key")
+    scores = TensorSpec(
+        (*query.shape[:-1], key.shape[-2]), query.dtype, requires_grad=query.requires_grad
+    )
+    return (
+        OpCall("aten._softmax.default", (scores, -1, False)),
+        OpCall("aten.native_dropout.default", (scores, dropout, True)),
+    )

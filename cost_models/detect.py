@@ -24,7 +24,7 @@ from msgspec import structs
 
 from autopar.errors import ClusterError
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _PROBE_S = 0.15
 
 
@@ -142,10 +142,12 @@ def _measured_cuda_device() -> DeviceSpec:
 def _detect_cpu(num_devices: int | None) -> Cluster:
     cores = usable_cores()
     count = num_devices or int(os.environ.get("WORLD_SIZE", 0)) or cores
-    threads = max(1, cores // count)
-    base = preset_cluster("cpu", devices_per_node=count)
-    memory_bytes = _host_memory_bytes() // count
-    device = _cached_cpu_device(count, threads, memory_bytes)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    per_node = local if local and count % local == 0 else count
+    threads = max(1, cores // per_node)
+    base = preset_cluster("cpu", nodes=count // per_node, devices_per_node=per_node)
+    memory_bytes = _host_memory_bytes() // per_node
+    device = _cached_cpu_device(per_node, threads, memory_bytes)
     reserve = min(base.memory_reserve_bytes, memory_bytes // 4)
     return structs.replace(base, device=device, memory_reserve_bytes=reserve)
 
@@ -185,6 +187,7 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
     host's bandwidth is measured and an equal part taken.
     """
     cpu = torch.device("cpu")
+    cache_bytes = _cache_bytes(count, threads)
     busy = min(usable_cores(), threads * count)
     part = min(1.0, usable_cores() / (threads * count))
     with _threads(busy):
@@ -192,6 +195,7 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
     with _threads(threads):
         alone = _measure_peaks(cpu, size=768)
         alone_bandwidth = _measure_bandwidth(cpu, 1 << 26)
+        cache_bandwidth = _measure_bandwidth(cpu, max(cache_bytes // 8, 1 << 16))
         launch_s = _measure_launch(cpu)
         dispatch_s = _measure_dispatch()
     return DeviceSpec(
@@ -204,12 +208,29 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
         dispatch_s=dispatch_s,
         num_units=threads,
         num_threads=threads,
-        cache_bytes=preset_cluster("cpu").device.cache_bytes * threads,
+        cache_bytes=cache_bytes,
+        cache_bandwidth_bytes_per_s=cache_bandwidth,
         source=(
             f"measured here: matrix products on {threads} threads, a copy on {busy} threads of "
-            f"which each of {count} workers has an equal part, the smallest addition, a view"
+            f"which each of {count} workers has an equal part, a copy in the cache, the smallest "
+            "addition, a view"
         ),
     )
+
+
+def _cache_bytes(count: int, threads: int) -> int:
+    """One worker's part of the host's caches: its cores' own, or its share of the last level."""
+    sizes = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level = int((index / "level").read_text())
+            text = (index / "size").read_text().strip()
+            sizes[level] = int(text.rstrip("K")) * 1024
+        except (OSError, ValueError):
+            # Some hosts describe no caches, or in another unit: the preset's stands in.
+            continue
+    own = sizes.get(2, preset_cluster("cpu").device.cache_bytes) * threads
+    return max(own, sizes.get(3, 0) // count)
 
 
 @contextmanager
@@ -266,7 +287,8 @@ def _measure_launch(device: torch.device) -> float:
 
     def several() -> None:
         for _ in range(repeats):
-            torch.add(small, small)
+            # As compiled graphs call it: without the Python binding's shortcut.
+            torch.ops.aten.add.Tensor(small, small)
 
     return _best_s(several, device) / repeats
 
@@ -277,6 +299,6 @@ def _measure_dispatch() -> float:
 
     def several() -> None:
         for _ in range(repeats):
-            small.view(2, 2)
+            torch.ops.aten.view.default(small, (2, 2))
 
     return _best_s(several, torch.device("cpu")) / repeats

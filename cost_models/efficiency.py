@@ -34,13 +34,11 @@ class FamilyEfficiency:
 class EfficiencyTable:
     """The families of one kind of device; ``default`` for those not listed.
 
-    ``cache_speedup`` is how much faster than main memory data moves that fits the cache.
     ``tile`` is the side of the square tile of a matrix product's output (0: no tiles).
     """
 
     default: FamilyEfficiency
     families: Mapping[Family, FamilyEfficiency] = field(default_factory=dict)
-    cache_speedup: float = 1.0
     tile: int = 0
 
     def of(self, family: Family) -> FamilyEfficiency:
@@ -76,7 +74,6 @@ CPU = EfficiencyTable(
         Family.INDEXING: FamilyEfficiency(compute=0.02, memory=0.3),
         Family.RANDOM: FamilyEfficiency(compute=0.02, memory=0.6),
     },
-    cache_speedup=3.0,
 )
 
 TABLES = {"cuda": CUDA, "cpu": CPU}
@@ -91,10 +88,10 @@ def kernel_time_s(
     curve = table.of(family)
     compute_part = curve.compute * _matrix_part(work.matrix, curve, device, table)
     compute_s = work.flops / (peak_flops_per_s * compute_part)
-    bandwidth = device.memory_bandwidth_bytes_per_s * curve.memory
+    bandwidth = device.memory_bandwidth_bytes_per_s
     if work.size_bytes / work.num_kernels <= device.cache_bytes:
-        bandwidth *= table.cache_speedup
-    memory_s = work.size_bytes / bandwidth
+        bandwidth = max(bandwidth, device.cache_bandwidth_bytes_per_s)
+    memory_s = work.size_bytes / (bandwidth * curve.memory)
     fixed_s = work.num_kernels * (device.kernel_launch_s + curve.kernel_s)
     return fixed_s + max(compute_s, memory_s)
 
@@ -104,17 +101,19 @@ def _matrix_part(
 ) -> float:
     if shape is None or shape.flops == 0:
         return 1.0
-    part = shape.k / (shape.k + curve.half_k)
-    for side in (shape.m, shape.n):
-        part *= side / (side + curve.half_side)
     if not table.tile:
+        part = shape.k / (shape.k + curve.half_k)
+        for side in (shape.m, shape.n):
+            part *= side / (side + curve.half_side)
         return part
     tiles = shape.batch * math.ceil(shape.m / table.tile) * math.ceil(shape.n / table.tile)
     used = shape.batch * shape.m * shape.n / (tiles * table.tile**2)
-    waves = math.ceil(tiles / device.num_units)
-    filled = tiles / (waves * device.num_units)
-    if waves == 1:
-        # Few tiles: libraries split the inner dimension over idle units, down to 256 of it each.
-        filled = min(1.0, filled * max(1.0, shape.k / 256))
+    waves = tiles / device.num_units
+    # Few tiles: libraries split the inner dimension over idle units, down to 256 of it each.
+    num_splits = max(1.0, min(shape.k / 256, 1 / waves))
+    depth = shape.k / num_splits
+    # Libraries choose among tile sizes, which wins back about half of the last wave's idle units.
+    lasting = (math.ceil(waves) + waves) / 2 if waves > 1 else 1 / num_splits
     # Small outputs use smaller tiles, so not all of a tile's padding is lost.
-    return part * filled * max(used, math.sqrt(used) / 2)
+    padded = max(used, math.sqrt(used) / 2)
+    return depth / (depth + curve.half_k) * waves / lasting * padded

@@ -1,6 +1,7 @@
 """The work of operations bound by memory: element-wise, norms, softmax, lookups, views."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.shapes import outputs
@@ -23,11 +24,18 @@ ELEMENT_FLOPS = {
 }  # fmt: skip
 
 
+# Their gradients are a few products with the output, however dear the function is.
+_GRADIENT_FROM_OUTPUT = frozenset(("tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal"))
+
+
 def pointwise_work(call: OpCall) -> OpWork:
     per_element = ELEMENT_FLOPS.get(call.name, 1)
     # A product with a number needs no tensor of the forward pass for its gradient.
     scaled = call.name in ("mul", "div") and len(call.tensors()) == 1
     base = generic(call, Family.POINTWISE, per_element=per_element, saved=not scaled)
+    if call.name in _GRADIENT_FROM_OUTPUT:
+        cheap = generic(call, Family.POINTWISE, per_element=2)
+        return replace(base, input_grad=cheap.input_grad, weight_grad=cheap.weight_grad)
     if call.name not in ("add", "sub", "rsub", "neg", "alias"):
         return base
     # The gradient of a sum passes through; only what was broadcast is summed, by one kernel.

@@ -259,6 +259,7 @@ def _cpu() -> _Preset:
         kernel_launch_s=2.0e-6,
         dispatch_s=1.0e-6,
         cache_bytes=_MIB,
+        cache_bandwidth_bytes_per_s=40 * _GIGA,
         source=(
             "one core at 2.5 GHz with two 256-bit fused multiply-adds a cycle; half a DDR4-3200 "
             "channel's bandwidth a core; times of an eager PyTorch call. Cluster.detect() measures"

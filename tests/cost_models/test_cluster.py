@@ -154,6 +154,16 @@ def test_detection_measures_this_machine_once(tmp_path, monkeypatch):
         Cluster.detect(2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")
+def test_detection_follows_the_launcher_over_several_hosts(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cluster = Cluster.detect()
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 2)
+    assert [level.name for level in cluster.levels] == ["loopback", "ethernet"]
+
+
 def test_detection_refuses_no_devices():
     with pytest.raises(ClusterError, match="at least one"):
         Cluster.detect(0)

@@ -1,0 +1,144 @@
+"""The roofline: bounds that no device beats, published rates, and real times on this machine."""
+
+import time
+
+import msgspec
+import pytest
+import torch
+from autopar.cost_models import (
+    Cluster,
+    OpCall,
+    RooflineModel,
+    Source,
+    TensorSpec,
+    bytes_moved,
+    flops,
+)
+from autopar.cost_models.op_work import work
+from autopar.cost_models.presets import PRESET_NAMES
+from autopar.cost_models.work import Family
+from hypothesis import given
+from hypothesis import strategies as st
+from op_samples import samples
+
+H100 = Cluster.preset("h100-sxm").device
+
+
+def _product(m, n, k, dtype=torch.bfloat16):
+    return OpCall("aten.mm.default", (TensorSpec((m, k), dtype), TensorSpec((k, n), dtype)))
+
+
+def _attention(rows, causal, dropout=0.0, dtype=torch.bfloat16):
+    spec = TensorSpec((4, 16, rows, 128), dtype, requires_grad=True)
+    return OpCall(
+        "aten.scaled_dot_product_attention.default", (spec, spec, spec, None, dropout, causal)
+    )
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_every_sample_has_a_price_on_every_device(name):
+    device = Cluster.preset(name).device
+    model = RooflineModel(device)
+    for case in samples():
+        call = OpCall.of(*case)
+        found = model.estimate(call)
+        assert found.source == Source.ANALYTICAL
+        todo = work(call)
+        if todo.family == Family.VIEW:
+            assert found.forward_s == device.dispatch_s
+        else:
+            assert found.forward_s >= device.kernel_launch_s
+        assert (found.input_grad_s > 0) == (todo.input_grad.num_kernels > 0)
+        assert (found.weight_grad_s > 0) == (todo.weight_grad.num_kernels > 0)
+
+
+@given(*(st.integers(1, 8192) for _ in range(3)))
+def test_no_product_beats_the_devices_peaks(m, n, k):
+    call = _product(m, n, k)
+    time_s = RooflineModel(H100).estimate(call).forward_s
+    assert time_s >= flops(call) / H100.matrix_flops_per_s(torch.bfloat16)
+    assert time_s >= bytes_moved(call) / H100.memory_bandwidth_bytes_per_s
+
+
+@given(*(st.integers(1, 2048) for _ in range(3)), st.integers(0, 2))
+def test_doubling_a_product_never_makes_it_faster(m, n, k, axis):
+    sizes = [m, n, k]
+    doubled = [size * (2 if i == axis else 1) for i, size in enumerate(sizes)]
+    for device in (H100, Cluster.preset("cpu").device):
+        model = RooflineModel(device)
+        once = model.estimate(_product(*sizes)).forward_s
+        assert model.estimate(_product(*doubled)).forward_s >= once * 0.999
+
+
+def test_large_products_reach_what_is_published():
+    # cuBLAS on 8192-cubed bfloat16: 600 to 800 TFLOPS on an H100 SXM, 230 to 290 on an A100.
+    call = _product(8192, 8192, 8192)
+    for name, low, high in (("h100-sxm", 600e12, 800e12), ("a100-80", 200e12, 290e12)):
+        time_s = RooflineModel(Cluster.preset(name).device).estimate(call).forward_s
+        assert low < flops(call) / time_s < high
+
+
+def test_a_thin_product_is_bound_by_memory():
+    call = _product(1, 8192, 8192)
+    time_s = RooflineModel(H100).estimate(call).forward_s
+    floor_s = bytes_moved(call) / H100.memory_bandwidth_bytes_per_s
+    assert floor_s < time_s < 2 * floor_s + 10 * H100.kernel_launch_s
+
+
+def test_a_few_tiles_more_than_a_wave_cost_more_than_their_share():
+    # 11 x 12 tiles are one wave of 132 multiprocessors, 12 x 12 are one and a bit.
+    model = RooflineModel(H100)
+    full = model.estimate(_product(128 * 11, 128 * 12, 1 << 14)).forward_s
+    more = model.estimate(_product(128 * 12, 128 * 12, 1 << 14)).forward_s
+    assert more > 1.2 * 12 / 11 * full
+
+
+def test_a_causal_kernel_does_half_of_the_work():
+    model = RooflineModel(H100)
+    full = model.estimate(_attention(8192, causal=False))
+    causal = model.estimate(_attention(8192, causal=True))
+    assert causal.forward_s == pytest.approx(full.forward_s / 2, rel=0.05)
+    assert causal.input_grad_s == pytest.approx(full.input_grad_s / 2, rel=0.05)
+
+
+def test_dropout_in_attention_is_dear_on_a_cpu_where_it_is_not_fused():
+    cpu = RooflineModel(Cluster.preset("cpu").device)
+    plain = cpu.estimate(_attention(256, causal=False, dtype=torch.float32))
+    dropped = cpu.estimate(_attention(256, causal=False, dropout=0.1, dtype=torch.float32))
+    assert dropped.forward_s > 1.3 * plain.forward_s
+    gpu = RooflineModel(H100)
+    assert gpu.estimate(_attention(256, False, 0.1)) == gpu.estimate(_attention(256, False))
+
+
+def test_data_that_fits_the_cache_moves_faster():
+    device = msgspec.structs.replace(
+        Cluster.preset("cpu").device, cache_bytes=1 << 20, cache_bandwidth_bytes_per_s=1e11
+    )
+    slow = msgspec.structs.replace(device, cache_bandwidth_bytes_per_s=0.0)
+    small = OpCall("aten.neg.default", (TensorSpec((1 << 16,)),))
+    large = OpCall("aten.neg.default", (TensorSpec((1 << 20,)),))
+    fast, usual = RooflineModel(device), RooflineModel(slow)
+    assert fast.estimate(small).forward_s < usual.estimate(small).forward_s
+    assert fast.estimate(large) == usual.estimate(large)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with this machine's CPU")
+def test_products_on_this_machine_take_about_what_is_predicted(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    device = Cluster.detect(2).device
+    model = RooflineModel(device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(device.num_threads)
+    ratios = []
+    for m, n, k in ((512, 512, 512), (1024, 256, 768), (256, 1024, 256), (64, 512, 512)):
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        times = []
+        for _ in range(15):
+            start = time.perf_counter()
+            a @ b
+            times.append(time.perf_counter() - start)
+        predicted_s = model.estimate(_product(m, n, k, torch.float32)).forward_s
+        ratios.append(predicted_s / min(times))
+    torch.set_num_threads(before)
+    # The median of four shapes within a factor of three, however busy the machine is.
+    assert 1 / 3 < sorted(ratios)[1] < 3
