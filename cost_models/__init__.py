@@ -1,5 +1,6 @@
 """Prices of compute, communication and memory, each with its source."""
 
+from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
 from autopar.cost_models.collective_measure import measure_collectives, measured_model
@@ -13,6 +14,7 @@ from autopar.cost_models.store import ProfileStore, StoreWarning, default_store_
 
 __all__ = [
     "Allocator",
+    "Calibration",
     "Category",
     "Cluster",
     "Collective",
@@ -33,7 +35,9 @@ __all__ = [
     "Source",
     "StoreWarning",
     "TensorSpec",
+    "Uncertainty",
     "bytes_moved",
+    "calibrate",
     "default_store_path",
     "flops",
     "graph_memory",

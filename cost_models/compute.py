@@ -12,7 +12,7 @@ from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.efficiency import TABLES, EfficiencyTable, kernel_time_s
 from autopar.cost_models.estimate import OpEstimate, Source
 from autopar.cost_models.op_work import bytes_moved, flops, work
-from autopar.cost_models.work import Family, Work
+from autopar.cost_models.work import Family, OpWork, Work
 
 __all__ = [
     "ComputeModel",
@@ -21,6 +21,7 @@ __all__ = [
     "TensorSpec",
     "bytes_moved",
     "flops",
+    "peak_flops_per_s",
 ]
 
 _MATRIX_FAMILIES = frozenset(
@@ -55,10 +56,7 @@ class RooflineModel:
 
     def _estimate(self, call: OpCall) -> OpEstimate:
         todo = work(call)
-        is_matrix = todo.family in _MATRIX_FAMILIES
-        peak = self.device.vector_flops_per_s
-        if is_matrix:
-            peak = self.device.matrix_flops_per_s(todo.dtype)
+        peak = peak_flops_per_s(todo, self.device)
         part = _visited_part(call) if todo.family == Family.ATTENTION else 1.0
 
         def seconds(direction: Work) -> float:
@@ -74,6 +72,13 @@ class RooflineModel:
         for extra in _unfused(call, self.device):
             found = found + self.estimate(extra)
         return found
+
+
+def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
+    """The peak rate of the units that a call's family runs on."""
+    if todo.family in _MATRIX_FAMILIES:
+        return device.matrix_flops_per_s(todo.dtype)
+    return device.vector_flops_per_s
 
 
 def _visited_part(call: OpCall) -> float:

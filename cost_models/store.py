@@ -151,10 +151,17 @@ class ProfileStore:
 
     def of_op(self, target: str) -> Iterator[tuple[OpCall, OpTime]]:
         """Every measured call of one operation on this device."""
+        return (pair for pair in self._calls("AND op=?", (target,)) if pair[0].target == target)
+
+    def everything(self) -> Iterator[tuple[OpCall, OpTime]]:
+        """Every measured call on this device."""
+        return self._calls("", ())
+
+    def _calls(self, condition: str, values: tuple[object, ...]) -> Iterator[tuple[OpCall, OpTime]]:
         rows = self._read(
             "SELECT call, forward_s, input_grad_s, weight_grad_s, spread, num_samples "
-            "FROM op_times WHERE op=? AND device=? AND torch_version=? AND num_threads=?",
-            (target, *self._owner),
+            f"FROM op_times WHERE device=? AND torch_version=? AND num_threads=? {condition}",
+            (*self._owner, *values),
         )
         for text, *numbers in rows:
             times = self._op_time(tuple(numbers))
@@ -163,11 +170,9 @@ class ProfileStore:
             except CostError as error:
                 self._say(f"a row that cannot be read is left out: {error}")
                 continue
-            if times is not None and call.target == target:
+            if times is not None:
                 yield call, times
-        for call, times in self._unwritten.items():
-            if call.target == target:
-                yield call, times
+        yield from self._unwritten.items()
 
     def put_collective(self, kind: str, shape: str, backend: str, times: CollectiveTime) -> None:
         """Keeps the time of one collective of one size on groups of one shape."""

@@ -1,0 +1,154 @@
+"""Fits the roofline's efficiencies to measured times, and says how well they then predict.
+
+Comes in: measured calls of one device. Goes out: an ``EfficiencyTable`` for it, and for each family
+the error on calls that the fit did not see. The fitted table prices calls that were never measured,
+and devices of the same kind that are not there.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.calls import OpCall
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.compute import peak_flops_per_s
+from autopar.cost_models.efficiency import (
+    TABLES,
+    EfficiencyTable,
+    FamilyEfficiency,
+    kernel_time_s,
+)
+from autopar.cost_models.op_work import work
+from autopar.cost_models.store import OpTime
+from autopar.cost_models.work import Family, Work
+
+# Fewer samples than this say too little: the family keeps the efficiencies it had.
+_MIN_SAMPLES = 6
+_NUM_ROUNDS = 4
+_SCALES = tuple(2.0**power for power in (-2, -1, -0.5, -0.25, -0.1, 0.1, 0.25, 0.5, 1, 2))
+_KERNEL_S = (0.0, 5e-7, 1e-6, 2e-6, 4e-6, 8e-6, 1.6e-5, 3.2e-5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncertainty:
+    """How well a family is predicted, over calls that the fit did not see.
+
+    ``median_factor`` and ``p90_factor`` are by how much predictions are off, up or down: 1.1 means
+    a tenth. ``num_samples`` counts the measured directions behind it.
+    """
+
+    median_factor: float
+    p90_factor: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A fitted table and its uncertainty, for the families that were measured often enough."""
+
+    table: EfficiencyTable
+    uncertainty: Mapping[Family, Uncertainty]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    work: Work
+    peak_flops_per_s: float
+    time_s: float
+
+
+def calibrate(device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]) -> Calibration:
+    """Efficiencies of ``device`` fitted to ``measured`` by the least absolute error of logarithms.
+
+    Each family is fitted to one half of its samples and judged on the other, both ways, to state
+    the uncertainty; the table returned is then fitted to all of them.
+    """
+    start = TABLES[device.kind]
+    families = dict(start.families)
+    uncertainty = {}
+    for family, samples in _by_family(device, measured).items():
+        if len(samples) < _MIN_SAMPLES:
+            continue
+        unseen = []
+        for fitted, judged in ((samples[::2], samples[1::2]), (samples[1::2], samples[::2])):
+            curve = _fit(fitted, family, device, start)
+            unseen += _errors(judged, family, curve, device, start)
+        families[family] = _fit(samples, family, device, start)
+        deciles = statistics.quantiles(unseen, n=10, method="inclusive")
+        uncertainty[family] = Uncertainty(
+            median_factor=math.exp(statistics.median(unseen)),
+            p90_factor=math.exp(deciles[-1]),
+            num_samples=len(samples),
+        )
+    return Calibration(table=replace(start, families=families), uncertainty=uncertainty)
+
+
+def _by_family(
+    device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]
+) -> dict[Family, list[_Sample]]:
+    found: dict[Family, list[_Sample]] = {}
+    for call, times in measured:
+        todo = work(call)
+        peak = peak_flops_per_s(todo, device)
+        directions = (
+            (todo.forward, times.forward_s),
+            (todo.input_grad, times.input_grad_s),
+            (todo.weight_grad, times.weight_grad_s),
+        )
+        for direction, time_s in directions:
+            if direction.num_kernels and time_s > 0:
+                sample = _Sample(work=direction, peak_flops_per_s=peak, time_s=time_s)
+                found.setdefault(todo.family, []).append(sample)
+    return {
+        family: sorted(samples, key=lambda sample: (sample.work.size_bytes, sample.work.flops))
+        for family, samples in found.items()
+    }
+
+
+def _errors(
+    samples: list[_Sample],
+    family: Family,
+    curve: FamilyEfficiency,
+    device: DeviceSpec,
+    table: EfficiencyTable,
+) -> list[float]:
+    trial = replace(table, families={family: curve})
+    return [
+        abs(math.log(kernel_time_s(s.work, family, s.peak_flops_per_s, device, trial) / s.time_s))
+        for s in samples
+    ]
+
+
+def _fit(
+    samples: list[_Sample], family: Family, device: DeviceSpec, table: EfficiencyTable
+) -> FamilyEfficiency:
+    """Coordinate descent on a geometric grid, finer each round: three numbers, no gradients."""
+
+    def loss(curve: FamilyEfficiency) -> float:
+        return sum(_errors(samples, family, curve, device, table))
+
+    best = table.of(family)
+    best_loss = loss(best)
+    for round_index in range(_NUM_ROUNDS):
+        for candidate in _neighbours(best, 1 / 2**round_index):
+            candidate_loss = loss(candidate)
+            if candidate_loss < best_loss:
+                best, best_loss = candidate, candidate_loss
+    return best
+
+
+def _neighbours(curve: FamilyEfficiency, fineness: float) -> list[FamilyEfficiency]:
+    scales = [scale**fineness for scale in _SCALES]
+    found = [replace(curve, kernel_s=seconds) for seconds in _KERNEL_S]
+    found += [
+        replace(curve, compute=_part(curve.compute * c), memory=_part(curve.memory * m))
+        for c in (1.0, *scales)
+        for m in (1.0, *scales)
+    ]
+    return found
+
+
+def _part(value: float) -> float:
+    """A part of a peak: never above it, so the fitted roofline stays a bound."""
+    return min(max(value, 1e-4), 1.0)
