@@ -32,6 +32,7 @@ from autopar.search import Problem, Solution, Status, solve
 from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
+MAX_BUDGET_TRIALS = 6
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
 
@@ -155,24 +156,9 @@ def _finish(
     budget = _memory_budget(cluster, constraints)
     best = min(candidates, key=_rank)
     progress(f"lower on mesh {best.mesh}")
-    program = lower(best.strategy(), device_type=device_type)
-    memory = program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
-    searched_budget: float = budget
-    for _ in range(4):
-        if memory.peak_bytes <= budget:
-            break
-        estimated = _estimated_bytes(best)
-        searched_budget = min(searched_budget, estimated) * budget / memory.peak_bytes
-        progress(f"search again within {searched_budget / 2**30:.2f} GiB of estimated memory")
-        candidates = [_search(c.priced, constraints, searched_budget) for c in candidates]
-        feasible = [c for c in candidates if c.solution.assignment]
-        if not feasible:
-            raise _too_small(budget, memory)
-        best = min(feasible, key=_rank)
-        program = lower(best.strategy(), device_type=device_type)
-        memory = program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+    program, memory = _lowered(best, device_type)
     if memory.peak_bytes > budget:
-        raise _too_small(budget, memory)
+        best, program, memory = _fit(candidates, best, memory, budget, constraints, device_type)
     strategy = best.strategy()
     strategy.verify()
     plan = make_plan(
@@ -184,6 +170,46 @@ def _finish(
         _redundant(best),
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
+
+
+def _lowered(best: Candidate, device_type: str) -> tuple[RankProgram, ProgramMemory]:
+    program = lower(best.strategy(), device_type=device_type)
+    return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+
+
+def _fit(
+    candidates: Sequence[Candidate],
+    best: Candidate,
+    memory: ProgramMemory,
+    budget: int,
+    constraints: Sequence[Constraint],
+    device_type: str,
+) -> tuple[Candidate, RankProgram, ProgramMemory]:
+    """The cheapest strategy whose counted memory fits, by searching under estimated budgets.
+
+    The search counts by node (an estimate), the program by liveness (the truth), so the estimated
+    budget is corrected by their ratio until the truth fits.
+    """
+    smallest = memory
+    estimated = _estimated_bytes(best)
+    infeasible = 0.0
+    for _ in range(MAX_BUDGET_TRIALS):
+        target = max(estimated * budget / memory.peak_bytes * 0.98, infeasible)
+        if target <= infeasible:
+            target = (infeasible + estimated) / 2
+        tried = [_search(c.priced, constraints, target) for c in candidates]
+        feasible = [c for c in tried if c.solution.assignment]
+        if not feasible:
+            infeasible = target
+            estimated = max(estimated, infeasible * 1.01)
+            continue
+        best = min(feasible, key=_rank)
+        program, memory = _lowered(best, device_type)
+        if memory.peak_bytes <= budget:
+            return best, program, memory
+        smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
+        estimated = min(target, _estimated_bytes(best))
+    raise _too_small(budget, smallest)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
@@ -201,10 +227,9 @@ def _memory_budget(cluster: Cluster, constraints: Sequence[Constraint]) -> int:
 
 
 def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
-    gib = 2**30
     return ConstraintError(
-        f"no strategy was found that fits {budget / gib:.2f} GiB a device; the smallest one tried "
-        f"needs {memory.peak_bytes / gib:.2f} GiB (at {memory.peak_at}). Use more devices, a "
+        f"no strategy was found that fits {budget:,} bytes a device; the smallest one tried "
+        f"needs {memory.peak_bytes:,} bytes (at {memory.peak_at}). Use more devices, a "
         "smaller batch, or a larger MemoryBudget"
     )
 

@@ -153,7 +153,13 @@ class Pricing:
             estimates=estimates,
             internal_s=internal,
             cost_s=np.array([e.total_s for e in estimates]) + internal,
-            memory_bytes=np.array([self._saved_bytes(op, s) for s in supplies], dtype=float),
+            memory_bytes=np.array(
+                [
+                    self._saved_bytes(op, s) + self._weight_bytes(op, n)
+                    for n, s in zip(needs, supplies)
+                ],
+                dtype=float,
+            ),
         )
 
     def _estimate(
@@ -211,6 +217,15 @@ class Pricing:
             if o is not None and self.graph.values[o].differentiable
         )
 
+    def _weight_bytes(self, op: Op, needs: tuple[Placements, ...]) -> int:
+        """Bytes of the parameters as this op uses them; what is stored besides counts there."""
+        values = self.graph.values
+        return sum(
+            self._local_bytes(values[i], need)
+            for i, need in zip(op.inputs, needs)
+            if values[i].kind is ValueKind.PARAMETER
+        )
+
     def stored_table(self, value: Value) -> ValueTable:
         """Placements a parameter or input may be stored in."""
         digits = self._digits(value)
@@ -235,8 +250,9 @@ class Pricing:
 
     @staticmethod
     def _holding_bytes(value: Value, sizes: Array) -> Array:
-        if value.kind is ValueKind.PARAMETER and value.differentiable:
-            return sizes * (2 + OPTIMIZER_STATES)
+        """Gradient and optimizer state of a parameter (its use is counted at the op)."""
+        if value.kind is ValueKind.PARAMETER:
+            return sizes * (1 + OPTIMIZER_STATES if value.differentiable else 0)
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:
@@ -574,4 +590,3 @@ class _Builder:
                 sums[key] = np.sum(matrices, axis=0)
             merged[edge] = sums[key]
         return merged
-

@@ -1,0 +1,175 @@
+"""Plans as documents: the same bytes for the same inputs, read back exactly, refused clearly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from autopar.cost_models import Cluster
+
+from autopar.capture import capture
+from autopar.constraints import Force, MemoryBudget, Pin
+from autopar.errors import ConstraintError, InputError, PlanError
+from autopar.plan import Plan, strategy_of
+from autopar.planner import make_planned
+from tests.models.zoo import build
+
+CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=4)
+DATA_PARALLEL = [Force("data_parallel")]
+
+
+def captured_of(name: str = "gpt2", **changes: object):
+    model, make_batch = build(name)
+    return capture(model, make_batch(0))
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return captured_of()
+
+
+@pytest.fixture(scope="module")
+def plan(captured):
+    return make_planned(captured, CLUSTER, mesh={"x": 2, "y": 2}, constraints=DATA_PARALLEL).plan
+
+
+def test_same_inputs_give_the_same_bytes(plan):
+    again = make_planned(
+        captured_of(), CLUSTER, mesh={"x": 2, "y": 2}, constraints=DATA_PARALLEL
+    ).plan
+    assert again.to_json() == plan.to_json()
+
+
+def test_schema_version_comes_first(plan):
+    assert next(iter(json.loads(plan.to_json()))) == "schema_version"
+
+
+def test_json_is_read_back_exactly(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.to_json(path)
+    assert Plan.from_json(path) == plan
+    assert Plan.from_json(path.read_text()).to_json() == plan.to_json()
+
+
+def test_a_loaded_plan_gives_the_same_strategy(captured):
+    planned = make_planned(
+        captured, CLUSTER, mesh={"x": 2, "y": 2},
+        constraints=[Force("zero3", axis="x"), Force("tensor_parallel", axis="y")],
+    )  # fmt: skip
+    loaded = strategy_of(Plan.from_json(planned.plan.to_json()), captured, 4)
+    graph = captured.graph
+    for op in graph.ops:
+        assert loaded.needs(op) == planned.strategy.needs(op)
+        assert loaded.supplies(op) == planned.strategy.supplies(op)
+    for value in graph.values:
+        if not value.fixed:
+            assert loaded.interface(value) == planned.strategy.interface(value), value.name
+
+
+def edited(plan: Plan, **changes: object) -> str:
+    return json.dumps({**json.loads(plan.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: edited(p, schema_version=99), "schema_version 99"),
+        (lambda p: edited(p, surprise=1), "unknown field `surprise`"),
+        (lambda p: "not json", "no plan can be read"),
+        (lambda p: "{", "not JSON"),
+        (lambda p: edited(p, ops=[1]), r"ops"),
+    ],
+)
+def test_unreadable_plans_are_refused(plan, make, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(make(plan))
+
+
+def test_plan_for_another_model_names_the_difference(plan):
+    with pytest.raises(PlanError, match="inputs is"):
+        strategy_of(plan, captured_of("mlp"))
+
+
+def test_plan_for_another_batch_names_the_inputs(plan):
+    model, make_batch = build("gpt2")
+    with pytest.raises(PlanError, match="inputs is"):
+        strategy_of(plan, capture(model, make_batch(0, batch=8)))
+
+
+def test_plan_for_other_arithmetic_differs_by_fingerprint(plan):
+    model, make_batch = build("gpt2")
+    model.transformer.h[0].ln_1.eps = 0.5
+    with pytest.raises(PlanError, match="fingerprint is"):
+        strategy_of(plan, capture(model, make_batch(0)))
+
+
+def test_plan_for_another_number_of_devices(plan, captured):
+    with pytest.raises(PlanError, match=r"for 4 devices .* but there are 2"):
+        strategy_of(plan, captured, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ops": {"nonsense": "d0 -"}}, "op 'nonsense'"),
+        ({"parameters": {}}, "disagree on"),
+    ],
+)
+def test_plans_that_contradict_the_graph_are_refused(plan, captured, changes, message):
+    with pytest.raises(PlanError, match=message):
+        strategy_of(Plan.from_json(edited(plan, **changes)), captured)
+
+
+def test_an_impossible_choice_names_the_op(plan, captured):
+    ops = {**plan.ops, "addmm": "k k"}
+    ops["addmm"] = "h -"
+    with pytest.raises(PlanError, match="op 'addmm' cannot be split as 'h -'"):
+        strategy_of(Plan.from_json(edited(plan, ops=ops)), captured)
+
+
+def test_model_without_loss_names_the_fix():
+    model, make_batch = build("mlp")
+    captured = capture(model, (make_batch(0)["x"],))
+    with pytest.raises(InputError, match="loss_fn"):
+        make_planned(captured, CLUSTER)
+
+
+def test_mesh_must_multiply_to_the_devices(captured):
+    with pytest.raises(InputError, match="must multiply"):
+        make_planned(captured, CLUSTER, mesh={"x": 3})
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Pin("nowhere.*", choice="m0"), "matches no op"),
+        (Pin("addmm", choice="zzz"), "nothing is left to choose for op 'addmm'"),
+        (Force("zero3", axis="q"), "no axis 'q'"),
+        (MemoryBudget("10KiB"), "no strategy"),
+    ],
+)
+def test_impossible_constraints_are_named(captured, constraint, message):
+    with pytest.raises(ConstraintError, match=message):
+        make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=[constraint])
+
+
+def test_contradictory_constraints_name_both(captured):
+    pins = [Pin("transformer.wte.weight", stored="R"), Pin("transformer.wte.weight", stored="S0")]
+    with pytest.raises(ConstraintError, match=r"stored='R'.* and .*stored='S0'"):
+        make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=pins)
+
+
+def test_pinned_choices_are_kept(captured):
+    planned = make_planned(
+        captured, CLUSTER, mesh={"x": 4}, constraints=[Pin("addmm_2", choice="n")]
+    )
+    assert planned.plan.ops["addmm_2"] == "n"
+
+
+def test_memory_budget_makes_the_plan_split(captured):
+    free = make_planned(captured, CLUSTER, mesh={"x": 4})
+    budget = int(sum(free.plan.prediction.memory_bytes.values()) * 0.6)
+    tight = make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=[MemoryBudget(budget)])
+    assert sum(tight.plan.prediction.memory_bytes.values()) <= budget
+    assert tight.plan.prediction.step_time_s >= free.plan.prediction.step_time_s
+    assert len(tight.plan.ops) > len(free.plan.ops)
