@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from autopar.collectives import move
 from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
@@ -90,7 +91,14 @@ class _BlockMachine:
             mesh=strategy.mesh,
             output_shapes=shapes,
         )
-        results = run_local(context, on_device(args, self.device), on_device(kwargs, self.device))
+        choice = strategy.assignment.choices[op.index]
+        split_axes = tuple(a for a, split in enumerate(choice.splits) if split is not None)
+        # Random ops draw equal numbers on replicas and different ones on shards: see
+        # autopar.runtime.randomness, which reads this from the traced nodes.
+        with annotate({"split_axes": split_axes}):
+            results = run_local(
+                context, on_device(args, self.device), on_device(kwargs, self.device)
+            )
         if isinstance(results, Tensor):
             results = (results,)
         for index, supply, result in zip(op.outputs, supplies, results):

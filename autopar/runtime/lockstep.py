@@ -31,19 +31,18 @@ from autopar.graph import Graph
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.mesh import Mesh
-from autopar.placement import Placements, State
 from autopar.runtime.executor import Executor, StepResult
+from autopar.runtime.parts import gather, reduced, scatter
+from autopar.runtime.randomness import Dice, kept_generators, random_nodes, split_axes
+
+__all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
 
 Shards = list[Tensor]
 Collective = Callable[..., list[Tensor]]
 
 
-def _reduced(parts: Shards) -> Tensor:
-    return torch.stack(parts).sum(0).to(parts[0].dtype)
-
-
 def _all_reduce(parts: Shards, num: int) -> Shards:
-    total = _reduced(parts)
+    total = reduced(parts)
     return [total.clone() for _ in parts]
 
 
@@ -56,7 +55,7 @@ def _all_gather(parts: Shards, num: int, dim: int, outer: int) -> Shards:
 
 
 def _reduce_scatter(parts: Shards, num: int, dim: int, outer: int) -> Shards:
-    return [x.clone() for x in disassemble(_reduced(parts), num, dim, outer)]
+    return [x.clone() for x in disassemble(reduced(parts), num, dim, outer)]
 
 
 def _all_to_all(
@@ -106,12 +105,16 @@ _COLLECTIVES: dict[Any, Collective] = {
 class LockstepMachine:
     """Runs one graph for every rank of a mesh at once."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, seed: int = 0) -> None:
         self.mesh = mesh
+        self.dice = Dice(mesh, seed)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}
         given = iter(arguments)
+        random = random_nodes(module)
+        if random:
+            self.dice.begin_call()
         with torch.no_grad():
             for node in module.graph.nodes:
                 if node.op == "placeholder":
@@ -123,8 +126,19 @@ class LockstepMachine:
                 elif node.target in RAW_OPS:
                     env[node] = self._collective(node, env)
                 else:
-                    env[node] = [self._call(node, env, r) for r in range(self.mesh.num_devices)]
+                    env[node] = self._call_each(node, env, random.get(node))
         raise AssertionError("a graph without output")
+
+    def _call_each(
+        self, node: fx.Node, env: Mapping[fx.Node, list[Any]], place: int | None
+    ) -> list[Any]:
+        results = []
+        for rank in range(self.mesh.num_devices):
+            if place is not None:
+                seed = self.dice.seed_of(place, split_axes(node), rank)
+                torch.default_generator.manual_seed(seed)
+            results.append(self._call(node, env, rank))
+        return results
 
     @staticmethod
     def _call(node: fx.Node, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
@@ -154,52 +168,18 @@ class LockstepMachine:
         ]
 
 
-def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> Shards:
-    """One shard per rank of a whole value (R and S only)."""
-    return [local_part(whole, placements, mesh, rank).clone() for rank in range(mesh.num_devices)]
-
-
-def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a whole value that ``rank`` holds (R and S only), contiguous."""
-    part, coordinate = whole, mesh.coordinate(rank)
-    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
-    # Innermost digits first: the outer ones then still have their global outer.
-    for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
-        num = mesh.axis_sizes[axis]
-        part = disassemble(part, num, placement.dim, placement.outer)[coordinate[axis]]
-    return part.contiguous()
-
-
-def gather(shards: Shards, placements: Placements, mesh: Mesh) -> Tensor:
-    """The whole value from one shard per rank (R, S and P)."""
-    current = {mesh.coordinate(r): shard for r, shard in enumerate(shards)}
-    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
-    order = [a for _, a in sorted(splits, key=lambda s: s[0].outer)]
-    order += [a for a, p in enumerate(placements) if p.state is not State.SHARD]
-    for axis in order:
-        groups: dict[tuple[int, ...], Shards] = {}
-        for coordinate in sorted(current):
-            key = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
-            groups.setdefault(key, []).append(current[coordinate])
-        current = {key: _join(parts, placements[axis]) for key, parts in groups.items()}
-    (whole,) = current.values()
-    return whole
-
-
-def _join(parts: Shards, placement: Any) -> Tensor:
-    if placement.state is State.SHARD:
-        return assemble(torch.stack(parts), placement.dim, placement.outer)
-    return _reduced(parts) if placement.state is State.PARTIAL else parts[0]
-
-
 class LockstepRun:
     """A program with real parameters on all ranks at once, and plain SGD-like updates outside."""
 
-    def __init__(self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor], *, seed: int = 0
+    ) -> None:
         self.program = program
         self.graph = graph
+        self.num_steps = 0
         mesh = program.mesh
-        self.executor: Executor[Shards] = Executor(program, LockstepMachine(mesh))
+        self.machine = LockstepMachine(mesh, seed)
+        self.executor: Executor[Shards] = Executor(program, self.machine)
         self.parameters = {
             p.value: scatter(state[p.name], p.stored, mesh) for p in program.parameters
         }
@@ -220,9 +200,14 @@ class LockstepRun:
 
     def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
         """Forward and backward; buffers are updated, parameters are left to the caller."""
-        result = self.executor.step(self.parameters, self.buffers, self._inputs(tensors))
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(torch.device("cpu")):
+            result = self.executor.step(self.parameters, self.buffers, self._inputs(tensors))
         self.buffers.update(result.buffers)
+        self.num_steps += 1
         return result
 
     def forward(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
-        return self.executor.forward(self.parameters, self.buffers, self._inputs(tensors))
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(torch.device("cpu")):
+            return self.executor.forward(self.parameters, self.buffers, self._inputs(tensors))

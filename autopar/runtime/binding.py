@@ -1,0 +1,137 @@
+"""A machine that runs lowered graphs in this process: raw ops are bound to process groups.
+
+In: a `Communicator` and graphs whose raw ops name mesh axes. Out: per graph one Python function,
+made once, in which each raw op is a direct call of a function of the communicator; no dispatcher,
+no look-up by name. An all-reduce whose operand nobody else reads works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.collectives import ALL_REDUCE, MASK, RAW_OPS, SHARD
+from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.program import RankProgram
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
+
+
+class ProcessMachine:
+    """`autopar.runtime.executor.Machine` on one device. Call it with gradients disabled."""
+
+    def __init__(self, communicator: Communicator, dice: Dice) -> None:
+        self.communicator = communicator
+        self.device = communicator.device
+        self.dice = dice
+        self._bound: dict[fx.GraphModule, Callable[..., Sequence[Tensor]]] = {}
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        bound = self._bound.get(module)
+        if bound is None:
+            bound = self._bound[module] = self._bind(module)
+        return bound(*arguments)
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    def contiguous(self, value: Tensor) -> Tensor:
+        return value.contiguous()
+
+    def filled(self, meta: TensorMeta, fill: float) -> Tensor:
+        return torch.full(meta.shape, fill, dtype=meta.dtype, device=self.device)
+
+    def _bind(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(module.graph, env)
+        graph.output(result)
+        random = random_nodes(module)
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            copied = env[node]
+            if node.target in RAW_OPS:
+                copied.target = self._bound_raw(node)
+                copied.args, copied.kwargs = (copied.args[0],), {}
+            elif node in random:
+                copied.target = self._seeded(node, random[node])
+        bound = fx.GraphModule(_on_device(module, self.device), graph)
+        run: Callable[..., Sequence[Tensor]] = bound.forward
+        if not random:
+            return run
+
+        def run_random(*arguments: Tensor) -> Sequence[Tensor]:
+            self.dice.begin_call()
+            return run(*arguments)
+
+        return run_random
+
+    def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
+        _, label, _, *static = node.args
+        if node.target is ALL_REDUCE and _is_last_reader(node):
+            return self.communicator.bind_in_place(str(label))
+        return self.communicator.bind(node.target, str(label), *static)  # type: ignore[arg-type]
+
+    def _seeded(self, node: fx.Node, place: int) -> Callable[..., Any]:
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        axes, dice, rank = split_axes(node), self.dice, self.communicator.rank
+        generator = _default_generator(self.device)
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            generator.manual_seed(dice.seed_of(place, axes, rank))
+            return target(*args, **kwargs)
+
+        seeded.__name__ = f"seeded_{node.name}"
+        return seeded
+
+
+def labels_of(program: RankProgram) -> set[str]:
+    """The axes labels of all collectives and slices of a program."""
+    labels = set()
+    for kernel in program.kernels:
+        for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
+            nodes = () if module is None else module.graph.nodes
+            labels |= {str(n.args[1]) for n in nodes if n.target in RAW_OPS}
+    return labels
+
+
+def has_random_ops(program: RankProgram) -> bool:
+    return any(random_nodes(kernel.forward) for kernel in program.kernels)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+
+
+def _on_device(module: fx.GraphModule, device: torch.device) -> dict[str, Any]:
+    """The tensors that a graph holds; scalars stay on the CPU, where every kernel takes them."""
+    names = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    held = {name: getattr(module, name) for name in names}
+    return {n: t.to(device) if isinstance(t, Tensor) and t.dim() else t for n, t in held.items()}
+
+
+def _is_last_reader(node: fx.Node) -> bool:
+    """Whether the operand of ``node`` is memory that was made in this graph for it alone."""
+    value = node.args[0]
+    while isinstance(value, fx.Node) and value.op == "call_function" and len(value.users) == 1:
+        if not _may_alias(value):
+            return True
+        value = value.args[0]
+    return False
+
+
+def _may_alias(node: fx.Node) -> bool:
+    if node.target in RAW_OPS:
+        return node.target in (SHARD, MASK)
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or is_random(node):  # getitem; dropout that drops nothing
+        return True
+    return any(result.alias_info is not None for result in schema.returns)

@@ -1,0 +1,318 @@
+"""Axis-named collectives over ``torch.distributed``: one process group per axes label.
+
+In: a mesh, this process's rank and the labels that a program uses. Out: for each raw op of
+`autopar.collectives` a plain function of a local tensor. A digit behind ``outer`` of a dimension is
+laid out for the wire by ``disassemble`` and read back by ``assemble``; the plain split of dimension
+0 is the wire's own layout and goes straight into the output.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_MAX,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    MASK,
+    REDUCE_SCATTER,
+    SHARD,
+    UNSHARD,
+    assemble,
+    disassemble,
+)
+from autopar.errors import DeviceError
+from autopar.mesh import Mesh
+from autopar.runtime.parts import digit_slice
+
+LocalFunction = Callable[[Tensor], Tensor]
+
+# torch 2.13 gave the single-tensor collectives these names, and warns of the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The process group over some axes that this rank is in, and its position there."""
+
+    process_group: Any
+    size: int
+    index: int
+    label: str
+
+
+class Communicator:
+    """This rank's groups of one mesh. Making it is collective: all ranks, the same labels."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, labels: Iterable[str]) -> None:
+        if dist.get_world_size() != mesh.num_devices:
+            raise DeviceError(
+                f"the mesh {mesh} has {mesh.num_devices} ranks but the process group has "
+                f"{dist.get_world_size()}; start as many processes as the plan has devices: "
+                f"torchrun --nproc-per-node={mesh.num_devices} train.py"
+            )
+        self.mesh = mesh
+        self.device = device
+        self.rank = dist.get_rank()
+        self.device_mesh = device_mesh(mesh, device.type)
+        self._groups: dict[str, Group] = {}
+        for label in sorted(set(labels)):
+            self.group(label)
+
+    def group(self, label: str) -> Group:
+        """The group of a label; collective where it is new."""
+        if label not in self._groups:
+            axes = self.mesh.axes_of(label)
+            if len(axes) == 1:
+                process_group = self.device_mesh.get_group(axes[0])
+            else:
+                process_group = _joint_group(self.mesh.groups(axes), self.rank)
+            self._groups[label] = Group(
+                process_group=process_group,
+                size=self.mesh.size(axes),
+                index=self.mesh.index(self.rank, axes),
+                label=label,
+            )
+        return self._groups[label]
+
+    def bind(self, op: Any, label: str, *static: int) -> LocalFunction:
+        """A raw op with its static arguments (after ``num``) as a function of a local tensor."""
+        function = _MAKERS[op](self.group(label), *static)
+        function.__name__ = f"{op.name().split('::')[1].split('.')[0]}_{label.replace(',', '_')}"
+        function.__module__ = __name__
+        return function
+
+    def bind_in_place(self, label: str) -> LocalFunction:
+        """``all_reduce`` of a tensor that nobody else reads: it may be overwritten."""
+        function = _all_reduce_in_place(self.group(label))
+        function.__name__ = f"all_reduce__{label.replace(',', '_')}"
+        function.__module__ = __name__
+        return function
+
+
+class _Known:
+    """Meshes and groups of the present default process group: made once, used by every program."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
+        self.groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+    def of_this_world(self) -> _Known:
+        if self.world is not dist.group.WORLD:
+            self.__init__()  # type: ignore[misc]
+            self.world = dist.group.WORLD
+        return self
+
+
+_KNOWN = _Known()
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """torch's mesh with our axis names. Collective the first time."""
+    known = _KNOWN.of_this_world().meshes
+    if (device_type, mesh) not in known:
+        known[device_type, mesh] = init_device_mesh(
+            device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
+        )
+    return known[device_type, mesh]
+
+
+def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
+    """This rank's group among ``groups``; all ranks make all of them, in the same order."""
+    if len(groups) == 1 and groups[0] == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    known = _KNOWN.of_this_world().groups
+    if groups not in known:
+        assert all(list(group) == sorted(group) for group in groups), groups
+        own = None
+        for group in groups:
+            made = dist.new_group(list(group))
+            own = made if rank in group else own
+        known[groups] = own
+    return known[groups]
+
+
+def initialize(device: torch.device, timeout: datetime.timedelta) -> None:
+    """Join the process group that ``torchrun`` describes, unless the user has done it."""
+    if not dist.is_initialized():
+        is_cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            timeout=timeout,
+            device_id=device if is_cuda else None,
+        )
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    """Sum in place over the group."""
+    dist.all_reduce(x, group=group.process_group)
+    return x
+
+
+def _all_reduce(group: Group) -> LocalFunction:
+    def all_reduce(x: Tensor) -> Tensor:
+        if x.dtype is torch.bool:  # a sum of truth values is "any"; as bytes it would be 2
+            return _maximum(x.to(torch.uint8), group).to(torch.bool)
+        return _summed(x.clone(memory_format=torch.contiguous_format), group)
+
+    return all_reduce
+
+
+def _all_reduce_in_place(group: Group) -> LocalFunction:
+    copying = _all_reduce(group)
+
+    def all_reduce(x: Tensor) -> Tensor:
+        if x.is_contiguous() and x.dtype is not torch.bool:
+            return _summed(x, group)
+        return copying(x)
+
+    return all_reduce
+
+
+def _maximum(x: Tensor, group: Group) -> Tensor:
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
+    return x
+
+
+def _all_reduce_max(group: Group) -> LocalFunction:
+    def all_reduce_max(x: Tensor) -> Tensor:
+        if x.dtype is torch.bool:
+            return _maximum(x.to(torch.uint8), group).to(torch.bool)
+        return _maximum(x.clone(memory_format=torch.contiguous_format), group)
+
+    return all_reduce_max
+
+
+def _wire(x: Tensor) -> Tensor:
+    """Truth values travel as bytes, which every backend moves."""
+    return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _all_gather(group: Group, dim: int, outer: int) -> LocalFunction:
+    num = group.size
+
+    def all_gather(x: Tensor) -> Tensor:
+        if dim == 0 and outer == 1:
+            whole = x.new_empty((num * x.shape[0], *x.shape[1:]))
+            _all_gather_single(
+                _wire(whole), _wire(x.contiguous()), group=group.process_group
+            )
+            return whole
+        parts = x.new_empty((num, *x.shape))
+        _all_gather_single(
+            _wire(parts), _wire(x.contiguous()).unsqueeze(0), group=group.process_group
+        )
+        return assemble(parts, dim, outer)
+
+    return all_gather
+
+
+def _reduce_scatter(group: Group, dim: int, outer: int) -> LocalFunction:
+    num = group.size
+
+    def reduce_scatter(x: Tensor) -> Tensor:
+        if x.dtype is torch.bool:
+            return reduce_scatter(x.to(torch.int32)).to(torch.bool)
+        if dim == 0 and outer == 1:
+            part = x.new_empty((x.shape[0] // num, *x.shape[1:]))
+            _reduce_scatter_single(part, x.contiguous(), group=group.process_group)
+            return part
+        parts = disassemble(x, num, dim, outer)
+        part = x.new_empty(parts.shape[1:])
+        _reduce_scatter_single(part.unsqueeze(0), parts, group=group.process_group)
+        return part
+
+    return reduce_scatter
+
+
+def _all_to_all(
+    group: Group, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
+) -> LocalFunction:
+    num = group.size
+
+    def all_to_all(x: Tensor) -> Tensor:
+        sent = disassemble(x, num, dst_dim, dst_outer)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(_wire(received), _wire(sent), group=group.process_group)
+        return assemble(received, src_dim, src_outer)
+
+    return all_to_all
+
+
+def _shard(group: Group, dim: int, outer: int) -> LocalFunction:
+    num, index = group.size, group.index
+    if dim == 0 and outer == 1:
+
+        def shard_rows(x: Tensor) -> Tensor:
+            size = x.shape[0] // num
+            return x.narrow(0, index * size, size)
+
+        return shard_rows
+
+    def shard(x: Tensor) -> Tensor:
+        return digit_slice(x, num, index, dim, outer).contiguous()
+
+    return shard
+
+
+def _unshard(group: Group, dim: int, outer: int) -> LocalFunction:
+    num, index = group.size, group.index
+
+    def unshard(x: Tensor) -> Tensor:
+        shape = x.shape
+        inner = shape[dim] // outer
+        split = (*shape[:dim], outer, num, inner, *shape[dim + 1 :])
+        whole = x.new_zeros(split)
+        whole.select(dim + 1, index).copy_(
+            x.reshape((*shape[:dim], outer, inner, *shape[dim + 1 :]))
+        )
+        return whole.view((*shape[:dim], shape[dim] * num, *shape[dim + 1 :]))
+
+    return unshard
+
+
+def _mask(group: Group) -> LocalFunction:
+    is_first = group.index == 0
+
+    def mask(x: Tensor) -> Tensor:
+        if is_first:
+            return x.contiguous()
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    return mask
+
+
+def _axis_index(group: Group) -> LocalFunction:
+    made: dict[torch.device, Tensor] = {}
+
+    def axis_index(like: Tensor) -> Tensor:
+        if like.device not in made:
+            made[like.device] = torch.tensor(group.index, device=like.device)
+        return made[like.device]
+
+    return axis_index
+
+
+_MAKERS: dict[Any, Callable[..., LocalFunction]] = {
+    ALL_REDUCE: _all_reduce,
+    ALL_REDUCE_MAX: _all_reduce_max,
+    ALL_GATHER: _all_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+    SHARD: _shard,
+    UNSHARD: _unshard,
+    MASK: _mask,
+    AXIS_INDEX: _axis_index,
+}

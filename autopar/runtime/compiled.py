@@ -1,0 +1,258 @@
+"""``Compiled``: what ``autopar.compile`` returns, under ``torchrun`` and in one process alike."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import Captured, Signature
+from autopar.errors import InputError
+from autopar.lowering.program import RankProgram
+from autopar.placement import local_shape
+from autopar.runtime.checkpoint import Path
+from autopar.runtime.local import LocalRunner
+from autopar.runtime.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.rank import RankOptions
+from autopar.runtime.spmd import SpmdRunner, is_spmd
+from autopar.torch_private import pytree
+
+_NUM_TIMED_STEPS = 100
+
+
+class Runner(Protocol):
+    """Where the ranks are: in this process, one of many, or in workers of it."""
+
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
+
+    @property
+    def has_forward_program(self) -> bool: ...
+
+    def set_forward_program(self, program: RankProgram) -> None: ...
+
+    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def full_state_dict(self) -> dict[str, Tensor]: ...
+
+    def gradients(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+    def optimizer_state_dict(self) -> dict[str, Any]: ...
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Compiled:
+    """A model compiled for its devices: train it, call it, take its state out.
+
+    Arguments:
+
+    * ``captured``: the graph and the signature of the model's call.
+    * ``program``: the lowered training program (``lower(strategy)``).
+    * ``forward_program``: makes the forward program (``lower(strategy, training=False)``) when
+      it is first needed.
+    * ``plan``: anything; handed out as ``compiled.plan``.
+    * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process has the one
+      of its ``LOCAL_RANK``, and they only say how many there are.
+    * ``model``, ``loss_fn``: whose parameters and buffers are the initial state; left untouched.
+    * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
+      ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
+    * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
+    * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
+
+    Under ``torchrun`` every method is called by all ranks alike. In a single process workers are
+    started; they end with `close`, at the end of a ``with`` block, and with the interpreter.
+    """
+
+    def __init__(
+        self,
+        *,
+        captured: Captured,
+        program: RankProgram,
+        forward_program: Callable[[], RankProgram],
+        plan: Any,
+        devices: Sequence[torch.device],
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None = None,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int | None = None,
+        start_timeout_s: float = 120.0,
+        call_timeout_s: float = 600.0,
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self._captured = captured
+        self._forward_program = forward_program
+        self._local_signature = local_signature(captured.signature, program)
+        self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
+        state = initial_state(model, loss_fn)
+        options = RankOptions(
+            keys=state_keys(model, captured, program),
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            seed=(torch.initial_seed() if seed is None else seed) & (2**63 - 1),
+        )
+        self._runner: Runner
+        if is_spmd():
+            self._runner = SpmdRunner(program, state, options, timeout_s=call_timeout_s)
+            return
+        group = LocalRunner.start_workers(
+            devices, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s
+        )
+        try:
+            self._runner = LocalRunner(program, state, options, group)
+        except BaseException:
+            group.close()
+            raise
+
+    def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
+        """One forward, backward and update on the global batch; the scalar loss.
+
+        With ``local``, under ``torchrun``, each rank passes its own part of the batch.
+        """
+        if self.program.loss is None:
+            raise InputError(
+                "the model returns no scalar loss, so it cannot be trained; pass "
+                "autopar.compile(..., loss_fn=torch.nn.functional.cross_entropy)"
+            )
+        started_s = time.perf_counter()
+        loss = self._runner.train_step(self._flatten(args, kwargs, local), local=local)
+        self._step_times_s.append(time.perf_counter() - started_s)
+        return loss
+
+    def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
+        """The forward pass alone; what the model itself returns, whole."""
+        if not self._runner.has_forward_program:
+            self._runner.set_forward_program(self._forward_program())
+        tensors = self._runner.forward(self._flatten(args, kwargs, local), local=local)
+        return rebuild_output(self._captured.signature, tensors)
+
+    def _flatten(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
+    ) -> list[Tensor]:
+        signature = self._local_signature if local else self._captured.signature
+        return signature.flatten(args, kwargs)
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median time of the last steps as the caller saw it, in seconds; None before the first."""
+        return statistics.median(self._step_times_s) if self._step_times_s else None
+
+    def report(self) -> str:
+        """The plan, and what was measured since."""
+        lines = [str(self.plan)]
+        if self.step_time_s is not None:
+            lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")
+        return "\n".join(lines)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the original model's keys.
+
+        Under ``torchrun`` parameters are DTensors; in one process plain whole tensors.
+        """
+        return self._runner.state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Plain whole tensors under the original model's keys: loads into the plain model."""
+        return self._runner.full_state_dict()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step by parameter name, as `state_dict` gives parameters."""
+        return self._runner.gradients()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict`, `full_state_dict` or the plain model's gave."""
+        self._runner.load_state_dict(state)
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the present weights and buffers into the plain model."""
+        model.load_state_dict(self.full_state_dict())
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """``{"state": {parameter name: {...}}, "param_groups": [...]}``."""
+        return self._runner.optimizer_state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._runner.load_optimizer_state_dict(state)
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer and schedule to a folder by ``torch.distributed.checkpoint``."""
+        self._runner.save(path)
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, on the same devices or others."""
+        self._runner.load(path)
+
+    def close(self) -> None:
+        """End the workers, or leave the process group if it was joined here."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; raises InputError for a model without data."""
+    state: dict[str, Tensor] = {}
+    for module in (loss_fn, model):
+        if isinstance(module, nn.Module):
+            state.update(module.named_parameters())
+            state.update(module.named_buffers())
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise InputError(
+                f"{name!r} is on the meta device, which holds no numbers, so the model can be "
+                "planned but not run. Give it data first: model.to_empty(device='cpu'), then "
+                "initialise it or model.load_state_dict(torch.load('weights.pt'))"
+            )
+    return state
+
+
+def state_keys(
+    model: nn.Module, captured: Captured, program: RankProgram
+) -> tuple[tuple[str, str], ...]:
+    """Each key of the model's ``state_dict()`` with the name of its tensor in the program."""
+    canonical = dict(captured.graph.aliases)
+    known = {p.name for p in program.parameters} | {b.name for b in program.buffers}
+    pairs = [(key, canonical.get(key, key)) for key in model.state_dict()]
+    return tuple((key, name) for key, name in pairs if name in known)
+
+
+def local_signature(signature: Signature, program: RankProgram) -> Signature:
+    """The signature of a call with one rank's part of the batch."""
+    shapes = tuple(local_shape(i.shape, i.placements, program.mesh) for i in program.inputs)
+    return dataclasses.replace(signature, input_shapes=shapes)
+
+
+def rebuild_output(signature: Signature, tensors: Sequence[Tensor]) -> Any:
+    """The model's own output type from its tensors, in order."""
+    leaves = [
+        tensors[leaf.position] if hasattr(leaf, "position") else leaf
+        for leaf in signature.out_leaves
+    ]
+    return pytree.tree_unflatten(leaves, signature.out_spec)

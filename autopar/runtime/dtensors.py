@@ -1,0 +1,131 @@
+"""Local parts as ``DTensor``s, and back.
+
+A split that torch can write as ``Shard`` (contiguous parts, several axes of one dimension nested in
+mesh order) leaves as it is, sharing memory with the runtime. Any other digit (a fused
+query-key-value projection split by heads) is redistributed to such a split first and leaves as a
+copy, so that every consumer of DTensors, ``torch.distributed.checkpoint`` above all, sees
+contiguous parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.collectives import RAW_OPS
+from autopar.errors import InputError
+from autopar.mesh import Mesh
+from autopar.placement import Placements, S, State, redistribute
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.parts import local_part
+
+
+def contiguous_placements(placements: Placements, mesh: Mesh) -> Placements:
+    """The same axes on the same dimensions, as plain nested splits in mesh order."""
+    reached: dict[int, int] = {}
+    plain = []
+    for placement, size in zip(placements, mesh.axis_sizes):
+        if placement.state is State.SHARD:
+            outer = reached.get(placement.dim, 1)
+            reached[placement.dim] = outer * size
+            placement = S(placement.dim, outer)
+        plain.append(placement)
+    return tuple(plain)
+
+
+def torch_placements(placements: Placements) -> tuple[Any, ...]:
+    """As torch writes `contiguous_placements`."""
+    return tuple(Shard(p.dim) if p.state is State.SHARD else Replicate() for p in placements)
+
+
+class Porter:
+    """Carries tensors out as DTensors and back in. Every call is collective."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.mesh = communicator.mesh
+
+    def out(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> DTensor:
+        """A DTensor of the local part; it shares its memory where no redistribution is needed."""
+        plain = contiguous_placements(placements, self.mesh)
+        local = self._moved(local.detach(), placements, plain, shape)
+        result: DTensor = DTensor.from_local(
+            local,
+            self.communicator.device_mesh,
+            torch_placements(plain),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_contiguous_strides(shape),
+        )
+        return result
+
+    def into(self, local: Tensor, source: Tensor, placements: Placements, name: str) -> None:
+        """Copy a whole tensor or a DTensor on any mesh into the local part of ``placements``."""
+        shape = self._whole_shape(local, placements)
+        if tuple(source.shape) != shape:
+            raise InputError(
+                f"{name!r} has shape {tuple(source.shape)}; the compiled model's is {shape}. "
+                "Load the state of the same model"
+            )
+        source = source.detach()
+        if isinstance(source, DTensor):
+            plain = contiguous_placements(placements, self.mesh)
+            same = source.device_mesh == self.communicator.device_mesh
+            if same and tuple(source.placements) == torch_placements(plain):
+                own = source.to_local().to(self.communicator.device)
+                local.copy_(self._moved(own, plain, placements, shape))
+                return
+            source = source.full_tensor()
+        local.copy_(local_part(source, placements, self.mesh, self.communicator.rank))
+
+    def whole(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor, on every rank; a copy."""
+        replicated = self._moved(local.detach(), placements, _replicated(placements), shape)
+        return replicated.clone() if replicated is local or _is_view(replicated, local) else (
+            replicated
+        )  # fmt: skip
+
+    def _whole_shape(self, local: Tensor, placements: Placements) -> tuple[int, ...]:
+        shape = list(local.shape)
+        for placement, size in zip(placements, self.mesh.axis_sizes):
+            if placement.state is State.SHARD:
+                shape[placement.dim] *= size
+        return tuple(shape)
+
+    def _moved(
+        self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Redistribute here and now, by the communicator's own collectives."""
+        for step in redistribute(source, target, shape, self.mesh):
+            if self.mesh.size(step.axes) > 1:
+                local = self._step(local, step)
+        return local
+
+    def _step(self, local: Tensor, step: Any) -> Tensor:
+        operators = {op.name().split("::")[1].split(".")[0]: op for op in RAW_OPS}
+        label = self.mesh.axes_label(step.axes)
+        source = (step.source.dim, step.local_outer)
+        target = (step.target.dim, step.target_local_outer)
+        kind = str(step.kind)
+        static = {
+            "slice": target, "all_gather": source, "all_to_all": (*source, *target)
+        }[kind]  # fmt: skip
+        operator = operators["shard" if kind == "slice" else kind]
+        return self.communicator.bind(operator, label, *static)(local)
+
+
+def _replicated(placements: Placements) -> Placements:
+    from autopar.placement import R
+
+    return (R,) * len(placements)
+
+
+def _is_view(tensor: Tensor, of: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

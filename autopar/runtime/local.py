@@ -1,0 +1,269 @@
+"""One process, or a notebook, that drives local workers: the parent's side and the workers'.
+
+In: a program, whole state, batches. Out: losses, outputs and whole state. Whole tensors are sent
+once for all workers through shared memory, in portions, and each worker copies only its own part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.lowering.program import RankProgram
+from autopar.placement import Placements, local_shape
+from autopar.runtime import checkpoint
+from autopar.runtime.optimizers import is_like_parameter, make_optimizer
+from autopar.runtime.parts import gather, holder, local_part
+from autopar.runtime.rank import RankOptions, RankRuntime, check_keys
+from autopar.runtime.wire import pack_program, unpack_program
+from autopar.runtime.workers import WorkerGroup
+
+_PORTION_BYTES = 256 << 20
+
+
+class RankService:
+    """The workers' side: one `RankRuntime`, answering the calls of `LocalRunner`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.runtime: RankRuntime | None = None
+        self._state: dict[str, Tensor] = {}
+
+    def prepare(self, program: bytes) -> None:
+        """A new program; what the old one held is let go first."""
+        self.runtime = None
+        self._state = {}
+        self.program = unpack_program(program)
+        self.device = torch.device("cpu")
+        if self.program.device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def receive(self, whole: Mapping[str, Tensor]) -> None:
+        """Keep this rank's part of some whole tensors."""
+        stored = {p.name: p.stored for p in self.program.parameters}
+        for name, tensor in whole.items():
+            if name in stored:
+                tensor = local_part(tensor, stored[name], self.program.mesh, self.rank)
+            self._state[name] = tensor.detach().to(self.device, copy=True)
+
+    def start(self, options: RankOptions) -> None:
+        self.runtime = RankRuntime(self.program, self._state, options, self.device)
+        self._state = {}
+
+    @property
+    def running(self) -> RankRuntime:
+        assert self.runtime is not None
+        return self.runtime
+
+    def train_step(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        loss = self.running.train_step(tensors)
+        return loss.cpu() if self.rank == 0 else None
+
+    def set_forward_program(self, program: bytes) -> None:
+        self.running.set_forward_program(unpack_program(program))
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        outputs = self.running.forward(tensors)
+        return [x.cpu() for x in outputs] if self.rank == 0 else None
+
+    def held(self, what: str) -> dict[str, Tensor]:
+        """Parts of parameters or gradients that no lower rank holds; buffers from rank 0."""
+        runtime = self.running
+        parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
+        return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
+
+    def _is_holder(self, name: str) -> bool:
+        stored = {p.name: p.stored for p in self.program.parameters}.get(name, ())
+        if not stored:
+            return self.rank == 0
+        return holder(stored, self.program.mesh, self.rank) == self.rank
+
+    def held_optimizer_state(self) -> dict[str, Any]:
+        """As `RankRuntime.optimizer_state_dict`, with the parts that no lower rank holds."""
+        state = self.running.optimizer_state_dict(local=True)
+        state["state"] = {
+            name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            for name, entries in state["state"].items()
+            if self._is_holder(name)
+        }
+        return state
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        self.running.load_named(whole)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.running.load_optimizer_state_dict(state)
+
+    def save_checkpoint(self, path: str) -> None:
+        checkpoint.save(self.running, path)
+
+    def load_checkpoint(self, path: str) -> None:
+        checkpoint.load(self.running, path)
+
+
+class LocalRunner:
+    """The parent's side. The caller's own tensors are never changed."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        group: WorkerGroup,
+        *,
+        owns_group: bool = True,
+    ) -> None:
+        self.program = program
+        self.options = options
+        self.group = group
+        self._owns_group = owns_group
+        self._stored: dict[str, Placements] = {p.name: p.stored for p in program.parameters}
+        self._has_forward_program = False
+        check_optimizer_here(program, options)
+        group.call("prepare", pack_program(program))
+        for portion in portions(needed_state(program, state)):
+            group.call("receive", portion)
+        group.call("start", options)
+
+    @staticmethod
+    def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
+        """One worker per device; ``limits`` as in `WorkerGroup`."""
+        is_cuda = devices[0].type == "cuda"
+        return WorkerGroup(
+            len(devices),
+            service=RankService,
+            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            device_type=devices[0].type,
+            device_indices=[d.index or 0 for d in devices] if is_cuda else None,
+            **limits,
+        )
+
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        _refuse_local(local)
+        loss: Tensor = self.group.call("train_step", list(tensors))[0]
+        return loss
+
+    @property
+    def has_forward_program(self) -> bool:
+        return self._has_forward_program
+
+    def set_forward_program(self, program: RankProgram) -> None:
+        self.group.call("set_forward_program", pack_program(program))
+        self._has_forward_program = True
+
+    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        _refuse_local(local)
+        outputs: list[Tensor] = self.group.call("forward", list(tensors))[0]
+        return outputs
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.full_state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Plain whole tensors under the model's own keys."""
+        named = self._gathered("state")
+        return {key: named[name] for key, name in self.options.keys}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients, whole, by parameter name."""
+        return self._gathered("gradients")
+
+    def _gathered(self, what: str) -> dict[str, Tensor]:
+        by_rank = self.group.call("held", what)
+        return {name: self._whole(name, [h.get(name) for h in by_rank]) for name in by_rank[0]}
+
+    def _whole(self, name: str, parts: Sequence[Tensor | None]) -> Tensor:
+        """From the parts of the ranks that sent theirs."""
+        mesh, stored = self.program.mesh, self._stored.get(name, ())
+        if not stored:
+            assert parts[0] is not None
+            return parts[0]
+        full = [parts[holder(stored, mesh, rank)] for rank in range(mesh.num_devices)]
+        return gather([p for p in full if p is not None], stored, mesh)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        check_keys(state, self.options.keys)
+        named = {name: state[key].detach() for key, name in reversed(self.options.keys)}
+        for portion in portions(named):
+            self.group.call("load", portion)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """As `RankRuntime.optimizer_state_dict`, with whole tensors."""
+        by_rank = self.group.call("held_optimizer_state")
+        mesh = self.program.mesh
+        shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in self.program.parameters}
+        state: dict[str, dict[str, Any]] = {}
+        for name, entries in by_rank[0]["state"].items():
+            reference = torch.empty(shapes[name], device="meta")
+            state[name] = {
+                key: self._whole(name, [r["state"].get(name, {}).get(key) for r in by_rank])
+                if is_like_parameter(value, reference)
+                else value
+                for key, value in entries.items()
+            }
+        return {"state": state, "param_groups": by_rank[0]["param_groups"]}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.group.call("load_optimizer_state_dict", state)
+
+    def save(self, path: checkpoint.Path) -> None:
+        self.group.call("save_checkpoint", os.path.abspath(path))
+
+    def load(self, path: checkpoint.Path) -> None:
+        self.group.call("load_checkpoint", os.path.abspath(path))
+
+    def close(self) -> None:
+        if self._owns_group:
+            self.group.close()
+
+
+def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
+    """Refuse an optimizer before anything is sent: it is built once over unwritten memory."""
+    if options.optimizer is None:
+        return
+    parameters = {
+        p.name: nn.Parameter(
+            torch.empty(local_shape(p.shape, p.stored, program.mesh), dtype=p.dtype)
+        )
+        for p in program.parameters
+        if p.trainable
+    }
+    optimizer = make_optimizer(options.optimizer, parameters, program.parameters, program.mesh)
+    if options.lr_scheduler is not None:
+        options.lr_scheduler(optimizer)
+
+
+def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a program reads of the whole state: parameters, and buffers that are no constants."""
+    constants = dict(program.constants)
+    names = [p.name for p in program.parameters]
+    names += [b.name for b in program.buffers if b.name not in constants]
+    return {name: state[name].detach() for name in names}
+
+
+def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The state in portions that bound the shared memory in use."""
+    portion: dict[str, Tensor] = {}
+    size_bytes = 0
+    for name, tensor in state.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
+            yield portion
+            portion, size_bytes = {}, 0
+        portion[name] = tensor.cpu()
+        size_bytes += tensor_bytes
+    if portion:
+        yield portion
+
+
+def _refuse_local(local: bool) -> None:
+    if local:
+        raise InputError(
+            "local=True is for torchrun, where every process has its own part; one process that "
+            "drives local workers passes the global batch: leave local=True out"
+        )

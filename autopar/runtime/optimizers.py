@@ -1,0 +1,111 @@
+"""Which optimizers work on shards, and what their state is.
+
+An element-wise optimizer computes each element of its update and of its state from the same element
+of parameter, gradient and state, so it runs on a part of a parameter as on the whole. Others
+look at whole tensors (norms, row means, orthogonalisation) and are refused where a parameter is
+split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import OptimizerError
+from autopar.lowering.program import ParameterProgram
+from autopar.mesh import Mesh
+from autopar.runtime.parts import is_split
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, programs: Sequence[ParameterProgram], mesh: Mesh
+) -> None:
+    """Raise OptimizerError where the optimizer cannot work on the shards that the plan makes."""
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the model several times in one step, which train_step does not do; "
+            "pass an optimizer such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    if kind in ELEMENTWISE:
+        return
+    for program in programs:
+        if program.trainable and is_split(program.stored, mesh):
+            known = ", ".join(c.__name__ for c in ELEMENTWISE)
+            raise OptimizerError(
+                f"parameter {program.name!r} is stored in parts, and {kind.__module__}."
+                f"{kind.__qualname__} is not known to work element by element, so an update of a "
+                "part may differ from that part of the update. Use one of torch.optim's "
+                f"element-wise optimizers ({known}), such as "
+                "functools.partial(torch.optim.AdamW, lr=3e-4), or a plan that stores this "
+                "parameter whole on every device"
+            )
+
+
+def make_optimizer(
+    make: MakeOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    programs: Sequence[ParameterProgram],
+    mesh: Mesh,
+) -> torch.optim.Optimizer:
+    """Build and check the user's optimizer over the trainable ``parameters``."""
+    optimizer = make(list(parameters.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"optimizer(parameters) returned a {type(optimizer).__name__}; pass a callable that "
+            "makes a torch.optim.Optimizer: functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    check_optimizer(optimizer, programs, mesh)
+    known = {id(p) for p in parameters.values()}
+    for group in optimizer.param_groups:
+        if any(id(p) not in known for p in group["params"]):
+            raise OptimizerError(
+                "the optimizer holds tensors that it was not given: under autopar it must be "
+                "built from its argument alone, as in lambda parameters: "
+                "torch.optim.AdamW(parameters, lr=3e-4)"
+            )
+    return optimizer
+
+
+def is_like_parameter(value: Any, parameter: Tensor) -> bool:
+    """Whether a piece of optimizer state has an element for each one of the parameter's part."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def materialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step would make, leaving parameters as they are.
+
+    State is made lazily, and a checkpoint can only be read into what is there.
+    """
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, gradient, old in zip(parameters, gradients, before):
+            parameter.grad = gradient
+            parameter.copy_(old)

@@ -1,0 +1,339 @@
+"""What lives in each process: parameters, buffers, optimizer, and the program that moves them.
+
+In: a rank program, this rank's parts of the parameters, and the user's optimizer. Out: training
+steps and forward passes; the state as DTensors under the model's own names, or whole. The same
+class runs under ``torchrun`` and in local workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError, OptimizerError
+from autopar.lowering.program import ParameterProgram, RankProgram
+from autopar.placement import local_shape
+from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.dtensors import Porter
+from autopar.runtime.executor import Executor
+from autopar.runtime.optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    is_like_parameter,
+    make_optimizer,
+    materialize_state,
+)
+from autopar.runtime.parts import is_split, local_part
+from autopar.runtime.randomness import Dice, kept_generators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """What every rank is told beside the program; equal on all ranks.
+
+    ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
+    program (tied parameters share one). ``seed`` is that of the random operators.
+    """
+
+    keys: tuple[tuple[str, str], ...]
+    optimizer: MakeOptimizer | None = None
+    lr_scheduler: MakeScheduler | None = None
+    seed: int = 0
+
+
+class RankRuntime:
+    """One rank of a program. Making it, and every method, is collective.
+
+    ``state`` has, by name, this rank's part of each parameter (contiguous, on ``device``, owned by
+    the runtime from now on) and each buffer whole.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        device: torch.device,
+    ) -> None:
+        self.program = program
+        self.options = options
+        self.device = device
+        self.num_steps = 0
+        self.communicator = Communicator(program.mesh, device, labels_of(program))
+        self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
+        self.porter = Porter(self.communicator)
+        self._executor: Executor[Tensor] = Executor(program, self.machine)
+        self._is_random = has_random_ops(program)
+        self._forward: tuple[RankProgram, Executor[Tensor], bool] | None = None
+        self._programs = {p.name: p for p in program.parameters}
+        self._parameters = {
+            p.name: nn.Parameter(state[p.name], requires_grad=p.trainable)
+            for p in program.parameters
+        }
+        self._by_value = {p.value: self._parameters[p.name] for p in program.parameters}
+        self._trained = [(p.value, self._parameters[p.name]) for p in self._trainable()]
+        constants = dict(program.constants)
+        self._buffers = {
+            b.value: constants[b.name].to(device) if b.name in constants else state[b.name]
+            for b in program.buffers
+        }
+        self._buffer_values = {b.name: b.value for b in program.buffers if b.name not in constants}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Any = None
+        if options.optimizer is not None:
+            self._make_optimizer(options.optimizer, options.lr_scheduler)
+
+    def _trainable(self) -> list[ParameterProgram]:
+        return [p for p in self.program.parameters if p.trainable]
+
+    def _make_optimizer(self, make: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+        trainable = {p.name: self._parameters[p.name] for p in self._trainable()}
+        self.optimizer = make_optimizer(make, trainable, self.program.parameters, self.program.mesh)
+        if scheduler is not None:
+            self.lr_scheduler = scheduler(self.optimizer)
+
+    # --- running ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        """Forward, backward and update on one global batch; the loss, equal on all ranks.
+
+        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
+        """
+        if self.optimizer is None:
+            raise InputError(
+                "train_step needs an optimizer: autopar.compile(..., "
+                "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
+            )
+        inputs = self.inputs(self.program, tensors, local=local)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._dice(self._is_random):
+            result = self._executor.step(self._by_value, self._buffers, inputs)
+        for value, parameter in self._trained:
+            parameter.grad = result.gradients.get(value)
+        self._buffers.update(result.buffers)
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self._step_scheduler(result.loss)
+        self.num_steps += 1
+        return result.loss.reshape(())
+
+    def _step_scheduler(self, loss: Tensor) -> None:
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.lr_scheduler.step(loss.item())
+        else:
+            self.lr_scheduler.step()
+
+    def set_forward_program(self, program: RankProgram) -> None:
+        """The program that `forward` runs; parameters are stored as in the training program."""
+        for label in sorted(labels_of(program)):
+            self.communicator.group(label)
+        executor: Executor[Tensor] = Executor(program, self.machine)
+        self._forward = (program, executor, has_random_ops(program))
+
+    @property
+    def has_forward_program(self) -> bool:
+        return self._forward is not None
+
+    @torch.no_grad()
+    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        """The model's output tensors, whole, on every rank."""
+        assert self._forward is not None, "set_forward_program comes first"
+        program, executor, is_random = self._forward
+        inputs = self.inputs(program, tensors, local=local)
+        with self._dice(is_random):
+            values = executor.forward(self._by_value, self._buffers, inputs)
+        return [values[output.value] for output in program.outputs]
+
+    @contextlib.contextmanager
+    def _dice(self, is_random: bool) -> Any:
+        if not is_random:
+            yield
+            return
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(self.device):
+            yield
+
+    def inputs(
+        self, program: RankProgram, tensors: Sequence[Tensor], *, local: bool
+    ) -> dict[int, Tensor]:
+        """This rank's part of each input, on its device."""
+        mesh, rank = program.mesh, self.communicator.rank
+        if local:
+            check_local_inputs(program, tensors)
+            return {
+                i.value: t.to(self.device, non_blocking=True)
+                for i, t in zip(program.inputs, tensors)
+            }
+        return {
+            i.value: local_part(t, i.placements, mesh, rank).to(self.device, non_blocking=True)
+            for i, t in zip(program.inputs, tensors)
+        }
+
+    # --- state -----------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Each parameter as a DTensor, by name."""
+        return {
+            name: self.porter.out(self._parameters[name], p.stored, p.shape)
+            for name, p in self._programs.items()
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step as DTensors; those that have one."""
+        return {
+            p.name: self.porter.out(grad, p.stored, p.shape)
+            for p in self._trainable()
+            if (grad := self._parameters[p.name].grad) is not None
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's own keys: parameters as DTensors, buffers whole."""
+        named = {**self.parameters(), **self.buffers()}
+        return {key: named[name] for key, name in self.options.keys}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: self._buffers[value] for name, value in self._buffer_values.items()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Plain whole tensors under the model's own keys, on every rank; copies."""
+        named = {
+            name: self.porter.whole(self._parameters[name], p.stored, p.shape)
+            for name, p in self._programs.items()
+        }
+        named.update((name, tensor.clone()) for name, tensor in self.buffers().items())
+        return {key: named[name] for key, name in self.options.keys}
+
+    def held_parts(self) -> dict[str, Tensor]:
+        """This rank's parts of the parameters, and buffers, as they lie in memory."""
+        return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
+
+    def held_gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the last step's gradients."""
+        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""
+        check_keys(state, self.options.keys)
+        self.load_named({name: state[key] for key, name in reversed(self.options.keys)})
+
+    @torch.no_grad()
+    def load_named(self, state: Mapping[str, Tensor]) -> None:
+        """As `load_state_dict`, for some tensors, by their names in the program."""
+        for name, source in state.items():
+            self._load(name, source)
+
+    def _load(self, name: str, source: Tensor) -> None:
+        if name in self._programs:
+            self.porter.into(self._parameters[name], source, self._programs[name].stored, name)
+        else:
+            whole = source.full_tensor() if hasattr(source, "full_tensor") else source
+            held = self._buffers[self._buffer_values[name]]
+            self._buffers[self._buffer_values[name]] = whole.detach().to(
+                device=held.device, dtype=held.dtype, copy=True
+            )
+
+    # --- optimizer state -------------------------------------------------------------------
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise OptimizerError("there is no optimizer: autopar.compile(..., optimizer=...)")
+        return self.optimizer
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._parameters.items()}
+
+    def optimizer_state_dict(self, *, local: bool = False) -> dict[str, Any]:
+        """``{"state": {parameter name: {...}}, "param_groups": [...]}``.
+
+        State with one element per element of its parameter is a DTensor like it (with ``local``
+        this rank's part); the rest (step counts) is left as it is.
+        """
+        optimizer, names = self._optimizer(), self._names()
+        state: dict[str, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if parameter in optimizer.state:
+                    entries = optimizer.state[parameter]
+                    state[name] = dict(entries) if local else self._state_out(name, entries)
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            | {"params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _state_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        program, parameter = self._programs[name], self._parameters[name]
+        return {
+            key: self.porter.out(value, program.stored, program.shape)
+            if is_like_parameter(value, parameter)
+            else value
+            for key, value in entries.items()
+        }
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `optimizer_state_dict` gave, on any mesh, whole or as DTensors."""
+        optimizer = self._optimizer()
+        with torch.enable_grad():
+            materialize_state(optimizer)
+        names = self._names()
+        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            if [names[id(p)] for p in group["params"]] != list(given["params"]):
+                raise InputError(
+                    "the optimizer state is of other parameter groups; build the optimizer with "
+                    "the same groups as when the state was saved"
+                )
+            group.update((k, v) for k, v in given.items() if k != "params")
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name in state["state"]:
+                    self._state_in(name, optimizer.state[parameter], state["state"][name])
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    def _state_in(self, name: str, held: dict[str, Any], given: Mapping[str, Any]) -> None:
+        parameter, stored = self._parameters[name], self._programs[name].stored
+        for key, value in given.items():
+            if is_like_parameter(held.get(key), parameter):
+                self.porter.into(held[key], value, stored, f"{name}: {key}")
+            elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+                held[key] = value.detach().to(device=held[key].device, copy=True)
+            else:
+                held[key] = value
+
+
+def check_keys(state: Mapping[str, Tensor], keys: Sequence[tuple[str, str]]) -> None:
+    """Raise InputError unless ``state`` has exactly the model's own keys."""
+    expected = dict(keys)
+    missing, unknown = sorted(expected.keys() - state), sorted(state.keys() - expected)
+    if missing or unknown:
+        raise InputError(
+            f"the state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]} "
+            f"({len(missing)} and {len(unknown)} in all). Load the state_dict() of the same model"
+        )
+
+
+def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
+    """Raise InputError unless each tensor is one rank's part of an input, and one is split."""
+    if not any(is_split(i.placements, program.mesh) for i in program.inputs):
+        raise InputError(
+            "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "
+            "global batch without local=True"
+        )
+    for program_input, tensor in zip(program.inputs, tensors):
+        shape = local_shape(program_input.shape, program_input.placements, program.mesh)
+        if tuple(tensor.shape) != shape:
+            raise InputError(
+                f"input {program_input.name!r} has shape {tuple(tensor.shape)}; with local=True "
+                f"each rank passes its own part, of shape {shape}, of the global "
+                f"{program_input.shape}"
+            )

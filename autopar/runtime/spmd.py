@@ -1,0 +1,130 @@
+"""One process per device, as ``torchrun`` starts them: each runs the user's script.
+
+In: a program and the model's whole state, which every rank has. Out: a runner with the methods of
+`autopar.runtime.local.LocalRunner`, where state is DTensors.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import DeviceError
+from autopar.lowering.program import RankProgram
+from autopar.runtime import checkpoint
+from autopar.runtime.communicator import initialize
+from autopar.runtime.local import needed_state
+from autopar.runtime.parts import local_part
+from autopar.runtime.rank import RankOptions, RankRuntime
+
+
+def is_spmd() -> bool:
+    """Whether this process is one of several that run the same script."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def rank_device(device_type: str) -> torch.device:
+    """This rank's device: the CPU, or the CUDA device of its ``LOCAL_RANK``, made the current."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device() if count else 0))
+    if index >= count:
+        raise DeviceError(
+            f"LOCAL_RANK={index}, but this machine has {count} CUDA device(s); start "
+            f"torchrun --nproc-per-node={count}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class SpmdRunner:
+    """A `RankRuntime` in this process, with the methods that `Compiled` calls."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        device = rank_device(program.device_type)
+        self._owns_process_group = not dist.is_initialized()
+        initialize(device, datetime.timedelta(seconds=timeout_s))
+        self.runtime = RankRuntime(
+            program, own_parts(program, state, device), agreed(options, device), device
+        )
+
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        return self.runtime.train_step(tensors, local=local)
+
+    @property
+    def has_forward_program(self) -> bool:
+        return self.runtime.has_forward_program
+
+    def set_forward_program(self, program: RankProgram) -> None:
+        self.runtime.set_forward_program(program)
+
+    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        return self.runtime.forward(tensors, local=local)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.runtime.state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.runtime.full_state_dict()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.runtime.gradients()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.runtime.load_state_dict(state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        return self.runtime.optimizer_state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.runtime.load_optimizer_state_dict(state)
+
+    def save(self, path: checkpoint.Path) -> None:
+        checkpoint.save(self.runtime, path)
+
+    def load(self, path: checkpoint.Path) -> None:
+        checkpoint.load(self.runtime, path)
+
+    def close(self) -> None:
+        """Leave the process group, if it was joined here."""
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def own_parts(
+    program: RankProgram, state: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Copies of this rank's parts of the whole state, on its device."""
+    rank, stored = dist.get_rank(), {p.name: p.stored for p in program.parameters}
+    parts = {}
+    for name, tensor in needed_state(program, state).items():
+        if name in stored:
+            tensor = local_part(tensor, stored[name], program.mesh, rank)
+        parts[name] = tensor.to(device, copy=True)
+    return parts
+
+
+def agreed(options: RankOptions, device: torch.device) -> RankOptions:
+    """The options with rank 0's seed: the ranks' own generators may differ."""
+    seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
+    dist.broadcast(seed, 0)
+    return RankOptions(
+        keys=options.keys,
+        optimizer=options.optimizer,
+        lr_scheduler=options.lr_scheduler,
+        seed=int(seed),
+    )

@@ -1,0 +1,133 @@
+"""Rank programs as bytes, to hand them to other processes.
+
+fx pickles a graph as Python source, which loses what is written on its nodes, and cannot pickle
+torch's operators. Here a graph is its list of nodes, an operator its name, and of a node's
+metadata only what a runtime reads (the axes that split a random operator). Fake tensors stay
+behind: a program that has travelled runs, but is not printed or priced.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autopar.lowering.program import RankProgram
+from autopar.runtime.randomness import is_random
+
+_Overload = type(torch.ops.aten.mm.default)
+
+
+class _Ref(NamedTuple):
+    """A node among the arguments of another, by position."""
+
+    position: int
+
+
+class _Line(NamedTuple):
+    """One node."""
+
+    op: str
+    name: str
+    target: Any
+    args: Any
+    kwargs: Any
+    custom: dict[str, Any] | None
+
+
+def pack_program(program: RankProgram) -> bytes:
+    """The bytes of a program; tensors that it holds (constants) are within."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(program)
+    return buffer.getvalue()
+
+
+def unpack_program(data: bytes) -> RankProgram:
+    """The inverse of `pack_program`. Only for bytes from this run's own parent."""
+    program = pickle.loads(data)
+    assert isinstance(program, RankProgram)
+    return program
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, fx.GraphModule):
+            return _rebuild, _lines(obj)
+        if isinstance(obj, _Overload):
+            return _operator, tuple(str(obj).split("."))
+        return NotImplemented
+
+
+def _operator(*path: str) -> Any:
+    found: Any = torch.ops
+    for name in path:
+        found = getattr(found, name)
+    return found
+
+
+def _lines(module: fx.GraphModule) -> tuple[list[_Line], dict[str, Any]]:
+    position = {node: i for i, node in enumerate(module.graph.nodes)}
+
+    def ref(node: fx.Node) -> Any:
+        return _Ref(position[node])
+
+    lines, held = [], {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            held[str(node.target)] = getattr(module, str(node.target))
+        lines.append(
+            _Line(
+                op=node.op,
+                name=node.name,
+                target=node.target,
+                args=_plain(fx.map_arg(node.args, ref)),
+                kwargs=_plain(fx.map_arg(node.kwargs, ref)),
+                custom=node.meta.get("custom") if is_random(node) else None,
+            )
+        )
+    return lines, held
+
+
+def _plain(argument: Any) -> Any:
+    """fx's immutable containers as ordinary ones."""
+    if isinstance(argument, _Ref):
+        return argument
+    if isinstance(argument, tuple):
+        return tuple(_plain(a) for a in argument)
+    if isinstance(argument, list):
+        return [_plain(a) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _plain(v) for k, v in argument.items()}
+    if isinstance(argument, slice):
+        return slice(_plain(argument.start), _plain(argument.stop), _plain(argument.step))
+    return argument
+
+
+def _rebuild(lines: list[_Line], held: dict[str, Any]) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for line in lines:
+        args, kwargs = _resolved(line.args, nodes), _resolved(line.kwargs, nodes)
+        node = graph.create_node(line.op, line.target, args, kwargs, line.name)
+        if line.custom is not None:
+            node.meta["custom"] = line.custom
+        nodes.append(node)
+    return fx.GraphModule(held, graph)
+
+
+def _resolved(argument: Any, nodes: list[fx.Node]) -> Any:
+    if isinstance(argument, _Ref):
+        return nodes[argument.position]
+    if isinstance(argument, tuple):
+        return tuple(_resolved(a, nodes) for a in argument)
+    if isinstance(argument, list):
+        return [_resolved(a, nodes) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _resolved(v, nodes) for k, v in argument.items()}
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        return slice(*(_resolved(part, nodes) for part in parts))
+    return argument
