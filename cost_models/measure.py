@@ -31,7 +31,7 @@ class MeasureLimits:
     ``max_spread`` is measured again, ``max_repeats`` times at most.
     """
 
-    max_direction_s: float = 0.06
+    max_direction_s: float = 0.04
     max_samples: int = 15
     block_s: float = 0.0005
     max_spread: float = 0.2

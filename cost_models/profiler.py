@@ -6,6 +6,7 @@ between measured calls of the same operation (INTERPOLATED); the roofline (ANALY
 """
 
 import math
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,12 +32,16 @@ _NUM_NEIGHBOURS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
-    """What one ``profile`` did. ``noisy`` are measured with too large a spread; ``failed`` could
-    not be measured, each with the reason."""
+    """What one ``profile`` did.
+
+    ``num_free`` launch nothing; ``num_left`` found no time. ``noisy`` are measured with too large
+    a spread; ``failed`` could not be measured, each with the reason.
+    """
 
     num_measured: int
     num_known: int
     num_free: int
+    num_left: int
     noisy: tuple[OpCall, ...]
     failed: tuple[tuple[OpCall, str], ...]
 
@@ -76,11 +81,15 @@ class Profiler:
             known = self._known[call] = self._estimate(call)
         return known
 
-    def profile(self, calls: Iterable[OpCall], *, progress: bool = True) -> ProfileSummary:
-        """Measures every distinct call that the store does not hold yet.
+    def profile(
+        self, calls: Iterable[OpCall], *, progress: bool = True, max_s: float = math.inf
+    ) -> ProfileSummary:
+        """Measures every distinct call that the store does not hold yet, for ``max_s`` at most.
 
         Every time is stored as soon as it is known: a run that is stopped goes on where it was.
         """
+        deadline = time.monotonic() + max_s
+        num_left = 0
         distinct = list(dict.fromkeys(calls))
         paid, unpriced = _split(distinct)
         missing = [call for call in paid if self.store.get(call) is None]
@@ -89,7 +98,10 @@ class Profiler:
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not progress) as bar:
             task = bar.add_task("profiling", total=len(missing))
-            for call in missing:
+            for index, call in enumerate(missing):
+                if time.monotonic() > deadline:
+                    num_left = len(missing) - index
+                    break
                 bar.update(task, description=f"profiling {call.name}")
                 times = self._measure(call)
                 if times is not None and times.spread > self.limits.max_spread:
@@ -100,6 +112,7 @@ class Profiler:
             num_measured=self.num_measurements - measured_before,
             num_known=len(paid) - len(missing),
             num_free=len(distinct) - len(paid) - len(unpriced),
+            num_left=num_left,
             noisy=tuple(noisy),
             failed=tuple(failed),
         )

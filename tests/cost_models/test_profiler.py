@@ -130,6 +130,14 @@ def test_a_second_run_launches_no_measurement(tmp_path):
     assert second.num_measurements == 0
 
 
+def test_a_run_that_is_out_of_time_says_what_is_left():
+    calls = [_linear(rows) for rows in range(1, 6)]
+    profiler = _profiler()
+    summary = profiler.profile(calls, progress=False, max_s=-1.0)
+    assert (summary.num_measured, summary.num_left) == (0, 5)
+    assert profiler.profile(calls, progress=False).num_left == 0
+
+
 def test_what_cannot_be_run_is_priced_by_the_roofline_and_listed():
     huge = OpCall("aten.relu.default", (TensorSpec((1 << 40,)),))
     flags = TensorSpec((4, 4), torch.bool)
