@@ -105,15 +105,28 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
             return
         reduction = left
     else:
-        progress.enter(Method.MCMC)
-        with progress.limited_to(0.2 * progress.remaining_s):
-            McmcSolver().run(progress.problem, progress)
+        _start_within_budget(reduction, progress)
+        if progress.done:
+            return
     floor = progress.cost if progress.problem.budgets is None else math.inf
     if ilp.IlpSolver().refuses(reduction.problem, progress.options) is None:
         progress.enter(Method.ILP)
         ilp.solve_reduced(reduction, progress, floor=floor)
     if not progress.assignment and progress.infeasible is None and not progress.done:
         report_least_budget(reduction, progress)
+
+
+def _start_within_budget(reduction: Reduction, progress: Progress) -> None:
+    """The most frugal assignment, a bound that holds without the budget, and a chain."""
+    memory = reduction.problem.node_memory
+    assert memory is not None
+    progress.offer(reduction.lift([int(each.argmin()) for each in memory]))
+    progress.enter("messages")
+    with progress.limited_to(0.2 * progress.remaining_s):
+        _sweep(Messages(reduction.problem), reduction, progress, math.inf)
+    progress.enter(Method.MCMC)
+    with progress.limited_to(0.2 * progress.remaining_s):
+        McmcSolver().run(progress.problem, progress)
 
 
 def _squeeze(reduction: Reduction, progress: Progress) -> Reduction | None:
@@ -162,7 +175,7 @@ def _sweep(messages: Messages, reduction: Reduction, progress: Progress, floor: 
         if progress.done or bound - last <= 1e-6 * abs(bound):
             break
         last = bound
-    if progress.done or not progress.assignment:
+    if progress.done or not progress.assignment or progress.problem.budgets is not None:
         return
     start = reduction.lower(progress.assignment) or best
     until_s = progress.elapsed_s + min(5.0, 0.2 * progress.remaining_s)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from autopar.search import Status, solve
+from autopar.search import Problem, Status, solve
 from autopar.search.local_search import descend, improve
 from autopar.search.messages import Messages
 from autopar.search.reduction import reduce_problem
@@ -67,3 +67,24 @@ def test_a_dense_graph_is_solved_within_a_proved_gap():
     costs = [each.cost for each in seen]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == solution.cost
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(most_nodes=5))
+def test_without_tables_auto_is_still_exact(problem):
+    found = solve(problem, table_cap_bytes=8)
+    expected = solve(problem, method="brute_force")
+    assert (found.status, found.cost) == (expected.status, expected.cost)
+    assert found.least_feasible_budget == expected.least_feasible_budget
+
+
+def test_a_dense_graph_within_a_budget_has_an_answer_and_a_bound():
+    free = dense(30, 10)
+    rng = np.random.default_rng(1)
+    memory = [rng.integers(1, 100, 10).astype(float) for _ in range(30)]
+    used = Problem(free.node_costs, free.edge_costs, memory).memory(solve(free).assignment)
+    problem = Problem(free.node_costs, free.edge_costs, memory, 0.8 * used[0])
+    solution = solve(problem, table_cap_bytes=1 << 16, time_limit_s=5)
+    assert problem.fits(solution.assignment)
+    assert solve(free).cost * (1 - 0.2) <= solution.bound <= solution.cost
+    assert solution.gap < 0.5
