@@ -1,6 +1,7 @@
 """Backward schedules as one type: generate, verify, simulate, search, draw and exchange."""
 
 from autopar.schedules.action import Action, Kind, parse_action
+from autopar.schedules.activations import with_offloading, with_recomputation
 from autopar.schedules.build import GENERATORS, build
 from autopar.schedules.communication import with_communication
 from autopar.schedules.durations import CoRun, Durations, Link, Links, Memory
@@ -66,5 +67,7 @@ __all__ = [
     "trace_json",
     "verify",
     "with_communication",
+    "with_offloading",
+    "with_recomputation",
     "with_reductions",
 ]

@@ -18,9 +18,9 @@ def with_communication(
 ) -> Schedule:
     """The schedule with every transfer written out.
 
-    A receive stands in its device's list just before the first step that was issued after its
-    message was sent, and in any case before its consumer; so the lists stay free of deadlocks.
-    Raises ScheduleError when sends are already written out.
+    A receive stands in its device's list where that device was when the message left, so always
+    after its send and before its consumer: the lists stay free of deadlocks. Raises
+    ScheduleError when sends are already written out.
     """
     if schedule.explicit_communication:
         raise ScheduleError(f"schedule {schedule.name!r} already writes its sends out")

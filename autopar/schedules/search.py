@@ -24,6 +24,7 @@ from autopar.schedules.reductions import with_reductions
 from autopar.schedules.schedule import PipelineShape, Schedule
 from autopar.schedules.shapes import chain_shape, looped_shape, v_shape
 from autopar.schedules.simulator import simulate
+from autopar.schedules.verify import verify
 
 _TOLERANCE = 1e-9
 
@@ -147,6 +148,7 @@ def search_schedule(
         candidates = [_reduced(staged[item.sizes], item) for item in candidates]
         chosen = [_reduced(view, item) for item in (best, *fitting[:num_starts], *improved)]
         best = min(chosen, key=_makespan)
+    verify(best.schedule)
     return SearchResult(
         best=best,
         candidates=(*candidates, *improved),
