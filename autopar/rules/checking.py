@@ -69,8 +69,9 @@ def check_rule(
     ``torch.ops.mylib.op.default``; ``args`` and ``kwargs`` are example arguments for it, whole
     tensors and plain values. Every choice on ``mesh`` is tried, or without one on meshes of 2, 3,
     4, 2 x 2 and 2 x 3; sizes that divide by these offer the most choices. Outputs are compared,
-    and the gradients of all floating-point operands, within the tolerance of their dtype. Of a
-    random op only shapes are compared.
+    and the gradients of all floating-point operands (or, if some tensor of ``args`` requires
+    a gradient, of those that do), within the tolerance of their dtype. Of a random op only shapes
+    are compared.
 
     Raises RuleError naming the target, the choice, and the operand or output that differs, or
     where the target has no rule.
@@ -132,6 +133,7 @@ class _WholeCall:
     def __init__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.values: list[Value] = []
         self.operands: list[Tensor] = []
+        self.chosen: list[bool] = []
         args, kwargs = canonical_call(target, args, kwargs)
         op = Op(
             index=0, name="op", target=target, args=self._read(args),
@@ -139,7 +141,9 @@ class _WholeCall:
             outputs=(), module_path="",
         )  # fmt: skip
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        self.flows = tuple(v.differentiable for v in self.values)
+        floating = [v.differentiable for v in self.values]
+        chosen = self.chosen if any(self.chosen) else floating
+        self.flows = (False,) * len(chosen) if self.is_random else tuple(chosen)
         self._run(op)
         outputs: list[int | None] = []
         for result in self.results:
@@ -152,6 +156,7 @@ class _WholeCall:
         if isinstance(node, Tensor):
             index = self._add("operand", node, ValueKind.INPUT, node.is_floating_point())
             self.operands.append(node.detach())
+            self.chosen.append(node.requires_grad)
             return Ref(index)
         if isinstance(node, list | tuple):
             return tuple(self._read(item) for item in node)

@@ -239,7 +239,8 @@ def stack_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
 @register("aten.flip.default", "aten.roll.default")
 def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     shape = inputs[0].shape
-    moved = op.args[1] if op.target_name == "aten.flip.default" else op.args[2]
+    position = 1 if op.target_name == "aten.flip.default" else 2
+    moved = op.args[position] if len(op.args) > position else ()
     whole = {d % len(shape) for d in (moved or range(len(shape)))}
     builder = SpaceBuilder()
     dims = [
