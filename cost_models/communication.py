@@ -118,6 +118,16 @@ class CommunicationModel:
             known = self._estimates[key] = self._estimate(kind, size_bytes, ranks)
         return known
 
+    def overlapped_s(self, compute_s: float, communication_s: float) -> float:
+        """Seconds until both are done when they start together.
+
+        Compute runs slower by the cluster's ``overlap_slowdown`` while the collective lasts.
+        """
+        slowdown = self.cluster.overlap_slowdown
+        if compute_s * slowdown <= communication_s:
+            return communication_s
+        return compute_s + communication_s * (1 - 1 / slowdown)
+
     def spans(self, ranks: tuple[int, ...]) -> tuple[Span, ...]:
         """How the group ``ranks`` lies on each level of links, innermost first."""
         known = self._spans.get(ranks)

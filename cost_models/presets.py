@@ -33,6 +33,10 @@ _CUDA_LAUNCH_S = 2.5e-6
 # that has run one matrix product and one all-reduce: about 1 GiB on recent devices.
 _CUDA_RESERVE_BYTES = _GIB
 
+# While it runs, a collective of NCCL holds 16 to 24 of a device's 80 to 148 multiprocessors and a
+# part of its memory bandwidth; between a tenth and a quarter of the compute rate is lost.
+_CUDA_OVERLAP_SLOWDOWN = 1.15
+
 # All-reduce bus bandwidth over the link's own: nccl-tests on 8 devices report about 230 of
 # 300 GB/s (A100), 360 of 450 GB/s (H100) and 130 of 150 GB/s (V100).
 _NVLINK_EFFICIENCY = 0.8
@@ -47,7 +51,7 @@ class _Preset:
     outer: Level
     memory_reserve_bytes: int = _CUDA_RESERVE_BYTES
     collective_launch_s: float = _NCCL_LAUNCH_S
-    overlap_slowdown: float = 1.0
+    overlap_slowdown: float = _CUDA_OVERLAP_SLOWDOWN
 
 
 def _nvlink(gigabytes_per_s: float, source: str) -> Level:
@@ -287,6 +291,7 @@ def _cpu() -> _Preset:
         outer=outer,
         memory_reserve_bytes=256 * _MIB,
         collective_launch_s=50e-6,
+        # gloo adds and copies on the cores that compute: half of one while a collective runs.
         overlap_slowdown=1.5,
     )
 

@@ -135,6 +135,17 @@ def test_bus_bandwidths_are_those_that_nccl_tests_report():
         assert 2 * 7 / 8 * (1 << 30) / time_s == pytest.approx(reported, rel=0.1)
 
 
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 3))
+def test_overlap_takes_what_a_step_by_step_run_takes(compute_s, communication_s, slowdown):
+    cluster = msgspec.structs.replace(Cluster.preset("h200"), overlap_slowdown=slowdown)
+    step_s, now, done = 0.002, 0.0, 0.0
+    while done < compute_s or now < communication_s:
+        done += step_s / (slowdown if now < communication_s else 1.0)
+        now += step_s
+    found = CommunicationModel(cluster).overlapped_s(compute_s, communication_s)
+    assert found == pytest.approx(now, abs=4 * step_s)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
