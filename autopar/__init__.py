@@ -1,5 +1,48 @@
 """autopar: an auto-parallelization compiler for PyTorch."""
 
 from autopar._version import __version__
+from autopar.api import compile, plan
+from autopar.capture import Captured, capture
+from autopar.constraints import Forbid, Force, MemoryBudget, Pin
+from autopar.cost_models import Cluster
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    ClusterError,
+    ConstraintError,
+    DeviceError,
+    GraphError,
+    InputError,
+    OptimizerError,
+    PlanError,
+    ScheduleError,
+    WorkerError,
+)
+from autopar.plan import Plan
+from autopar.runtime.compiled import Compiled
 
-__all__ = ["__version__"]
+__all__ = [
+    "AutoparError",
+    "Captured",
+    "CaptureError",
+    "Cluster",
+    "ClusterError",
+    "Compiled",
+    "ConstraintError",
+    "DeviceError",
+    "Forbid",
+    "Force",
+    "GraphError",
+    "InputError",
+    "MemoryBudget",
+    "OptimizerError",
+    "Pin",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "WorkerError",
+    "__version__",
+    "capture",
+    "compile",
+    "plan",
+]

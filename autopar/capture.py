@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,17 @@ class Captured:
     signature: Signature
 
 
+class _OutputNote:
+    """The structure of the model's output, noted while it is traced.
+
+    torch.export puts back what tracing changes on a module, but not on an object it holds.
+    """
+
+    def __init__(self) -> None:
+        self.spec: Any = None
+        self.leaves: tuple[Any, ...] = ()
+
+
 class _Step(nn.Module):
     """The model together with its loss: returns (loss or None, flat output tensors)."""
 
@@ -112,8 +123,7 @@ class _Step(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.targets = targets
-        self.out_spec: Any = None
-        self.out_leaves: tuple[Any, ...] = ()
+        self.output = _OutputNote()
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         target_args: tuple[Any, ...] = ()
@@ -121,10 +131,10 @@ class _Step(nn.Module):
             args, kwargs, target_args = self.targets.take(args, kwargs)
         output = self.model(*args, **kwargs)
         loss = self.loss_fn(output, *target_args) if self.loss_fn else _find_loss(output)
-        leaves, self.out_spec = pytree.tree_flatten(output)
+        leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         kept = iter(range(len(tensors)))
-        self.out_leaves = tuple(
+        self.output.leaves = tuple(
             _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
         )
         return (loss, *tensors)
@@ -175,8 +185,17 @@ def _find_targets(loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, A
     return _Targets(positional, keywords)
 
 
+class Arguments(NamedTuple):
+    """Example inputs that are positional and keyword at once: ``Arguments((x,), {"y": y})``."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments from a tuple, a mapping or a single tensor."""
+    if isinstance(example_inputs, Arguments):
+        return tuple(example_inputs.args), dict(example_inputs.kwargs)
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
@@ -323,8 +342,8 @@ def _signature(step: _Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
         input_names=tuple(name for name, _ in tensors),
         input_shapes=tuple(tuple(t.shape) for _, t in tensors),
         input_dtypes=tuple(t.dtype for _, t in tensors),
-        out_spec=step.out_spec,
-        out_leaves=step.out_leaves,
+        out_spec=step.output.spec,
+        out_leaves=step.output.leaves,
     )
 
 

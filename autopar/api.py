@@ -1,0 +1,271 @@
+"""The whole way on one page: capture, price, search, plan, lower, run.
+
+``plan`` goes as far as the plan and needs no device; ``compile`` goes on to a running program.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture import Arguments, Captured, LossFn, capture
+from autopar.constraints import Constraint
+from autopar.cost_models import (
+    Cluster,
+    ComputeModel,
+    Profiler,
+    ProfileStore,
+    default_store_path,
+)
+from autopar.errors import InputError
+from autopar.lowering import lower
+from autopar.plan import Plan, strategy_of
+from autopar.planner import Progress, make_planned
+from autopar.report.progress import show_progress
+from autopar.runtime.communicator import initialize
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.devices import resolve_devices
+from autopar.runtime.spmd import is_spmd, rank_device
+from autopar.strategy import Strategy
+
+Devices = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    mesh: Mapping[str, int] | None = None,
+    constraints: Sequence[Constraint] = (),
+    compute: ComputeModel | None = None,
+    progress: bool = False,
+) -> Plan:
+    """Search the best strategy for training ``model`` on ``cluster``, offline.
+
+    Arguments:
+
+    * ``model``: any ``nn.Module``; its parameters may live on the meta device.
+    * ``cluster``: the devices and links to plan for; nothing of it needs to be there.
+    * ``example_inputs``: a tuple (positional), a mapping (keyword) or one tensor: a *global* batch.
+    * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that returns no loss itself; the
+      targets are the last positional inputs, or the keyword inputs that bear its names.
+    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried.
+    * ``constraints``: what to force, forbid, pin or keep within; see `autopar.constraints`.
+    * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
+
+    Raises CaptureError, InputError or ConstraintError.
+    """
+    with show_progress(progress) as say:
+        say("capture")
+        captured = capture(model, example_inputs, loss_fn=loss_fn)
+        return make_planned(
+            captured, cluster, mesh=mesh, constraints=constraints, compute=compute, progress=say
+        ).plan
+
+
+def compile(
+    model: nn.Module,
+    devices: Devices,
+    *,
+    example_inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    constraints: Sequence[Constraint] = (),
+    profile: bool = True,
+    seed: int | None = None,
+    progress: bool = False,
+    start_timeout_s: float = 120.0,
+    call_timeout_s: float = 600.0,
+) -> Compiled:
+    """Compile ``model`` for ``devices``: plan it (or replay ``plan``), lower it, and start it.
+
+    Arguments beside those of `plan`:
+
+    * ``devices``: how many local devices, a device string, a list of devices, a `DeviceMesh`, or
+      a `Cluster`. Under ``torchrun`` there is one process a device and each calls this alike;
+      otherwise local worker processes are started. The model itself stays as it is.
+    * ``example_inputs``: left out, the first call compiles.
+    * ``optimizer``: makes the optimizer from a list of parameters, such as
+      ``functools.partial(torch.optim.AdamW, lr=3e-4)``; ``lr_scheduler`` makes the learning-rate
+      scheduler from the optimizer, and is stepped once a training step.
+    * ``plan``: a plan or the path of its JSON: replayed without any search.
+    * ``profile``: price ops by measuring them once on this machine (kept on disk), not by roofline.
+    * ``seed``: of dropout and every other random op.
+
+    Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
+    """
+    found, mesh = _resolve(devices, mesh)
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "seed": seed,
+        "start_timeout_s": start_timeout_s,
+        "call_timeout_s": call_timeout_s,
+    }
+
+    def build(inputs: Any) -> Compiled:
+        with show_progress(progress) as say:
+            say("capture")
+            captured = capture(model, inputs, loss_fn=loss_fn)
+            kind = found[0].type
+            if is_spmd():
+                initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
+            chosen = _agreed(
+                plan,
+                lambda: make_planned(
+                    captured,
+                    _cluster(devices, found),
+                    mesh=mesh,
+                    constraints=constraints,
+                    compute=_compute_model(devices, found) if profile else None,
+                    device_type=kind,
+                    progress=say,
+                ).plan,
+            )
+            say("lower")
+            return _start(model, captured, chosen, found, options)
+
+    return build(example_inputs) if example_inputs is not None else _Deferred(build)  # type: ignore[return-value]
+
+
+def _start(
+    model: nn.Module,
+    captured: Captured,
+    chosen: Plan,
+    devices: Sequence[torch.device],
+    options: dict[str, Any],
+) -> Compiled:
+    num_devices = dist.get_world_size() if is_spmd() else len(devices)
+    strategy: Strategy = strategy_of(chosen, captured, num_devices)
+    kind = devices[0].type
+    return Compiled(
+        captured=captured,
+        program=lower(strategy, device_type=kind),
+        forward_program=lambda: lower(strategy, device_type=kind, training=False),
+        plan=chosen,
+        devices=devices,
+        model=model,
+        **options,
+    )
+
+
+def _resolve(
+    devices: Devices, mesh: Mapping[str, int] | None
+) -> tuple[list[torch.device], Mapping[str, int] | None]:
+    """The devices one by one, and the mesh that they themselves prescribe, if they do."""
+    if isinstance(devices, DeviceMesh):
+        names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
+        sizes = {name: devices.size(i) for i, name in enumerate(names)}
+        return _repeated(devices.device_type, devices.size()), mesh or sizes
+    if isinstance(devices, Cluster):
+        return _repeated(devices.device.kind, devices.num_devices), mesh
+    if is_spmd() and isinstance(devices, str):
+        return _repeated(torch.device(devices).type, _world_size()), mesh
+    if is_spmd() and isinstance(devices, int):
+        if devices != _world_size():
+            raise InputError(
+                f"devices={devices}, but torchrun started {_world_size()} processes; "
+                f"pass devices={_world_size()}"
+            )
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return _repeated(kind, devices), mesh
+    return resolve_devices(devices), mesh
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def _repeated(kind: str, count: int) -> list[torch.device]:
+    if kind == "cpu" or is_spmd():
+        return [torch.device(kind)] * count
+    return resolve_devices([f"{kind}:{i}" for i in range(count)])
+
+
+def _cluster(devices: Devices, found: Sequence[torch.device]) -> Cluster:
+    return devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
+
+
+def _compute_model(devices: Devices, found: Sequence[torch.device]) -> ComputeModel | None:
+    """Measurements of this machine, where it is this machine that is planned for."""
+    if isinstance(devices, Cluster):
+        return None
+    device = _cluster(devices, found).device
+    return Profiler(ProfileStore(default_store_path(), device), device)
+
+
+def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:
+    """The plan all ranks use: rank 0 reads or makes it, the others take it over."""
+    if not is_spmd():
+        return _loaded(given) if given is not None else make()
+    box: list[str | None] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = (_loaded(given) if given is not None else make()).to_json()
+        except Exception as error:  # raised again below, once the other ranks know
+            failure = error
+    dist.broadcast_object_list(box, src=0)
+    if failure is not None:
+        raise failure
+    if box[0] is None:
+        raise InputError("rank 0 could not make the plan; its own error says why")
+    return Plan.from_json(box[0])
+
+
+def _loaded(given: Plan | str | Path) -> Plan:
+    return given if isinstance(given, Plan) else Plan.from_json(given)
+
+
+class _Deferred:
+    """A `Compiled` that is made by its first call, as ``torch.compile`` does."""
+
+    def __init__(self, build: Callable[[Any], Compiled]) -> None:
+        self._build = build
+        self._compiled: Compiled | None = None
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        if self._compiled is None:
+            self._compiled = self._build(Arguments(args, kwargs))
+        return self._compiled
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._made(args, kwargs).train_step(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._made(args, kwargs)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._compiled is None:
+            raise InputError(
+                f"nothing is compiled yet, so there is no {name!r}: pass example_inputs=... to "
+                "autopar.compile, or call train_step(...) first"
+            )
+        return getattr(self._compiled, name)
+
+    def close(self) -> None:
+        if self._compiled is not None:
+            self._compiled.close()
+
+    def __enter__(self) -> _Deferred:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+

@@ -1,0 +1,26 @@
+"""Progress on a terminal: one line that says what is being done, and for how long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+
+@contextmanager
+def show_progress(enabled: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows a message; silent unless ``enabled``, and on ranks other than 0.
+
+    Without a terminal each message is a plain line.
+    """
+    if not enabled or os.environ.get("RANK", "0") != "0":
+        yield lambda _: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda message: console.print(message, highlight=False)
+        return
+    with console.status("start") as status:
+        yield lambda message: status.update(message)
