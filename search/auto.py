@@ -25,7 +25,7 @@ from autopar.search.problem import Method, Problem
 from autopar.search.reduction import Reduction, compose, dominance_operations, reduce_problem
 from autopar.search.solver import Capability, Options, Progress
 
-_OPERATIONS_PER_S = 5e8
+_OPERATIONS_PER_S = 1e9
 _MOST_OPERATIONS = 2e10  # without a time limit
 _SOON = 1e9  # operations that take about a second: not worth reducing first
 _ROUNDS = 12

@@ -6,8 +6,9 @@ and the way back. Each rule keeps at least one optimal assignment of the budgete
 - support: a choice of infinite cost, or with no allowed partner on some edge, is removed;
 - separable edges: E_ij[a, b] = f[a] + g[b] goes into the two nodes' costs, and the edge goes;
 - dominance (Goldstein's criterion): choice b of node i is removed if some choice a uses no more
-  memory and c_i[a] - c_i[b] + sum over edges of max_y (E_ij[a, y] - E_ij[b, y]) <= 0, for then a
-  is as good as b whatever the neighbours take. Of two equal choices the lower index stays.
+  memory (where there is a budget) and
+  c_i[a] - c_i[b] + sum over edges of max_y (E_ij[a, y] - E_ij[b, y]) <= 0,
+  for then a is as good as b whatever the neighbours take. Of two equal choices the lower stays.
 
 Equal tables stay one object, so what is the same in 32 layers is worked out once.
 """
@@ -169,7 +170,9 @@ def _undominated(problem: Problem) -> list[Array]:
     known: dict[object, Array] = {}
     masks = []
     for node, cost in enumerate(problem.node_costs):
-        memory = None if problem.node_memory is None else problem.node_memory[node]
+        memory = None
+        if problem.node_memory is not None and problem.budgets is not None:
+            memory = problem.node_memory[node]
         sides = sorted(near[node])
         key = (id(cost), id(memory), tuple(sides))
         if key not in known:

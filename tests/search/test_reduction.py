@@ -38,6 +38,7 @@ def test_a_frugal_choice_survives_a_cheaper_one():
     costs, memory = [np.array([1.0, 2.0])], [np.array([5.0, 4.0])]
     assert list(reduce_problem(Problem(costs, {}, memory, 9.0)).keep[0]) == [0, 1]
     assert list(reduce_problem(Problem(costs, {}, memory[::-1], 9.0)).keep[0]) == [0, 1]
+    assert list(reduce_problem(Problem(costs, {}, memory)).keep[0]) == [0]
     dearer = [np.array([4.0, 5.0])]
     assert list(reduce_problem(Problem(costs, {}, dearer, 9.0)).keep[0]) == [0]
 
