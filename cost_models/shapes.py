@@ -130,19 +130,21 @@ def _pointwise(call: OpCall) -> TensorSpec:
         dtype = _promote(specs[1:] or specs)
     elif not isinstance(dtype, torch.dtype):
         dtype = _promote(specs)
-    # The layout of a dense input is kept, as TensorIterator does.
-    model = next((s for s in specs if s.shape == shape and _is_dense(s)), None)
-    return TensorSpec(shape, dtype, model.stride if model is not None else None)
+    # The order of dimensions in memory is kept, as TensorIterator does.
+    model = next((s for s in specs if s.shape == shape and 0 not in s.strides), None)
+    return TensorSpec(shape, dtype, None if model is None else _dense_stride(model))
 
 
-def _is_dense(spec: TensorSpec) -> bool:
-    """Whether the elements fill their storage, in whatever order of dimensions."""
+def _dense_stride(spec: TensorSpec) -> tuple[int, ...] | None:
+    """The stride without gaps that keeps the order of ``spec``'s dimensions in memory."""
+    if spec.is_contiguous:
+        return None
+    stride = [1] * len(spec.shape)
     expected = 1
-    for stride, size in sorted((t, n) for t, n in zip(spec.strides, spec.shape) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    for dim in sorted(range(len(stride)), key=lambda d: (spec.strides[d], -d)):
+        stride[dim] = expected
+        expected *= max(spec.shape[dim], 1)
+    return tuple(stride)
 
 
 def _clone(call: OpCall) -> tuple[TensorSpec, ...]:

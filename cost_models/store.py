@@ -317,19 +317,17 @@ def _in_memory() -> sqlite3.Connection:
 
 def _prepare(connection: sqlite3.Connection) -> str | None:
     """Checks a file or lays it out; says what is wrong with one that must be rebuilt."""
-    application, version = _identity(connection)
-    if application == 0 and version == 0 and not _has_tables(connection):
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("BEGIN IMMEDIATE")
-        # Another process may have laid it out while this one waited for the lock. A failure
+    if _identity(connection) == (0, 0):
+        # New, or being laid out by another process at this moment: the lock decides. A failure
         # closes the connection, which rolls the whole layout back.
-        if not _has_tables(connection):
+        connection.execute("BEGIN IMMEDIATE")
+        if _identity(connection) == (0, 0) and not _table_names(connection):
             for statement in _SCHEMA.split(";")[:-1]:
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id={_APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
-        application, version = _identity(connection)
+    application, version = _identity(connection)
     if application != _APPLICATION_ID:
         raise _NotUsable("it is another program's database")
     if version > SCHEMA_VERSION:
@@ -357,10 +355,6 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
 def _table_names(connection: sqlite3.Connection) -> set[str]:
     rows = connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
     return {name for (name,) in rows}
-
-
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    return bool(_table_names(connection))
 
 
 def _set_aside(path: Path) -> Path:

@@ -50,6 +50,7 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.gelu.default, (x,), {"approximate": "tanh"}),
         (aten.relu.default, (x,), {}),
         (aten.silu.default, (x,), {}),
+        (aten.neg.default, (x.transpose(0, 1)[:, :2, ::2],), {}),
         (aten.tanh.default, (x,), {}),
         (aten.pow.Tensor_Scalar, (x, 3.0), {}),
         (aten.add.Tensor, (x, _weights(8)), {}),

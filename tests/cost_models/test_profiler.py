@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from autopar.cost_models import (
     ProfileStore,
     RooflineModel,
     Source,
+    StoreWarning,
     TensorSpec,
 )
 from autopar.cost_models.detect import cpu_name
@@ -216,6 +218,7 @@ def test_only_the_device_at_hand_is_measured():
 
 
 def _profile_in_a_process(path, calls, go, progress):
+    warnings.simplefilter("error", StoreWarning)
     go.wait(30)
     profiler = _profiler(path)
     for call in calls:

@@ -207,14 +207,16 @@ def test_a_file_that_cannot_be_written_is_read(open_folder):
 
 
 def _write_many(path, start, count, go):
+    warnings.simplefilter("error", StoreWarning)
     go.wait(30)
     with ProfileStore(path, DEVICE) as store:
         for rows in range(start, start + count):
             store.put(_call(rows), _times(rows * 1e-6))
 
 
-def test_many_processes_begin_and_fill_one_file(tmp_path):
-    path = tmp_path / "store.sqlite3"
+@pytest.mark.parametrize("attempt", range(5))
+def test_many_processes_begin_and_fill_one_file(tmp_path, attempt):
+    path = tmp_path / f"store-{attempt}.sqlite3"
     go = FORK.Event()
     writers = [FORK.Process(target=_write_many, args=(path, 1 + 50 * i, 100, go)) for i in range(4)]
     for writer in writers:
