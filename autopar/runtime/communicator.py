@@ -206,9 +206,7 @@ def _all_gather(group: Group, dim: int, outer: int) -> LocalFunction:
     def all_gather(x: Tensor) -> Tensor:
         if dim == 0 and outer == 1:
             whole = x.new_empty((num * x.shape[0], *x.shape[1:]))
-            _all_gather_single(
-                _wire(whole), _wire(x.contiguous()), group=group.process_group
-            )
+            _all_gather_single(_wire(whole), _wire(x.contiguous()), group=group.process_group)
             return whole
         parts = x.new_empty((num, *x.shape))
         _all_gather_single(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.collectives import RAW_OPS
+from autopar.collectives import ALL_GATHER, ALL_TO_ALL, SHARD
 from autopar.errors import InputError
 from autopar.mesh import Mesh
-from autopar.placement import Placements, S, State, redistribute
+from autopar.placement import Placements, R, S, State, Step, StepKind, redistribute
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.parts import local_part
 
@@ -83,10 +83,9 @@ class Porter:
 
     def whole(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor, on every rank; a copy."""
-        replicated = self._moved(local.detach(), placements, _replicated(placements), shape)
-        return replicated.clone() if replicated is local or _is_view(replicated, local) else (
-            replicated
-        )  # fmt: skip
+        local = local.detach()
+        whole = self._moved(local, placements, (R,) * len(placements), shape)
+        return whole.clone() if _is_view(whole, local) else whole
 
     def _whole_shape(self, local: Tensor, placements: Placements) -> tuple[int, ...]:
         shape = list(local.shape)
@@ -104,23 +103,16 @@ class Porter:
                 local = self._step(local, step)
         return local
 
-    def _step(self, local: Tensor, step: Any) -> Tensor:
-        operators = {op.name().split("::")[1].split(".")[0]: op for op in RAW_OPS}
+    def _step(self, local: Tensor, step: Step) -> Tensor:
         label = self.mesh.axes_label(step.axes)
         source = (step.source.dim, step.local_outer)
         target = (step.target.dim, step.target_local_outer)
-        kind = str(step.kind)
-        static = {
-            "slice": target, "all_gather": source, "all_to_all": (*source, *target)
-        }[kind]  # fmt: skip
-        operator = operators["shard" if kind == "slice" else kind]
-        return self.communicator.bind(operator, label, *static)(local)
-
-
-def _replicated(placements: Placements) -> Placements:
-    from autopar.placement import R
-
-    return (R,) * len(placements)
+        if step.kind is StepKind.SLICE:
+            return self.communicator.bind(SHARD, label, *target)(local)
+        if step.kind is StepKind.ALL_GATHER:
+            return self.communicator.bind(ALL_GATHER, label, *source)(local)
+        assert step.kind is StepKind.ALL_TO_ALL, step
+        return self.communicator.bind(ALL_TO_ALL, label, *source, *target)(local)
 
 
 def _is_view(tensor: Tensor, of: Tensor) -> bool:

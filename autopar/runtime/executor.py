@@ -55,15 +55,25 @@ class Executor(Generic[T]):
         self.program = program
         self.machine = machine
         self.fixed: dict[int, T] = {}
-        self._last_use = self._find_last_uses()
+        self._freed = self._find_freed()
         self._parameter_of = {p.value: p for p in program.parameters}
 
-    def _find_last_uses(self) -> dict[int, int]:
+    def _find_freed(self) -> list[tuple[int, ...]]:
+        """Per block, the values that nobody reads after it."""
+        program = self.program
+        kept = {b.following.value for b in program.buffers if b.following is not None}
+        kept |= {o.value for o in program.outputs}
+        if program.loss is not None:
+            kept.add(program.loss.value)
         last: dict[int, int] = {}
-        for position, block in enumerate(self.program.blocks):
-            for value in block.interface.inputs:
-                last[value] = position
-        return last
+        for position, block in enumerate(program.blocks):
+            last.update(dict.fromkeys(block.interface.outputs, position))
+            last.update(dict.fromkeys(block.interface.inputs, position))
+        freed: list[list[int]] = [[] for _ in program.blocks]
+        for value, position in last.items():
+            if value not in kept:
+                freed[position].append(value)
+        return [tuple(values) for values in freed]
 
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
@@ -164,14 +174,8 @@ class _Pass(Generic[T]):
         return self.used[value]
 
     def _free(self, position: int, block: BlockProgram) -> None:
-        kept = {b.following.value for b in self.program.buffers if b.following is not None}
-        kept |= {o.value for o in self.program.outputs}
-        if self.program.loss is not None:
-            kept.add(self.program.loss.value)
-        last = self.executor._last_use
-        for value in (*block.interface.inputs, *block.interface.outputs):
-            if last.get(value, -1) <= position and value not in kept:
-                self.env.pop(value, None)
+        for value in self.executor._freed[position]:
+            self.env.pop(value, None)
         for value in block.interface.parameters:
             if self.executor._parameter_of[value].last_block == position:
                 self.used.pop(value, None)

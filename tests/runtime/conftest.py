@@ -1,0 +1,29 @@
+"""Worker groups that live as long as the tests of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from autopar.runtime.workers import WorkerGroup
+from tests.runtime.processes import ProbedService
+
+Groups = Callable[[int], WorkerGroup]
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[Groups]:
+    """``groups(n)``: n gloo processes with one thread each, started when first asked for."""
+    started: dict[int, WorkerGroup] = {}
+
+    def group_of(num_workers: int) -> WorkerGroup:
+        if num_workers not in started or started[num_workers].closed:
+            started[num_workers] = WorkerGroup(
+                num_workers, service=ProbedService, threads_per_worker=1, call_timeout_s=120
+            )
+        return started[num_workers]
+
+    yield group_of
+    for group in started.values():
+        group.close()

@@ -1,0 +1,119 @@
+"""Real processes for the runtime's tests: what their workers serve, and how a test trains on them.
+
+Two groups of workers, of 2 and of 4 processes with one thread each, live as long as the test
+session (see conftest.py); each test gives them its own program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import Captured
+from autopar.lowering.program import RankProgram
+from autopar.mesh import Mesh
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.compiled import initial_state, state_keys
+from autopar.runtime.local import LocalRunner, RankService
+from autopar.runtime.rank import RankOptions
+from autopar.runtime.workers import WorkerGroup
+from tests.oracles import Trained
+
+
+class ProbedService(RankService):
+    """A rank service that also shows tests what a rank sees."""
+
+    def collective(
+        self, mesh: Mesh, op: str, label: str, static: Sequence[int], operand: Tensor
+    ) -> tuple[Tensor, bool]:
+        """One raw op on this rank's operand: the result, and whether the operand is as it was."""
+        from autopar import collectives
+
+        communicator = Communicator(mesh, torch.device("cpu"), [label])
+        before = operand.clone()
+        result = communicator.bind(getattr(collectives, op), label, *static)(operand)
+        same = torch.equal(before, operand)
+        return result.contiguous(), same
+
+    def full_tensors(self, what: str) -> dict[str, Tensor]:
+        """What torch's own ``full_tensor()`` makes of the DTensors that leave the runtime."""
+        runtime = self.running
+        if what == "optimizer":
+            entries = runtime.optimizer_state_dict()["state"]
+            found = {f"{n}.{k}": v for n, e in entries.items() for k, v in e.items()}
+        else:
+            found = getattr(runtime, what)()
+        return {n: t.full_tensor() for n, t in found.items() if hasattr(t, "full_tensor")}
+
+    def described(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Placements and mesh axes of each parameter's DTensor."""
+        return {
+            name: (str(tuple(t.placements)), t.device_mesh.mesh_dim_names)  # type: ignore[attr-defined]
+            for name, t in self.running.parameters().items()
+        }
+
+    def local_step(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.running.train_step(parts, local=True)
+
+    def local_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.running.forward(tensors)
+
+    def drawn(self) -> tuple[Tensor, Tensor]:
+        """Two numbers of the user's own generator, the first after seeding it."""
+        return torch.rand(1), torch.rand(1)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def reload_as_dtensors(self) -> bool:
+        """Whether loading its own DTensors leaves every number as it was."""
+        runtime = self.running
+        before = {n: p.clone() for n, p in runtime.held_parts().items()}
+        state = {n: t.clone() for n, t in runtime.state_dict().items()}
+        with torch.no_grad():
+            for part in runtime.held_parts().values():
+                part.zero_()
+        runtime.load_state_dict(state)
+        after = runtime.held_parts()
+        return all(torch.equal(after[n], before[n]) for n in before)
+
+
+def runner_of(
+    group: WorkerGroup,
+    captured: Captured,
+    program: RankProgram,
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    seed: int = 0,
+) -> LocalRunner:
+    options = RankOptions(
+        keys=state_keys(model, captured, program),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        seed=seed,
+    )
+    return LocalRunner(program, initial_state(model), options, group, owns_group=False)
+
+
+def process_steps(
+    runner: LocalRunner, captured: Captured, batches: Sequence[Mapping[str, Tensor]]
+) -> Trained:
+    """As `tests.oracles.lockstep_steps`, on real processes."""
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        losses.append(runner.train_step(captured.signature.flatten((), batch)).item())
+        gradients = gradients or runner.gradients()
+    names = {p.name for p in runner.program.parameters}
+    state = runner.full_state_dict()
+    return Trained(
+        losses=losses,
+        gradients=gradients,
+        weights={n: t for n, t in state.items() if n in names},
+        buffers={n: t for n, t in state.items() if n not in names},
+    )
