@@ -1,6 +1,4 @@
-"""The roofline: bounds that no device beats, published rates, and real times on this machine."""
-
-import time
+"""The roofline: bounds that no device beats, published rates, known kernels."""
 
 import msgspec
 import pytest
@@ -120,25 +118,3 @@ def test_data_that_fits_the_cache_moves_faster():
     fast, usual = RooflineModel(device), RooflineModel(slow)
     assert fast.estimate(small).forward_s < usual.estimate(small).forward_s
     assert fast.estimate(large) == usual.estimate(large)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with this machine's CPU")
-def test_products_on_this_machine_take_about_what_is_predicted(tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
-    device = Cluster.detect(2).device
-    model = RooflineModel(device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(device.num_threads)
-    ratios = []
-    for m, n, k in ((512, 512, 512), (1024, 256, 768), (256, 1024, 256), (64, 512, 512)):
-        a, b = torch.randn(m, k), torch.randn(k, n)
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
-            a @ b
-            times.append(time.perf_counter() - start)
-        predicted_s = model.estimate(_product(m, n, k, torch.float32)).forward_s
-        ratios.append(predicted_s / min(times))
-    torch.set_num_threads(before)
-    # The median of four shapes within a factor of three, however busy the machine is.
-    assert 1 / 3 < sorted(ratios)[1] < 3
