@@ -90,19 +90,24 @@ def solve_linear(
         raise LinearSolverError(
             f"the solver failed on {len(program.costs)} variables: {error.__context__ or error}"
         ) from error
+    return _read(result, wanted, bounds=is_integer)
+
+
+def _read(
+    result: mathopt.SolveResult, wanted: list[mathopt.Variable], *, bounds: bool
+) -> LinearResult:
+    """``bounds``: whether an unfinished run bounds the optimum; that of a simplex does not."""
     reason = result.termination.reason
     values, cost = None, math.inf
     if result.has_primal_feasible_solution():
-        found = result.variable_values(wanted)
-        values, cost = np.array(found), float(result.objective_value())
+        values = np.array(result.variable_values(wanted))
+        cost = float(result.objective_value())
     optimal = reason is mathopt.TerminationReason.OPTIMAL
     bound = float(result.termination.objective_bounds.dual_bound)
-    if not is_integer and not optimal:
-        bound = -math.inf  # the objective of an unfinished simplex bounds nothing
     return LinearResult(
         values=values,
         cost=cost,
-        bound=bound if math.isfinite(bound) else -math.inf,
+        bound=bound if math.isfinite(bound) and (bounds or optimal) else -math.inf,
         optimal=optimal,
         infeasible=reason
         in (

@@ -79,12 +79,13 @@ def test_without_tables_auto_is_still_exact(problem):
 
 
 def test_a_dense_graph_within_a_budget_has_an_answer_and_a_bound():
-    free = dense(30, 10)
+    free = dense(20, 8)
     rng = np.random.default_rng(1)
-    memory = [rng.integers(1, 100, 10).astype(float) for _ in range(30)]
+    memory = [rng.integers(1, 100, 8).astype(float) for _ in range(20)]
     used = Problem(free.node_costs, free.edge_costs, memory).memory(solve(free).assignment)
     problem = Problem(free.node_costs, free.edge_costs, memory, 0.8 * used[0])
-    solution = solve(problem, table_cap_bytes=1 << 16, time_limit_s=5)
+    solution = solve(problem, table_cap_bytes=1 << 14, time_limit_s=4)
+    frugal = [int(each.argmin()) for each in memory]
+    assert "messages" in solution.method
     assert problem.fits(solution.assignment)
-    assert solve(free).cost * (1 - 0.2) <= solution.bound <= solution.cost
-    assert solution.gap < 0.5
+    assert 0 < solution.bound <= solution.cost <= problem.cost(frugal)

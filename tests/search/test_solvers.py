@@ -56,8 +56,8 @@ def test_relabelling_nodes_changes_nothing(problem, seed):
 
 
 def test_equal_calls_give_equal_answers():
-    free = solve(layered(5))
-    problem = layered(5, budget=0.7 * free.memory[0])
+    free = solve(layered(2))
+    problem = layered(2, budget=0.7 * free.memory[0])
     for arguments in ({"gap": 1e-3}, {"method": "mcmc", "seed": 3}, {"method": "ilp"}):
         first, second = solve(problem, **arguments), solve(problem, **arguments)
         assert first.assignment == second.assignment
