@@ -23,8 +23,8 @@ from autopar.runtime.compiled import Compiled
 
 __all__ = [
     "AutoparError",
-    "Captured",
     "CaptureError",
+    "Captured",
     "Cluster",
     "ClusterError",
     "Compiled",

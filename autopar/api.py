@@ -8,9 +8,8 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
-
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from autopar.cost_models import (
 from autopar.errors import InputError
 from autopar.lowering import lower
 from autopar.plan import Plan, strategy_of
-from autopar.planner import Progress, make_planned
+from autopar.planner import make_planned
 from autopar.report.progress import show_progress
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
@@ -37,7 +36,7 @@ from autopar.runtime.devices import resolve_devices
 from autopar.runtime.spmd import is_spmd, rank_device
 from autopar.strategy import Strategy
 
-Devices = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
+Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
 
 def plan(
@@ -127,15 +126,17 @@ def compile(
                 initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
             chosen = _agreed(
                 plan,
-                lambda: make_planned(
-                    captured,
-                    _cluster(devices, found),
-                    mesh=mesh,
-                    constraints=constraints,
-                    compute=_compute_model(devices, found) if profile else None,
-                    device_type=kind,
-                    progress=say,
-                ).plan,
+                lambda: (
+                    make_planned(
+                        captured,
+                        _cluster(devices, found),
+                        mesh=mesh,
+                        constraints=constraints,
+                        compute=_compute_model(devices, found) if profile else None,
+                        device_type=kind,
+                        progress=say,
+                    ).plan
+                ),
             )
             say("lower")
             return _start(model, captured, chosen, found, options)
@@ -267,5 +268,3 @@ class _Deferred:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-

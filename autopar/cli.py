@@ -37,9 +37,7 @@ def _show(chosen: argparse.Namespace) -> str:
 def _cluster(chosen: argparse.Namespace) -> str:
     if chosen.name == "detect":
         return Cluster.detect().to_json()
-    made = Cluster.preset(
-        chosen.name, nodes=chosen.nodes, devices_per_node=chosen.devices_per_node
-    )
+    made = Cluster.preset(chosen.name, nodes=chosen.nodes, devices_per_node=chosen.devices_per_node)
     return made.to_json()
 
 

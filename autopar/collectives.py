@@ -167,7 +167,7 @@ def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
             )
     if not x.is_floating_point():
         return pair[0](x)
-    result: Tensor = _Move.apply(x, *pair)  # type: ignore[no-untyped-call]
+    result: Tensor = _Move.apply(x, *pair)
     return result
 
 

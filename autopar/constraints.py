@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +97,9 @@ class MemoryBudget:
 
 Constraint = Force | Forbid | Pin | MemoryBudget
 
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+"""Which choices of one node are allowed."""
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -141,11 +145,11 @@ def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Arra
     )
 
 
-def _masks(priced: PricedGraph, constraint: Constraint) -> dict[int, np.ndarray]:  # type: ignore[type-arg]
+def _masks(priced: PricedGraph, constraint: Constraint) -> dict[int, Mask]:
     if isinstance(constraint, Pin):
         return _pin_masks(priced, constraint)
     assert isinstance(constraint, Force | Forbid)
-    masks: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+    masks: dict[int, Mask] = {}
     mesh = priced.pricing.mesh
     for axis in _axes(mesh, constraint.axis):
         make = _force_masks if isinstance(constraint, Force) else _forbid_masks
@@ -165,7 +169,7 @@ def _axes(mesh: Mesh, name: str | None) -> tuple[int, ...]:
     return (mesh.axis_names.index(name),)
 
 
-def _on_axis(table: PlacementTable, axis: int, allowed: object) -> np.ndarray:  # type: ignore[type-arg]
+def _on_axis(table: PlacementTable, axis: int, allowed: object) -> Mask:
     assert callable(allowed)
     distinct = np.array([bool(allowed(p[axis])) for p in table.distinct])
     return distinct[table.index]
@@ -179,9 +183,7 @@ def _is_whole(placement: Placement) -> bool:
     return placement.state in (State.REPLICATE, State.VARYING)
 
 
-def _force_masks(
-    priced: PricedGraph, parallelism: Parallelism, axis: int
-) -> dict[int, np.ndarray]:  # type: ignore[type-arg]
+def _force_masks(priced: PricedGraph, parallelism: Parallelism, axis: int) -> dict[int, Mask]:
     masks = {}
     for node, table in zip(range(len(priced.nodes)), priced.tables):
         masks[node] = _node_mask(priced, node, table, parallelism, axis)
@@ -190,7 +192,7 @@ def _force_masks(
 
 def _node_mask(
     priced: PricedGraph, node: int, table: OpTable | ValueTable, kind: Parallelism, axis: int
-) -> np.ndarray:  # type: ignore[type-arg]
+) -> Mask:
     values = priced.pricing.graph.values
     decision = priced.nodes[node]
     if isinstance(table, OpTable):
@@ -211,15 +213,13 @@ def _node_mask(
     return np.ones(len(table.placements.index), dtype=bool)
 
 
-def _input_mask(table: ValueTable, kind: Parallelism, axis: int) -> np.ndarray:  # type: ignore[type-arg]
+def _input_mask(table: ValueTable, kind: Parallelism, axis: int) -> Mask:
     if kind is Parallelism.TENSOR_PARALLEL:
         return _on_axis(table.placements, axis, lambda p: not _is_split(p))
     return _prefer(_on_axis(table.placements, axis, lambda p: _is_split(p) and p.dim == 0))
 
 
-def _op_mask(
-    priced: PricedGraph, index: int, table: OpTable, kind: Parallelism, axis: int
-) -> np.ndarray:  # type: ignore[type-arg]
+def _op_mask(priced: PricedGraph, index: int, table: OpTable, kind: Parallelism, axis: int) -> Mask:
     """Weights are used whole and the batch is split where it can be (data parallelism), or
     weights are split where they can be (tensor parallelism)."""
     graph = priced.pricing.graph
@@ -240,9 +240,7 @@ def _op_mask(
     return mask if mask.any() else np.ones(len(table.choices), dtype=bool)
 
 
-def _weights_whole(
-    priced: PricedGraph, index: int, table: OpTable, axis: int
-) -> np.ndarray:  # type: ignore[type-arg]
+def _weights_whole(priced: PricedGraph, index: int, table: OpTable, axis: int) -> Mask:
     """Choices that use every parameter whole."""
     graph = priced.pricing.graph
     mask = np.ones(len(table.choices), dtype=bool)
@@ -252,14 +250,12 @@ def _weights_whole(
     return mask
 
 
-def _prefer(mask: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _prefer(mask: Mask) -> Mask:
     """The mask where it leaves something, else everything."""
     return mask if mask.any() else np.ones_like(mask)
 
 
-def _forbid_masks(
-    priced: PricedGraph, parallelism: Parallelism, axis: int
-) -> dict[int, np.ndarray]:  # type: ignore[type-arg]
+def _forbid_masks(priced: PricedGraph, parallelism: Parallelism, axis: int) -> dict[int, Mask]:
     """No weight split (tensor), no parameter stored split (zero3), or no batch split (data)."""
     graph = priced.pricing.graph
     masks = {}
@@ -278,7 +274,7 @@ def _forbid_masks(
     return masks
 
 
-def _pin_masks(priced: PricedGraph, pin: Pin) -> dict[int, np.ndarray]:  # type: ignore[type-arg]
+def _pin_masks(priced: PricedGraph, pin: Pin) -> dict[int, Mask]:
     graph = priced.pricing.graph
     masks = {}
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):

@@ -32,7 +32,7 @@ NUM_STEPS = 12
 NUM_REPLAYED = 3
 BATCH, SEQUENCE = 8, 128
 TOLERANCE = 1e-4
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 def make_model() -> nn.Module:
@@ -95,7 +95,9 @@ def train_alone(model: nn.Module, batches: list[Batch]) -> Iterator[tuple[float,
         yield loss.item(), time.perf_counter() - started_s
 
 
-def train_compiled(compiled: autopar.Compiled, batches: list[Batch]) -> Iterator[tuple[float, float]]:
+def train_compiled(
+    compiled: autopar.Compiled, batches: list[Batch]
+) -> Iterator[tuple[float, float]]:
     for batch in batches:
         started_s = time.perf_counter()
         loss = compiled.train_step(**batch).item()

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,7 +28,8 @@ class ValueKind(StrEnum):
     ACTIVATION = "activation"
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ref:
     """A use of value ``index`` among an op's arguments."""
 
     index: int

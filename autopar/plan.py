@@ -28,14 +28,14 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of everything on the wire."""
 
 
-class MeshPlan(_Struct):
+class MeshPlan(_Struct, frozen=True):
     """Axis names and sizes, outermost first."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
 
 
-class GraphPlan(_Struct):
+class GraphPlan(_Struct, frozen=True):
     """The graph a plan was made for; ``fingerprint`` is what must match."""
 
     fingerprint: str
@@ -45,7 +45,7 @@ class GraphPlan(_Struct):
     inputs: dict[str, str]
 
 
-class SchedulePlan(_Struct):
+class SchedulePlan(_Struct, frozen=True):
     """The backward schedule and its size."""
 
     name: str = "conventional"
@@ -53,7 +53,7 @@ class SchedulePlan(_Struct):
     num_microbatches: int = 1
 
 
-class Prediction(_Struct):
+class Prediction(_Struct, frozen=True):
     """What the cost model expects of one training step on one device."""
 
     step_time_s: float
@@ -66,7 +66,7 @@ class Prediction(_Struct):
     memory_peak_at: str
 
 
-class SearchReport(_Struct):
+class SearchReport(_Struct, frozen=True):
     """How good the plan is known to be, and what else was considered (mesh to seconds)."""
 
     status: str
@@ -75,7 +75,7 @@ class SearchReport(_Struct):
     considered: dict[str, float]
 
 
-class Plan(_Struct):
+class Plan(_Struct, frozen=True):
     """One plan. ``ops`` holds only ops that are split along some axis; see `autopar.rules`."""
 
     schema_version: int
@@ -159,9 +159,7 @@ def make_plan(
         schema_version=SCHEMA_VERSION,
         graph=_describe(graph, captured),
         cluster=cluster,
-        mesh=MeshPlan(
-            axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes
-        ),
+        mesh=MeshPlan(axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes),
         schedule=SchedulePlan(),
         prediction=prediction,
         search=search,
@@ -229,9 +227,7 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
         choices=tuple(parse_choice(plan.ops.get(op.name, everywhere)) for op in graph.ops),
         stored={
             **_placements(plan.parameters, {v.target or v.name: v.index for v in graph.parameters}),
-            **_placements(
-                plan.inputs, dict(zip(captured.signature.input_names, graph.inputs))
-            ),
+            **_placements(plan.inputs, dict(zip(captured.signature.input_names, graph.inputs))),
         },
         relays=_placements(
             plan.relays, {graph.values[i].name: i for i in sorted(analysis.relayed)}

@@ -257,7 +257,7 @@ class Pricing:
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:
         """Further digits (dim, outer) that consumers may need of a value."""
-        found = set()
+        found: set[tuple[int, int]] = set()
         for op, position in self.analysis.consumers.get(value.index, ()):
             table = self.op_table(self.graph.ops[op]).needs[position]
             for placements in table.distinct:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.constraints import Force
-from autopar.cost_models import Cluster
 from autopar.planner import Planned, make_planned
 
 

@@ -168,7 +168,8 @@ def _clean(module: fx.GraphModule) -> None:
 def _is_view(node: fx.Node) -> bool:
     """A view, or one part of a view with several parts."""
     if str(node.target) == _INDEXING:
-        return node.args[0].target in _VIEWS  # type: ignore[union-attr]
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.target in _VIEWS
     return node.target in _VIEWS
 
 

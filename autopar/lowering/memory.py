@@ -76,9 +76,7 @@ class _Play:
         for phase, module in graphs.items():
             if module is None:
                 continue
-            inputs = sum(
-                self.round(_size(n)) for n in module.graph.nodes if n.op == "placeholder"
-            )
+            inputs = sum(self.round(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
             found = graph_memory(module.graph)
             memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
             memory.results[phase] = found.saved_bytes

@@ -313,7 +313,8 @@ def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
 def _collectives(program: RankProgram) -> Iterator[CollectiveCall]:
     def of(module: fx.GraphModule, phase: str, where: str) -> Iterator[CollectiveCall]:
         for node in _calls(module):
-            largest = max((node.meta["val"], node.args[0].meta["val"]), key=Tensor.numel)
+            source: Any = node.args[0]
+            largest = max((node.meta["val"], source.meta["val"]), key=Tensor.numel)
             yield CollectiveCall(
                 phase=phase,
                 where=where,
