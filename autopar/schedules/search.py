@@ -116,10 +116,12 @@ def search_schedule(
     num_moves: int = 20_000,
     num_starts: int = 2,
     num_restarts: int = 3,
+    exact_time_s: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
     """Try everything, then improve the best ``num_starts`` candidates, each ``num_restarts`` times
-    by ``num_moves`` moves. Deterministic for a seed.
+    by ``num_moves`` moves. Deterministic for a seed while ``exact_time_s`` is 0; above it, CP-SAT
+    gets that many seconds to better the result and to raise the bound.
 
     Raises ScheduleError when nothing fits the memory cap.
     """
@@ -136,24 +138,25 @@ def search_schedule(
             f"no schedule fits max_memory_bytes={problem.max_memory_bytes}; the least that any "
             f"needs is {least}"
         )
-    improved = [
-        found
-        for start in _starts(fitting, num_starts)
-        for restart in range(num_restarts)
-        if (found := _improved(staged[start.sizes], start, num_moves, seed + restart)) is not None
-    ]
-    best = min((*fitting, *improved), key=_makespan)
-    view = staged[best.sizes]
+    pool = list(fitting)
+    for start in _starts(fitting, num_starts):
+        for restart in range(num_restarts):
+            found = _improved(staged[start.sizes], start, num_moves, seed + restart)
+            pool += [found] if found.fits else []
+    bounds: dict[PipelineShape, float] = {}
+    for start in _starts(sorted(pool, key=_makespan), 1) if exact_time_s > 0 else ():
+        found, bounds[start.schedule.shape] = _exact(staged[start.sizes], start, exact_time_s)
+        pool += [found] if found.fits else []
+    best = min(pool, key=_makespan)
+    least = lower_bound_s(best.schedule.shape, staged[best.sizes].durations)
+    least = max(least, bounds.get(best.schedule.shape, 0.0))
     if problem.reduces:
-        candidates = [_reduced(staged[item.sizes], item) for item in candidates]
-        chosen = [_reduced(view, item) for item in (best, *fitting[:num_starts], *improved)]
-        best = min(chosen, key=_makespan)
+        pool = [_reduced(staged[item.sizes], item) for item in pool]
+        best = min(pool, key=_makespan)
+        least = lower_bound_s(best.schedule.shape, staged[best.sizes].durations)
     verify(best.schedule)
-    return SearchResult(
-        best=best,
-        candidates=(*candidates, *improved),
-        lower_bound_s=lower_bound_s(best.schedule.shape, view.durations),
-    )
+    rejected = [item for item in candidates if not item.fits]
+    return SearchResult(best=best, candidates=(*pool, *rejected), lower_bound_s=least)
 
 
 def _makespan(candidate: Candidate) -> float:
@@ -299,7 +302,26 @@ def _candidate(
     )
 
 
-def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate | None:
+def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candidate, float]:
+    """CP-SAT's best on the candidate's shape, started from it, and its lower bound."""
+    from autopar.schedules.oracle import optimal_schedule  # OR-Tools is slow to import
+
+    found = optimal_schedule(
+        start.schedule.shape,
+        view.durations,
+        links=view.links,
+        memory=view.memory,
+        max_bytes=[view.problem.max_memory_bytes] * view.problem.num_devices,
+        time_limit_s=time_limit_s,
+        start_from=start.schedule,
+    )
+    if found.schedule is None:
+        return start, found.lower_bound_s
+    options = {**start.options, "proved": found.optimal}
+    return _candidate(view, "cp_sat", options, found.schedule), found.lower_bound_s
+
+
+def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate:
     """The candidate after local search, its B's split where that is possible."""
     split = _split(start.schedule)
     shape = split.shape
@@ -312,8 +334,7 @@ def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Can
         seed=seed,
         lower_bound_s=lower_bound_s(shape, view.durations),
     )
-    found = _candidate(view, f"{start.name}+local", start.options, costs.schedule(orders))
-    return found if found.fits else None
+    return _candidate(view, f"{start.name}+local", start.options, costs.schedule(orders))
 
 
 def _split(schedule: Schedule) -> Schedule:

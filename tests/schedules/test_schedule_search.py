@@ -34,11 +34,13 @@ from autopar.schedules.shapes import chain_shape, looped_shape, v_shape
 ONE_COPY = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "interleaved")
 
 
-def drawn_problem(seed: int, most_devices: int = 4, most_batches: int = 8) -> SearchProblem:
+def drawn_problem(
+    seed: int, most_devices: int = 4, most_batches: int = 8, one_block: bool = False
+) -> SearchProblem:
     """Unequal costs a block, sometimes slow links, and a cap from tight to none."""
     rng = random.Random(seed)
     devices = rng.randint(2, most_devices)
-    blocks = devices * rng.choice((1, 1, 2))
+    blocks = devices * (1 if one_block else rng.choice((1, 1, 2)))
     batches = rng.randint(1, most_batches)
 
     def costs(low: int) -> tuple[int, ...]:
@@ -133,8 +135,11 @@ def test_the_search_is_never_worse_than_any_generator_under_the_cap(block: int) 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_the_search_is_within_two_percent_of_the_optimum(seed: int) -> None:
-    """On one copy of the weights, and again on the shape that the open search chose."""
-    problem = drawn_problem(1000 + seed)
+    """On one copy of the weights, and again on the shape that the open search chose.
+
+    Up to 4 stages and 8 micro-batches, where CP-SAT proves its optimum.
+    """
+    problem = drawn_problem(1000 + seed, one_block=True)
     if seed % 4 == 0:
         problem = replace(problem, num_microbatches=8)
     for generators in (ONE_COPY, None):
@@ -148,13 +153,29 @@ def test_the_search_is_within_two_percent_of_the_optimum(seed: int) -> None:
             links=problem.links.grouped(sizes) if problem.links else None,
             memory=problem.memory.grouped(sizes),
             max_bytes=[problem.max_memory_bytes] * problem.num_devices,
-            time_limit_s=20.0,
+            time_limit_s=30.0,
             start_from=best.schedule,
         )
         assert optimum.schedule is not None
+        assert optimum.optimal
         verify(optimum.schedule)
         assert optimum.lower_bound_s <= best.makespan_s * (1 + 1e-9)
         assert best.makespan_s <= 1.02 * optimum.makespan_s
+
+
+@pytest.mark.parametrize("seed", [3, 10])
+def test_cp_sat_finishes_what_the_local_search_leaves(seed: int) -> None:
+    """Two stages a device under a tight cap: the hardest of the drawn cases for local moves."""
+    problem = drawn_problem(1000 + seed)
+    assert problem.num_blocks == 2 * problem.num_devices
+    problem = replace(problem, num_microbatches=4, generators=ONE_COPY)
+    plain = search_schedule(problem, num_moves=3000)
+    exact = search_schedule(problem, num_moves=3000, exact_time_s=20.0)
+    verify(exact.best.schedule)
+    assert exact.best.makespan_s <= plain.best.makespan_s <= 1.05 * exact.best.makespan_s
+    assert plain.lower_bound_s <= exact.lower_bound_s <= exact.best.makespan_s
+    assert exact.gap <= plain.gap
+    assert exact.best.peak_memory_bytes <= problem.max_memory_bytes
 
 
 def test_on_a_larger_case_the_oracle_bounds_the_search() -> None:
