@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from autopar.capture import Captured
 from autopar.lowering.program import RankProgram
 from autopar.mesh import Mesh
+from autopar.placement import Placements, R
+from autopar.rules.base import Choice
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.local import LocalRunner, RankService
 from autopar.runtime.rank import RankOptions
 from autopar.runtime.workers import WorkerGroup
+from autopar.strategy import Analysis, Assignment
 from tests.oracles import Trained
 
 
@@ -116,4 +119,19 @@ def process_steps(
         gradients=gradients,
         weights={n: t for n, t in state.items() if n in names},
         buffers={n: t for n, t in state.items() if n not in names},
+    )
+
+
+def stored_assignment(
+    analysis: Analysis, mesh: Mesh, stored: Mapping[str, Placements]
+) -> Assignment:
+    """Every op computed redundantly, parameters and inputs stored as given by name."""
+    graph = analysis.graph
+    whole = (R,) * mesh.num_axes
+    names = {(v.target or v.name): v.index for v in graph.values}
+    return Assignment(
+        mesh=mesh,
+        choices=tuple(Choice((None,) * mesh.num_axes) for _ in graph.ops),
+        stored={names[name]: placements for name, placements in stored.items()},
+        relays=dict.fromkeys(analysis.relayed, whole),
     )

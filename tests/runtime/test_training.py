@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from autopar.cost_models import Cluster
 
 from autopar.capture import capture
 from autopar.constraints import Constraint, Force
-from autopar.cost_models import Cluster
 from autopar.lowering import lower
 from autopar.mesh import Mesh
 from autopar.planner import make_planned
