@@ -21,20 +21,24 @@ from autopar.constraints import Constraint
 from autopar.cost_models import (
     Cluster,
     ComputeModel,
+    CostError,
+    OpCall,
     Profiler,
     ProfileStore,
+    RooflineModel,
     default_store_path,
 )
 from autopar.errors import InputError
 from autopar.lowering import lower
 from autopar.plan import Plan, strategy_of
-from autopar.planner import make_planned
+from autopar.planner import Progress, candidate_meshes, make_planned
+from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
 from autopar.runtime.spmd import is_spmd, rank_device
-from autopar.strategy import Strategy
+from autopar.strategy import Analysis, Strategy
 
 Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
@@ -84,7 +88,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] = (),
-    profile: bool = True,
+    profile_limit_s: float = 60.0,
     seed: int | None = None,
     progress: bool = False,
     start_timeout_s: float = 120.0,
@@ -102,7 +106,8 @@ def compile(
       ``functools.partial(torch.optim.AdamW, lr=3e-4)``; ``lr_scheduler`` makes the learning-rate
       scheduler from the optimizer, and is stepped once a training step.
     * ``plan``: a plan or the path of its JSON: replayed without any search.
-    * ``profile``: price ops by measuring them once on this machine (kept on disk), not by roofline.
+    * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
+      disk), for at most this long; what is left, and everything with 0, is priced by roofline.
     * ``seed``: of dropout and every other random op.
 
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
@@ -198,16 +203,32 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
     return resolve_devices([f"{kind}:{i}" for i in range(count)])
 
 
-def _cluster(devices: Devices, found: Sequence[torch.device]) -> Cluster:
-    return devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
+def _measured(
+    captured: Captured,
+    cluster: Cluster,
+    mesh: Mapping[str, int] | None,
+    limit_s: float,
+    progress: Progress,
+) -> ComputeModel:
+    """Prices measured on this machine, the costliest ops first, for at most ``limit_s``.
+
+    Times are kept on disk, so the next compilation of the same model measures nothing.
+    """
+    device = cluster.device
+    store = ProfileStore(default_store_path(), device)
+    roofline = RooflineModel(device)
+    calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, mesh))
+    progress(f"measure up to {len(calls)} op calls, at most {limit_s:.0f} s")
+    calls = tuple(sorted(calls, key=lambda call: -_expected_s(roofline, call)))
+    Profiler(store, device).profile(calls, progress=False, max_s=limit_s)
+    return Profiler(store, device, measuring=False)
 
 
-def _compute_model(devices: Devices, found: Sequence[torch.device]) -> ComputeModel | None:
-    """Measurements of this machine, where it is this machine that is planned for."""
-    if isinstance(devices, Cluster):
-        return None
-    device = _cluster(devices, found).device
-    return Profiler(ProfileStore(default_store_path(), device), device)
+def _expected_s(model: ComputeModel, call: OpCall) -> float:
+    try:
+        return model.estimate(call).total_s
+    except CostError:
+        return 0.0
 
 
 def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:

@@ -118,22 +118,10 @@ class Pricing:
 
     def op_table(self, op: Op) -> OpTable:
         """The table of an op's kind."""
-        key = self._kind(op)
+        key = op_kind(self.analysis, op)
         if key not in self._op_tables:
             self._op_tables[key] = self._make_op_table(op)
         return self._op_tables[key]
-
-    def _kind(self, op: Op) -> Any:
-        values = self.graph.values
-
-        def describe(index: int) -> Any:
-            v = values[index]
-            return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
-
-        bases = tuple(self.analysis.bases[op.index].items())
-        outputs = tuple(None if o is None else describe(o) for o in op.outputs)
-        args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
-        return (op.target_name, str(args), outputs, bases)
 
     def _make_op_table(self, op: Op) -> OpTable:
         space = self.analysis.spaces[op.index]
@@ -319,6 +307,41 @@ class Pricing:
             device = self.cluster.device
             return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
         return 0.0
+
+
+def calls_of(analysis: Analysis, meshes: Sequence[Mesh]) -> tuple[OpCall, ...]:
+    """Every distinct call that any choice of any op makes on any of the meshes, in graph order."""
+    found: dict[OpCall, None] = {}
+    seen: set[Any] = set()
+    for mesh in meshes:
+        for op in analysis.graph.ops:
+            if all(o is None or analysis.graph.values[o].fixed for o in op.outputs):
+                continue
+            kind = (mesh, op_kind(analysis, op))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            space = analysis.spaces[op.index]
+            for choice in enumerate_choices(space, mesh, analysis.bases[op.index]):
+                needs = analysis.needs(op, choice, mesh)
+                supplies = analysis.supplies(op, choice, mesh)
+                call = local_call(analysis, op, space, choice, needs, supplies, mesh)
+                found.setdefault(call)
+    return tuple(found)
+
+
+def op_kind(analysis: Analysis, op: Op) -> Any:
+    """Equal for ops that cost the same under every choice: operator, arguments and shapes."""
+    values = analysis.graph.values
+
+    def describe(index: int) -> Any:
+        v = values[index]
+        return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
+
+    bases = tuple(analysis.bases[op.index].items())
+    outputs = tuple(None if o is None else describe(o) for o in op.outputs)
+    args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
+    return (op.target_name, str(args), outputs, bases)
 
 
 _RESHAPES = frozenset(
