@@ -129,20 +129,23 @@ def compile(
             kind = found[0].type
             if is_spmd():
                 initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
-            chosen = _agreed(
-                plan,
-                lambda: (
-                    make_planned(
-                        captured,
-                        _cluster(devices, found),
-                        mesh=mesh,
-                        constraints=constraints,
-                        compute=_compute_model(devices, found) if profile else None,
-                        device_type=kind,
-                        progress=say,
-                    ).plan
-                ),
-            )
+
+            def search() -> Plan:
+                cluster = devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
+                compute = None
+                if not isinstance(devices, Cluster) and profile_limit_s > 0:
+                    compute = _measured(captured, cluster, mesh, profile_limit_s, say)
+                return make_planned(
+                    captured,
+                    cluster,
+                    mesh=mesh,
+                    constraints=constraints,
+                    compute=compute,
+                    device_type=kind,
+                    progress=say,
+                ).plan
+
+            chosen = _agreed(plan, search)
             say("lower")
             return _start(model, captured, chosen, found, options)
 

@@ -33,6 +33,8 @@ from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
 MAX_BUDGET_TRIALS = 6
+SEARCH_LIMIT_S = 60.0
+BUDGET_GAP = 1e-3
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
 
@@ -137,7 +139,8 @@ def _search(
         budget_bytes,
         node_names=[f"{node.kind} {node.name} {node.index}" for node in priced.nodes],
     )
-    solution = solve(problem, time_limit_s=60.0)
+    gap = 0.0 if budget_bytes is None else BUDGET_GAP
+    solution = solve(problem, time_limit_s=SEARCH_LIMIT_S, gap=gap)
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
