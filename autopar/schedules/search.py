@@ -27,6 +27,7 @@ from autopar.schedules.simulator import simulate
 from autopar.schedules.verify import verify
 
 _TOLERANCE = 1e-9
+_MOST_WORK = 4_000_000  # moves times actions, a few seconds a restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +120,12 @@ def search_schedule(
     exact_time_s: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Try everything, then improve the best ``num_starts`` candidates, each ``num_restarts`` times
-    by ``num_moves`` moves. Deterministic for a seed while ``exact_time_s`` is 0; above it, CP-SAT
-    gets that many seconds to better the result and to raise the bound.
+    """Try everything, then improve the best ``num_starts`` candidates by local search.
+
+    Each is improved ``num_restarts`` times by ``num_moves`` moves, fewer for schedules of over 200
+    actions. Deterministic for a seed while ``exact_time_s`` is 0; above it, CP-SAT gets that many
+    seconds to better the result and to raise the bound. Give ``Memory.weight_bytes`` if copies of
+    the weights (Chimera, DualPipe) shall count.
 
     Raises ScheduleError when nothing fits the memory cap.
     """
@@ -324,6 +328,7 @@ def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candid
 def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate:
     """The candidate after local search, its B's split where that is possible."""
     split = _split(start.schedule)
+    num_moves = min(num_moves, _MOST_WORK // split.num_actions)
     shape = split.shape
     costs = FixedOrder(split, view.durations, view.links, view.memory)
     orders = improve(
