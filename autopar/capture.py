@@ -313,7 +313,11 @@ def _first_line(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """The last frame outside torch, autopar and this module, as `` at file:line (code)``."""
     own = re.compile(r"[/\\](torch|autopar|contextlib|copyreg)([/\\]|\.py)")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not own.search(f.filename)]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not own.search(f.filename) and not f.filename.startswith("<")
+    ]
     user = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s+(.*)', str(error))
     user = [u for u in user if not own.search(u[0])]
     if frames:

@@ -184,10 +184,27 @@ def _is_whole(placement: Placement) -> bool:
 
 
 def _force_masks(priced: PricedGraph, parallelism: Parallelism, axis: int) -> dict[int, Mask]:
+    if parallelism is not Parallelism.TENSOR_PARALLEL:
+        _check_batch(priced, parallelism, axis)
     masks = {}
     for node, table in zip(range(len(priced.nodes)), priced.tables):
         masks[node] = _node_mask(priced, node, table, parallelism, axis)
     return {node: mask for node, mask in masks.items() if not mask.all()}
+
+
+def _check_batch(priced: PricedGraph, parallelism: Parallelism, axis: int) -> None:
+    """Raise ConstraintError where no input can be split along its first dimension."""
+    graph, mesh = priced.pricing.graph, priced.pricing.mesh
+    inputs = [graph.values[i] for i in graph.inputs if graph.values[i].shape]
+    size = mesh.axis_sizes[axis]
+    if inputs and all(v.shape[0] % size for v in inputs):
+        first = inputs[0]
+        raise ConstraintError(
+            f"{parallelism} on axis {mesh.axis_names[axis]!r} splits the batch in {size} equal "
+            f"parts, but input {first.name!r} has shape {first.shape}: {first.shape[0]} is not "
+            f"divisible by {size}. Use a batch of "
+            f"{first.shape[0] // size * size or size} or {(first.shape[0] // size + 1) * size}"
+        )
 
 
 def _node_mask(

@@ -1,0 +1,157 @@
+"""``autopar.compile`` as users call it: local workers, torchrun, loss functions, replay."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autopar
+from tests.models.zoo import build, image_batch
+from tests.oracles import loss_of
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+NUM_STEPS = 3
+
+
+def eager(model, calls, schedule=None):
+    model = copy.deepcopy(model)
+    optimizer = SGD(list(model.parameters()))
+    scheduler = schedule(optimizer) if schedule else None
+    losses = []
+    for call in calls:
+        optimizer.zero_grad()
+        loss = call(model)
+        loss.backward()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def assert_close_models(ours, theirs):
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_keyword_model_with_scheduler_and_copy_back(tmp_path):
+    model, make_batch = build("gpt2")
+    batches = [make_batch(seed) for seed in range(NUM_STEPS)]
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    expected, trained = eager(model, [lambda m, b=b: loss_of(m(**b)) for b in batches], schedule)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with autopar.compile(
+        model, 2, example_inputs=batches[0], optimizer=SGD, lr_scheduler=schedule,
+        mesh={"tp": 2}, constraints=[autopar.Force("tensor_parallel")], profile_limit_s=0,
+    ) as compiled:  # fmt: skip
+        losses = [compiled.train_step(**batch).item() for batch in batches]
+        output = compiled(**batches[0])
+        assert output.logits.shape == model(**batches[0]).logits.shape
+        assert "measured step time" in compiled.report()
+        copied = copy.deepcopy(model)
+        compiled.copy_to(copied)
+        compiled.plan.to_json(tmp_path / "plan.json")
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert_close_models(copied, trained)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), "the user's model must stay as it is"
+
+
+def test_plan_is_replayed_without_a_search(monkeypatch):
+    model, make_batch = build("mlp")
+    batch = make_batch(0)
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+    plan = autopar.plan(model, cluster, batch, constraints=[autopar.Force("zero3")])
+
+    def no_search(*args, **kwargs):
+        raise AssertionError("a replay must not search")
+
+    monkeypatch.setattr("autopar.api.make_planned", no_search)
+    expected, _ = eager(model, [lambda m: m(**batch)])
+    with autopar.compile(model, 2, example_inputs=batch, optimizer=SGD, plan=plan) as compiled:
+        assert compiled.train_step(**batch).item() == pytest.approx(expected[0], abs=1e-5)
+        assert compiled.plan == plan
+
+
+def test_loss_function_positional_inputs_and_first_call():
+    model, make_batch = build("mlp")
+    batch = make_batch(0)
+    x, y = batch["x"], batch["y"]
+    expected, _ = eager(model, [lambda m: F.cross_entropy(m(x), y)] * 2)
+    with autopar.compile(
+        model, 2, loss_fn=F.cross_entropy, optimizer=SGD, mesh={"dp": 2},
+        constraints=[autopar.Force("data_parallel")], profile_limit_s=0,
+    ) as compiled:  # fmt: skip
+        losses = [compiled.train_step(x, y).item() for _ in range(2)]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_batch_norm_statistics_come_back():
+    model, _ = build("resnet")
+    batch = image_batch(0)
+    _, trained = eager(model, [lambda m: m(**batch).loss])
+    with autopar.compile(
+        model, 2, example_inputs=batch, optimizer=SGD, mesh={"dp": 2},
+        constraints=[autopar.Force("data_parallel")], profile_limit_s=0,
+    ) as compiled:  # fmt: skip
+        compiled.train_step(**batch)
+        state = compiled.full_state_dict()
+    for name, buffer in trained.named_buffers():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5)
+
+
+SCRIPT = """
+    import functools, json, sys
+    import torch
+    sys.path.insert(0, {root!r})
+    import autopar
+    from tests.models.zoo import build
+
+    model, make_batch = build("bert")
+    batches = [make_batch(seed) for seed in range(3)]
+    compiled = autopar.compile(
+        model, "cpu", example_inputs=batches[0], profile_limit_s=0,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        mesh={{"dp": 2}}, constraints=[autopar.Force("zero3")],
+    )
+    losses = [compiled.train_step(**batch).item() for batch in batches]
+    kinds = sorted({{type(v).__name__ for v in compiled.state_dict().values()}})
+    compiled.close()
+    print("RESULT", json.dumps([losses, kinds]))
+"""
+
+
+def test_same_script_under_torchrun(tmp_path):
+    model, make_batch = build("bert")
+    batches = [make_batch(seed) for seed in range(NUM_STEPS)]
+    expected, _ = eager(model, [lambda m, b=b: loss_of(m(**b)) for b in batches])
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(root=root)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+            f"--master-port={port}", str(script),
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    results = [json.loads(x.split(" ", 1)[1]) for x in run.stdout.splitlines() if "RESULT" in x]
+    assert len(results) == 2
+    for losses, kinds in results:
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert "DTensor" in kinds

@@ -1,0 +1,123 @@
+"""A user's mistakes: each error names the value, the rule and the fix."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.models.zoo import build, vector_batch
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # branches on data
+            y = -y
+        return y.mean()
+
+
+class Items(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.max().item()
+        return (self.linear(x) * int(scale)).mean()
+
+
+def line_of(code: str) -> int:
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if code in line)
+
+
+def test_capture_error_has_the_users_file_line_and_a_hint():
+    with pytest.raises(autopar.CaptureError) as caught:
+        autopar.capture(Branches(), (torch.randn(2, 4),))
+    text = str(caught.value)
+    assert f"{os.path.basename(__file__)}:{line_of('if y.sum() > 0:')}" in text
+    assert "torch.where(" in text
+
+
+def test_capture_error_for_item_names_the_line():
+    with pytest.raises(autopar.CaptureError) as caught:
+        autopar.capture(Items(), (torch.randn(2, 4),))
+    assert os.path.basename(__file__) in str(caught.value)
+
+
+def test_model_that_fails_on_its_inputs_is_not_called_uncapturable():
+    with pytest.raises(
+        autopar.InputError, match=r"fails on the example inputs.*(reduction dim|mat1)"
+    ):
+        autopar.capture(nn.Linear(4, 4), (torch.randn(2, 5),))
+
+
+@pytest.mark.parametrize("inputs", [3, "text", None])
+def test_example_inputs_of_the_wrong_kind(inputs):
+    with pytest.raises(autopar.InputError, match=r"example_inputs=\(x, y\)"):
+        autopar.capture(nn.Linear(4, 4), inputs)
+
+
+def test_not_a_module():
+    with pytest.raises(autopar.InputError, match=r"must be a torch.nn.Module, got function"):
+        autopar.capture(lambda x: x, (torch.randn(2),))
+
+
+def test_loss_fn_with_too_few_inputs():
+    with pytest.raises(autopar.InputError, match="loss_fn takes 1 targets"):
+        autopar.capture(nn.Linear(4, 4), (), loss_fn=nn.functional.mse_loss)
+
+
+def test_batch_of_another_shape_names_the_input():
+    captured = autopar.capture(*build("mlp")[:1], vector_batch(0))
+    with pytest.raises(autopar.InputError, match=r"input 'x' has shape \(3, 16\)"):
+        captured.signature.flatten((), {"x": torch.randn(3, 16), "y": vector_batch(0)["y"]})
+    with pytest.raises(autopar.InputError, match="input 'x' must be a tensor, got str"):
+        captured.signature.flatten((), {"x": "1", "y": vector_batch(0)["y"]})
+    with pytest.raises(autopar.InputError, match="same structure"):
+        captured.signature.flatten((), {"x": torch.randn(4, 16)})
+
+
+def test_batch_that_cannot_be_split():
+    model, _ = build("mlp")
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=4)
+    with pytest.raises(autopar.ConstraintError, match=r"6 is not divisible by 4.*of 4 or 8"):
+        autopar.plan(
+            model, cluster, vector_batch(0, batch=6), mesh={"dp": 4},
+            constraints=[autopar.Force("data_parallel")],
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_more_devices_than_there_are():
+    model, make_batch = build("mlp")
+    with pytest.raises(autopar.DeviceError, match="cuda"):
+        autopar.compile(model, ["cuda:0", "cuda:1"], example_inputs=make_batch(0))
+    with pytest.raises(autopar.DeviceError):
+        autopar.compile(model, 100_000, example_inputs=make_batch(0))
+
+
+def test_methods_before_the_first_call_name_the_fix():
+    compiled = autopar.compile(build("mlp")[0], 2)
+    with pytest.raises(autopar.InputError, match="call train_step"):
+        compiled.state_dict()
+
+
+@pytest.mark.parametrize("size", ["lots", "1.2.3GiB", -1, True])
+def test_memory_budget_that_is_no_size(size):
+    with pytest.raises(autopar.ConstraintError, match="60GiB"):
+        autopar.MemoryBudget(size)
+
+
+def test_unknown_strategy_lists_the_known():
+    with pytest.raises(autopar.ConstraintError, match="data_parallel, zero3, tensor_parallel"):
+        autopar.Force("magic")
