@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from autopar.errors import InputError
 from autopar.runtime.optimizers import materialize_state
 from autopar.runtime.rank import RankRuntime
 
@@ -39,6 +40,15 @@ def load(runtime: RankRuntime, path: Path) -> None:
     runtime.num_steps = trainer["num_steps"]
     if "lr_scheduler" in trainer:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
+
+
+def check_exists(path: Path) -> None:
+    """Raise InputError where there is no checkpoint."""
+    if not os.path.exists(os.path.join(path, ".metadata")):
+        raise InputError(
+            f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) or "
+            "torch.distributed.checkpoint.save wrote holds a file .metadata"
+        )
 
 
 def _state(runtime: RankRuntime) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Compiled:
         self._forward_program = forward_program
         self._local_signature = local_signature(captured.signature, program)
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
+        self._has_optimizer = optimizer is not None
         state = initial_state(model, loss_fn)
         options = RankOptions(
             keys=state_keys(model, captured, program),
@@ -113,14 +114,10 @@ class Compiled:
         if is_spmd():
             self._runner = SpmdRunner(program, state, options, timeout_s=call_timeout_s)
             return
-        group = LocalRunner.start_workers(
-            devices, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s
+        limits = {"start_timeout_s": start_timeout_s, "call_timeout_s": call_timeout_s}
+        self._runner = LocalRunner(
+            program, state, options, lambda: LocalRunner.start_workers(devices, **limits)
         )
-        try:
-            self._runner = LocalRunner(program, state, options, group)
-        except BaseException:
-            group.close()
-            raise
 
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
         """One forward, backward and update on the global batch; the scalar loss.
@@ -131,6 +128,11 @@ class Compiled:
             raise InputError(
                 "the model returns no scalar loss, so it cannot be trained; pass "
                 "autopar.compile(..., loss_fn=torch.nn.functional.cross_entropy)"
+            )
+        if not self._has_optimizer:
+            raise InputError(
+                "train_step needs an optimizer: autopar.compile(..., "
+                "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
             )
         started_s = time.perf_counter()
         loss = self._runner.train_step(self._flatten(args, kwargs, local), local=local)
@@ -147,8 +149,14 @@ class Compiled:
     def _flatten(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
     ) -> list[Tensor]:
-        signature = self._local_signature if local else self._captured.signature
-        return signature.flatten(args, kwargs)
+        if not local:
+            return self._captured.signature.flatten(args, kwargs)
+        try:
+            return self._local_signature.flatten(args, kwargs)
+        except InputError as error:
+            raise InputError(
+                f"with local=True each rank passes its own part of the batch: {error}"
+            ) from error
 
     @property
     def step_time_s(self) -> float | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.collectives import ALL_GATHER, ALL_TO_ALL, SHARD
-from autopar.errors import InputError
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, S, State, Step, StepKind, redistribute
 from autopar.runtime.communicator import Communicator
@@ -62,21 +61,15 @@ class Porter:
         )
         return result
 
-    def into(self, local: Tensor, source: Tensor, placements: Placements, name: str) -> None:
+    def into(self, local: Tensor, source: Tensor, placements: Placements) -> None:
         """Copy a whole tensor or a DTensor on any mesh into the local part of ``placements``."""
-        shape = self._whole_shape(local, placements)
-        if tuple(source.shape) != shape:
-            raise InputError(
-                f"{name!r} has shape {tuple(source.shape)}; the compiled model's is {shape}. "
-                "Load the state of the same model"
-            )
         source = source.detach()
         if isinstance(source, DTensor):
             plain = contiguous_placements(placements, self.mesh)
             same = source.device_mesh == self.communicator.device_mesh
             if same and tuple(source.placements) == torch_placements(plain):
                 own = source.to_local().to(self.communicator.device)
-                local.copy_(self._moved(own, plain, placements, shape))
+                local.copy_(self._moved(own, plain, placements, tuple(source.shape)))
                 return
             source = source.full_tensor()
         local.copy_(local_part(source, placements, self.mesh, self.communicator.rank))
@@ -86,13 +79,6 @@ class Porter:
         local = local.detach()
         whole = self._moved(local, placements, (R,) * len(placements), shape)
         return whole.clone() if _is_view(whole, local) else whole
-
-    def _whole_shape(self, local: Tensor, placements: Placements) -> tuple[int, ...]:
-        shape = list(local.shape)
-        for placement, size in zip(placements, self.mesh.axis_sizes):
-            if placement.state is State.SHARD:
-                shape[placement.dim] *= size
-        return tuple(shape)
 
     def _moved(
         self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]

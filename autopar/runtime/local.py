@@ -7,7 +7,7 @@ once for all workers through shared memory, in portions, and each worker copies 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autopar.placement import Placements, local_shape
 from autopar.runtime import checkpoint
 from autopar.runtime.optimizers import is_like_parameter, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
-from autopar.runtime.rank import RankOptions, RankRuntime, check_keys
+from autopar.runtime.rank import RankOptions, RankRuntime, check_state
 from autopar.runtime.wire import pack_program, unpack_program
 from autopar.runtime.workers import WorkerGroup
 
@@ -114,21 +114,25 @@ class LocalRunner:
         program: RankProgram,
         state: Mapping[str, Tensor],
         options: RankOptions,
-        group: WorkerGroup,
+        start_group: Callable[[], WorkerGroup],
         *,
         owns_group: bool = True,
     ) -> None:
         self.program = program
         self.options = options
-        self.group = group
         self._owns_group = owns_group
         self._stored: dict[str, Placements] = {p.name: p.stored for p in program.parameters}
         self._has_forward_program = False
         check_optimizer_here(program, options)
-        group.call("prepare", pack_program(program))
-        for portion in portions(needed_state(program, state)):
-            group.call("receive", portion)
-        group.call("start", options)
+        self.group = start_group()
+        try:
+            self.group.call("prepare", pack_program(program))
+            for portion in portions(needed_state(program, state)):
+                self.group.call("receive", portion)
+            self.group.call("start", options)
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
@@ -187,7 +191,7 @@ class LocalRunner:
         return gather([p for p in full if p is not None], stored, mesh)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        check_keys(state, self.options.keys)
+        check_state(state, self.options.keys, self.program)
         named = {name: state[key].detach() for key, name in reversed(self.options.keys)}
         for portion in portions(named):
             self.group.call("load", portion)
@@ -215,6 +219,7 @@ class LocalRunner:
         self.group.call("save_checkpoint", os.path.abspath(path))
 
     def load(self, path: checkpoint.Path) -> None:
+        checkpoint.check_exists(path)
         self.group.call("load_checkpoint", os.path.abspath(path))
 
     def close(self) -> None:

@@ -106,19 +106,15 @@ class RankRuntime:
 
         ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
         """
-        if self.optimizer is None:
-            raise InputError(
-                "train_step needs an optimizer: autopar.compile(..., "
-                "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
-            )
+        optimizer = self._optimizer()
         inputs = self.inputs(self.program, tensors, local=local)
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         with self._dice(self._is_random):
             result = self._executor.step(self._by_value, self._buffers, inputs)
         for value, parameter in self._trained:
             parameter.grad = result.gradients.get(value)
         self._buffers.update(result.buffers)
-        self.optimizer.step()
+        optimizer.step()
         if self.lr_scheduler is not None:
             self._step_scheduler(result.loss)
         self.num_steps += 1
@@ -220,7 +216,7 @@ class RankRuntime:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""
-        check_keys(state, self.options.keys)
+        check_state(state, self.options.keys, self.program)
         self.load_named({name: state[key] for key, name in reversed(self.options.keys)})
 
     @torch.no_grad()
@@ -231,7 +227,7 @@ class RankRuntime:
 
     def _load(self, name: str, source: Tensor) -> None:
         if name in self._programs:
-            self.porter.into(self._parameters[name], source, self._programs[name].stored, name)
+            self.porter.into(self._parameters[name], source, self._programs[name].stored)
         else:
             whole = source.full_tensor() if hasattr(source, "full_tensor") else source
             held = self._buffers[self._buffer_values[name]]
@@ -304,15 +300,17 @@ class RankRuntime:
         parameter, stored = self._parameters[name], self._programs[name].stored
         for key, value in given.items():
             if is_like_parameter(held.get(key), parameter):
-                self.porter.into(held[key], value, stored, f"{name}: {key}")
+                self.porter.into(held[key], value, stored)
             elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
                 held[key] = value.detach().to(device=held[key].device, copy=True)
             else:
                 held[key] = value
 
 
-def check_keys(state: Mapping[str, Tensor], keys: Sequence[tuple[str, str]]) -> None:
-    """Raise InputError unless ``state`` has exactly the model's own keys."""
+def check_state(
+    state: Mapping[str, Tensor], keys: Sequence[tuple[str, str]], program: RankProgram
+) -> None:
+    """Raise InputError unless ``state`` has exactly the model's own keys and shapes."""
     expected = dict(keys)
     missing, unknown = sorted(expected.keys() - state), sorted(state.keys() - expected)
     if missing or unknown:
@@ -320,6 +318,14 @@ def check_keys(state: Mapping[str, Tensor], keys: Sequence[tuple[str, str]]) -> 
             f"the state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]} "
             f"({len(missing)} and {len(unknown)} in all). Load the state_dict() of the same model"
         )
+    shapes = {p.name: p.shape for p in program.parameters}
+    shapes.update((b.name, b.shape) for b in program.buffers)
+    for key, name in keys:
+        if tuple(state[key].shape) != shapes[name]:
+            raise InputError(
+                f"{key!r} has shape {tuple(state[key].shape)}; the compiled model's is "
+                f"{shapes[name]}. Load the state_dict() of the same model"
+            )
 
 
 def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:

@@ -97,6 +97,7 @@ class SpmdRunner:
         checkpoint.save(self.runtime, path)
 
     def load(self, path: checkpoint.Path) -> None:
+        checkpoint.check_exists(path)
         checkpoint.load(self.runtime, path)
 
     def close(self) -> None:

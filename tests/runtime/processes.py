@@ -100,7 +100,7 @@ def runner_of(
         lr_scheduler=lr_scheduler,
         seed=seed,
     )
-    return LocalRunner(program, initial_state(model), options, group, owns_group=False)
+    return LocalRunner(program, initial_state(model), options, lambda: group, owns_group=False)
 
 
 def process_steps(

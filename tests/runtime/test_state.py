@@ -265,6 +265,11 @@ class TestStateDict:
         del state["scale"]
         with pytest.raises(InputError, match=r"missing \['scale'\], unknown \['other'\]"):
             runner.load_state_dict({**state, "other": torch.ones(1)})
+        state = {**state, "scale": torch.ones(2)}
+        with pytest.raises(InputError, match=r"'scale' has shape \(2,\)"):
+            runner.load_state_dict(state)
+        with pytest.raises(InputError, match="no checkpoint"):
+            runner.load("/")
 
     def test_the_callers_model_is_left_alone(self, groups: Groups) -> None:
         captured, program = lowered("whole")

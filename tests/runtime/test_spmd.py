@@ -1,0 +1,32 @@
+"""One process per device under torchrun: the whole of `Compiled`, checked on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(num_processes: int, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_processes}", "-m", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-6000:]
+
+
+@pytest.mark.parametrize("how", ["split", "random"])
+def test_training_equals_eager_on_every_rank(tmp_path: Path, how: str) -> None:
+    torchrun(2, "tests.runtime.torchrun_script", str(tmp_path), how)
+    losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert losses[0] == losses[1]
+    assert torch.tensor(losses).isfinite().all()

@@ -1,0 +1,103 @@
+"""What test_spmd.py starts once per rank: train, and compare with eager PyTorch on every rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import capture
+from autopar.errors import InputError
+from autopar.lowering import lower
+from autopar.mesh import Mesh
+from autopar.placement import R, S
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.parts import local_part
+from autopar.strategy import Analysis, Strategy
+from tests.models.zoo import build
+from tests.oracles import loss_of, random_assignment, to_double
+from tests.runtime.processes import stored_assignment
+
+adamw = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def main(folder: Path, *, with_batch_split: bool) -> None:
+    rank = int(os.environ["RANK"])
+    model, make_batch = build("mlp")
+    model = model.double()
+    torch.manual_seed(100 + rank)  # ranks need not agree on their own random numbers
+    batches = [to_double(make_batch(seed)) for seed in range(4)]
+    captured = capture(model, batches[0])
+    analysis = Analysis(captured.graph)
+    mesh = Mesh(("dp",), (int(os.environ["WORLD_SIZE"]),))
+    if with_batch_split:
+        stored = {"x": (S(0),), "y": (S(0),), "layers.0.weight": (S(1),)}
+        strategy = Strategy(analysis, stored_assignment(analysis, mesh, stored))
+    else:
+        strategy = Strategy(analysis, random_assignment(analysis, mesh, 3))
+    program = lower(strategy)
+    compiled = Compiled(
+        captured=captured,
+        program=program,
+        forward_program=lambda: lower(strategy, training=False),
+        plan=None,
+        devices=[torch.device("cpu")] * mesh.num_devices,
+        model=model,
+        optimizer=adamw,
+    )
+    reference = build("mlp")[0].double()
+    optimizer = adamw(reference.parameters())
+    for step, batch in enumerate(batches):
+        torch.testing.assert_close(compiled(**batch), loss_of(reference(**batch)).detach())
+        if with_batch_split and step % 2:
+            parts = {k: local_part(v, (S(0),), mesh, rank) for k, v in batch.items()}
+            loss = compiled.train_step(**parts, local=True)
+        else:
+            loss = compiled.train_step(**batch)
+        optimizer.zero_grad()
+        expected = loss_of(reference(**batch))
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+    check_state(compiled, reference, rank)
+    if with_batch_split:
+        check_wrong_parts(compiled, batches[0])
+    compiled.save(folder / "checkpoint")
+    weights = compiled.full_state_dict()
+    compiled.train_step(**batches[0])
+    compiled.load(folder / "checkpoint")
+    for key, tensor in compiled.full_state_dict().items():
+        assert torch.equal(tensor, weights[key]), key
+    compiled.close()
+    assert not dist.is_initialized()
+    (folder / f"rank{rank}.json").write_text(json.dumps(loss.item()))
+
+
+def check_state(compiled: Compiled, reference: torch.nn.Module, rank: int) -> None:
+    state = compiled.state_dict()
+    assert list(state) == list(reference.state_dict())
+    for key, tensor in reference.state_dict().items():
+        assert isinstance(state[key], DTensor)
+        assert state[key].device_mesh.mesh_dim_names == ("dp",)
+        torch.testing.assert_close(state[key].full_tensor(), tensor)
+        torch.testing.assert_close(compiled.full_state_dict()[key], tensor)
+    plain = build("mlp")[0].double()
+    compiled.copy_to(plain)
+    torch.testing.assert_close(plain.state_dict(), dict(reference.state_dict()))
+
+
+def check_wrong_parts(compiled: Compiled, batch: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(InputError, match=r"own part.*'x' has shape \(4, 16\).*\(2, 16\)"):
+        compiled.train_step(**batch, local=True)
+    assert compiled.program.inputs[0].placements != (R,)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), with_batch_split=sys.argv[2] == "split")
