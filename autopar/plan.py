@@ -67,12 +67,17 @@ class Prediction(_Struct, frozen=True):
 
 
 class SearchReport(_Struct, frozen=True):
-    """How good the plan is known to be, and what else was considered (mesh to seconds)."""
+    """How good the plan is known to be, and what else was considered.
+
+    ``considered`` maps each mesh to the seconds of its best strategy; ``baselines`` the well-known
+    strategies to their seconds, by the same prices and without any limit on memory.
+    """
 
     status: str
     bound_s: float
     gap: float
     considered: dict[str, float]
+    baselines: dict[str, float]
 
 
 class Plan(_Struct, frozen=True):

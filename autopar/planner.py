@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.capture import Captured
-from autopar.constraints import Constraint, MemoryBudget, narrow
+from autopar.constraints import Constraint, Force, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
 from autopar.errors import ConstraintError, InputError
 from autopar.lowering import RankProgram, lower
@@ -126,7 +126,39 @@ def make_planned(
         progress(f"search on mesh {candidate_mesh}")
         pricing = Pricing(analysis, candidate_mesh, cluster, compute, communication)
         candidates.append(_search(price_graph(pricing), constraints, None))
-    return _finish(captured, cluster, candidates, constraints, device_type, progress)
+    baselines = _baselines([c.priced for c in candidates], progress)
+    return _finish(captured, cluster, candidates, constraints, device_type, progress, baselines)
+
+
+# Well-known strategies, by the parallelism of each mesh axis, outermost first.
+BASELINES: Mapping[str, tuple[str, ...]] = {
+    "data parallel": ("data_parallel",),
+    "ZeRO-3": ("zero3",),
+    "tensor parallel": ("tensor_parallel",),
+    "data x tensor parallel": ("data_parallel", "tensor_parallel"),
+    "ZeRO-3 x tensor parallel": ("zero3", "tensor_parallel"),
+}
+
+
+def _baselines(priced: Sequence[PricedGraph], progress: Progress) -> dict[str, float]:
+    """Seconds of each well-known strategy on the mesh that suits it best, by the same prices.
+
+    One that the model or the batch rules out is left out.
+    """
+    progress("price the known strategies")
+    found: dict[str, float] = {}
+    for graph in priced:
+        axes = graph.pricing.mesh.axis_names
+        for name, kinds in BASELINES.items():
+            if len(kinds) != len(axes):
+                continue
+            forced = [Force(kind, axis=axis) for kind, axis in zip(kinds, axes)]
+            try:
+                cost = _search(graph, forced, None).solution.cost
+            except ConstraintError:
+                continue
+            found[name] = _round(min(cost, found.get(name, cost)))
+    return {name: found[name] for name in BASELINES if name in found}
 
 
 def _search(
@@ -154,6 +186,7 @@ def _finish(
     constraints: Sequence[Constraint],
     device_type: str,
     progress: Progress,
+    baselines: dict[str, float],
 ) -> Planned:
     """Lower the cheapest; under a memory limit, search again with what the count has taught."""
     budget = _memory_budget(cluster, constraints)
@@ -169,7 +202,7 @@ def _finish(
         captured,
         cluster,
         _predict(best, memory),
-        _report(best, candidates),
+        _report(best, candidates, baselines),
         _redundant(best),
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
@@ -275,7 +308,9 @@ def _round(seconds: float) -> float:
     return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
 
 
-def _report(best: Candidate, candidates: Sequence[Candidate]) -> SearchReport:
+def _report(
+    best: Candidate, candidates: Sequence[Candidate], baselines: dict[str, float]
+) -> SearchReport:
     solution = best.solution
     return SearchReport(
         status=str(solution.status),
@@ -284,6 +319,7 @@ def _report(best: Candidate, candidates: Sequence[Candidate]) -> SearchReport:
         considered={
             str(c.mesh): _round(c.solution.cost) for c in candidates if c.solution.assignment
         },
+        baselines=baselines,
     )
 
 

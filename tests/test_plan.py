@@ -173,3 +173,12 @@ def test_memory_budget_makes_the_plan_split(captured):
     assert sum(tight.plan.prediction.memory_bytes.values()) <= budget
     assert tight.plan.prediction.step_time_s >= free.plan.prediction.step_time_s
     assert len(tight.plan.ops) > len(free.plan.ops)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
+def test_searched_plan_is_never_worse_than_a_known_strategy(name):
+    cluster = Cluster.preset("a100-80", nodes=2, devices_per_node=2)
+    plan = make_planned(captured_of(name), cluster).plan
+    assert len(plan.search.baselines) == 5
+    for known, time_s in plan.search.baselines.items():
+        assert plan.prediction.step_time_s <= time_s * (1 + 1e-7), known

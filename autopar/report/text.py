@@ -40,6 +40,7 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
         ("ops by choice, per mesh axis", _choices(plan)),
         ("computed redundantly: operators without a rule", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
+        ("known strategies, by the same prices", _baselines(plan)),
     ]
 
 
@@ -99,6 +100,14 @@ def _redundant(plan: Plan) -> Rows:
 def _meshes(plan: Plan) -> Rows:
     considered = sorted(plan.search.considered.items(), key=lambda item: item[1])
     return [(mesh, format_seconds(time_s)) for mesh, time_s in considered[:MAX_ROWS]]
+
+
+def _baselines(plan: Plan) -> Rows:
+    step_s = plan.prediction.step_time_s
+    return [
+        (name, f"{format_seconds(time_s)}  ({time_s / step_s:.2f} x the plan)")
+        for name, time_s in plan.search.baselines.items()
+    ]
 
 
 def format_plan(plan: Plan) -> str:
