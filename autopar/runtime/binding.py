@@ -28,6 +28,7 @@ class ProcessMachine:
         self.device = communicator.device
         self.dice = dice
         self._bound: dict[fx.GraphModule, Callable[..., Sequence[Tensor]]] = {}
+        self._labels: dict[fx.GraphModule, str | None] = {}
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         bound = self._bound.get(module)
@@ -43,6 +44,38 @@ class ProcessMachine:
 
     def filled(self, meta: TensorMeta, fill: float) -> Tensor:
         return torch.full(meta.shape, fill, dtype=meta.dtype, device=self.device)
+
+    def start_moves(
+        self, moves: Sequence[tuple[fx.GraphModule, Tensor]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        """All-reduces of one group and dtype travel as one, beside what is computed next."""
+        results: dict[int, Tensor] = {}
+        joined: dict[tuple[str, torch.dtype], list[int]] = {}
+        for place, (module, operand) in enumerate(moves):
+            label = self._all_reduce_label(module)
+            if label is None or operand.dtype is torch.bool:
+                results[place] = self.run(module, [operand])[0]
+            else:
+                joined.setdefault((label, operand.dtype), []).append(place)
+        pending = [
+            (places, self.communicator.start_all_reduce([moves[p][1] for p in places], label))
+            for (label, _), places in joined.items()
+        ]
+
+        def finish() -> Sequence[Tensor]:
+            for places, wait in pending:
+                results.update(zip(places, wait()))
+            return [results[place] for place in range(len(moves))]
+
+        return finish
+
+    def _all_reduce_label(self, module: fx.GraphModule) -> str | None:
+        """The axes of a graph that is one all-reduce and nothing else."""
+        if module not in self._labels:
+            calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+            is_one = len(calls) == 1 and calls[0].target is ALL_REDUCE
+            self._labels[module] = str(calls[0].args[1]) if is_one else None
+        return self._labels[module]
 
     def _bind(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
         graph = fx.Graph()

@@ -9,7 +9,7 @@ laid out for the wire by ``disassemble`` and read back by ``assemble``; the plai
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,25 @@ class Communicator:
         function.__name__ = f"all_reduce__{label.replace(',', '_')}"
         function.__module__ = __name__
         return function
+
+    def start_all_reduce(
+        self, parts: Sequence[Tensor], label: str
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Begin to sum tensors of one dtype over the group, as one; the returned call waits.
+
+        The results are views of one new buffer: an operand may be read elsewhere, as where one
+        tensor is the gradient of two parameters.
+        """
+        group = self.group(label)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        work = dist.all_reduce(flat, group=group.process_group, async_op=True)
+
+        def wait() -> Sequence[Tensor]:
+            work.wait()
+            pieces = flat.split([part.numel() for part in parts])
+            return [piece.view(part.shape) for piece, part in zip(pieces, parts)]
+
+        return wait
 
 
 class _Known:

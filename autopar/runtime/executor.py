@@ -7,14 +7,14 @@ side by side in one process (`autopar.runtime.lockstep`), where a value is a lis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
 from autopar.lowering.differentiate import Kernel, TensorMeta
-from autopar.lowering.program import BlockProgram, OutputProgram, ParameterProgram, RankProgram
+from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram
 
 T = TypeVar("T")
 
@@ -29,6 +29,13 @@ class Machine(Protocol[T]):
     def contiguous(self, value: T) -> T: ...
 
     def filled(self, meta: TensorMeta, fill: float) -> T: ...
+
+    def start_moves(self, moves: Sequence[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+        """Begin to run graphs of one operand and one result each; the returned call finishes.
+
+        The machine may join what it communicates.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -129,6 +136,7 @@ class _Pass(Generic[T]):
         self.cotangents: dict[int, T] = {}
         self.partial: dict[int, T] = {}
         self.gradients: dict[int, T] = {}
+        self.reductions: list[tuple[list[int], Callable[[], Sequence[T]]]] = []
 
     def forward(self, *, keep_for_backward: bool) -> None:
         for position, block in enumerate(self.program.blocks):
@@ -188,8 +196,10 @@ class _Pass(Generic[T]):
             if record is None or not kernel.cotangents:
                 continue
             self._run_backward(block, kernel, record, self._take(block, kernel, loss))
-            for value in block.interface.parameters:
-                self._reduce(self.executor._parameter_of[value], position)
+            self._start_reductions(block, position)
+        for values, finish in self.reductions:
+            self.gradients.update(zip(values, finish()))
+        self.reductions.clear()
 
     def _take(self, block: BlockProgram, kernel: Kernel, loss: int) -> list[T]:
         """Cotangents of the block's outputs; zeros where nothing flowed back."""
@@ -229,13 +239,23 @@ class _Pass(Generic[T]):
     def _accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient
 
-    def _reduce(self, parameter: ParameterProgram, position: int) -> None:
-        """When the last contribution is in, bring the gradient to the stored placement."""
-        if parameter.first_block != position or parameter.value not in self.partial:
-            return
-        gradient = self.machine.contiguous(self.partial.pop(parameter.value))
-        if parameter.kernel is not None:
+    def _start_reductions(self, block: BlockProgram, position: int) -> None:
+        """Bring gradients whose last contribution is in to the stored placement.
+
+        This goes on beside the backward pass of earlier blocks.
+        """
+        values, moves = [], []
+        for value in block.interface.parameters:
+            parameter = self.executor._parameter_of[value]
+            if parameter.first_block != position or value not in self.partial:
+                continue
+            gradient = self.machine.contiguous(self.partial.pop(value))
+            if parameter.kernel is None:
+                self.gradients[value] = gradient
+                continue
             backward = self.program.kernels[parameter.kernel].backward_input
             assert backward is not None
-            gradient = self.machine.run(backward, [gradient])[0]
-        self.gradients[parameter.value] = gradient
+            values.append(value)
+            moves.append((backward, gradient))
+        if moves:
+            self.reductions.append((values, self.machine.start_moves(moves)))

@@ -162,6 +162,12 @@ class LockstepMachine:
     def contiguous(self, value: Shards) -> Shards:
         return [x.contiguous() for x in value]
 
+    def start_moves(
+        self, moves: Sequence[tuple[fx.GraphModule, Shards]]
+    ) -> Callable[[], Sequence[Shards]]:
+        results = [self.run(module, [operand])[0] for module, operand in moves]
+        return lambda: results
+
     def filled(self, meta: TensorMeta, fill: float) -> Shards:
         return [
             torch.full(meta.shape, fill, dtype=meta.dtype) for _ in range(self.mesh.num_devices)

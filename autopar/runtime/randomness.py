@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.mesh import Mesh
 
+_DROPPED_SHARES = ("p", "dropout_p", "dropout")
 _MASK = (1 << 64) - 1
 
 
@@ -31,8 +32,13 @@ def mixed(*numbers: int) -> int:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node of a lowered graph draws random numbers (dropout of nothing does not)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    shares = [given[name] for name in _DROPPED_SHARES if name in given]
+    return not shares or any(share != 0 for share in shares)
 
 
 def split_axes(node: fx.Node) -> tuple[int, ...]:
