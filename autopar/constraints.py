@@ -27,7 +27,8 @@ from autopar.errors import ConstraintError
 from autopar.graph import ValueKind
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, State, parse_placement
-from autopar.pricing import Array, NodeKind, OpTable, PlacementTable, PricedGraph, ValueTable
+from autopar.pricing import Array, OpTable, PlacementTable, ValueTable
+from autopar.problem import NodeKind, PricedGraph
 from autopar.rules import parse_choice
 
 

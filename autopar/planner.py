@@ -21,13 +21,8 @@ from autopar.lowering import RankProgram, lower
 from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.mesh import Mesh
 from autopar.plan import Plan, Prediction, SearchReport, make_plan
-from autopar.pricing import (
-    OPTIMIZER_STATES,
-    OpTable,
-    PricedGraph,
-    Pricing,
-    price_graph,
-)
+from autopar.pricing import OPTIMIZER_STATES, OpTable, Pricing
+from autopar.problem import PricedGraph, price_graph
 from autopar.search import Problem, Solution, Status, solve
 from autopar.strategy import Analysis, Strategy
 

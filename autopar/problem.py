@@ -1,0 +1,178 @@
+"""The search problem of a graph on a mesh: what is decided, and the numbers.
+
+Nodes are ops (with their choices), stored values (parameters and inputs with their stored
+placements) and relays (shared values with the placements they may be redistributed to). A node's
+cost is what it costs by itself; an edge's cost is the redistribution from what one side supplies
+to what the other needs, forward and backward. Equal nodes and edges share their arrays, so that
+the search sees what repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.graph import Value, ValueKind
+from autopar.placement import Placements, R
+from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.rules import Choice
+from autopar.strategy import Assignment
+
+
+class NodeKind:
+    """What a node of the problem decides."""
+
+    OP = "op"
+    STORED = "stored"
+    RELAY = "relay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One decision: an op's choice, or a value's stored or relay placement."""
+
+    kind: str
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PricedGraph:
+    """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
+
+    pricing: Pricing
+    nodes: tuple[Node, ...]
+    tables: tuple[OpTable | ValueTable, ...]
+    costs: tuple[Array, ...]
+    memory: tuple[Array, ...]
+    edges: dict[tuple[int, int], Array]
+
+    def assignment(self, solution: Sequence[int]) -> Assignment:
+        """A search solution as decisions."""
+        analysis = self.pricing.analysis
+        redundant = Choice((None,) * self.pricing.mesh.num_axes)
+        choices = [redundant] * len(analysis.graph.ops)
+        stored: dict[int, Placements] = {}
+        relays: dict[int, Placements] = {}
+        for node, table, pick in zip(self.nodes, self.tables, solution):
+            if isinstance(table, OpTable):
+                choices[node.index] = table.choices[pick]
+            else:
+                placements = table.placements.distinct[table.placements.index[pick]]
+                (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
+        return Assignment(
+            mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays
+        )
+
+
+def price_graph(pricing: Pricing) -> PricedGraph:
+    """Build the problem: every op that is not fixed, every parameter and input, every relay."""
+    return _Builder(pricing).build()
+
+
+class _Builder:
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self.analysis = pricing.analysis
+        self.graph = pricing.graph
+        self.nodes: list[Node] = []
+        self.tables: list[OpTable | ValueTable] = []
+        self.op_node: dict[int, int] = {}
+        self.value_node: dict[int, int] = {}
+        self.edges: dict[tuple[int, int], list[Array]] = {}
+        self.extra: dict[int, Array] = {}
+        self.transposes: dict[int, tuple[Array, Array]] = {}
+
+    def build(self) -> PricedGraph:
+        for op in self.graph.ops:
+            if not all(o is None or self.graph.values[o].fixed for o in op.outputs):
+                self.op_node[op.index] = self._add(
+                    NodeKind.OP, op.index, op.name, self.pricing.op_table(op)
+                )
+        for value in self.graph.values:
+            self._add_value(value)
+        self._add_ends()
+        costs = tuple(
+            t.cost_s + self.extra[n] if n in self.extra else t.cost_s
+            for n, t in enumerate(self.tables)
+        )
+        return PricedGraph(
+            pricing=self.pricing,
+            nodes=tuple(self.nodes),
+            tables=tuple(self.tables),
+            costs=costs,
+            memory=tuple(t.memory_bytes for t in self.tables),
+            edges=self._merged(),
+        )
+
+    def _add(self, kind: str, index: int, name: str, table: OpTable | ValueTable) -> int:
+        self.nodes.append(Node(kind=kind, index=index, name=name))
+        self.tables.append(table)
+        return len(self.nodes) - 1
+
+    def _add_value(self, value: Value) -> None:
+        """The value's own nodes and the edges from its source to its consumers."""
+        uses = self.analysis.consumers.get(value.index, ())
+        if value.fixed or value.kind in (ValueKind.BUFFER, ValueKind.CONSTANT):
+            return
+        if value.kind in (ValueKind.PARAMETER, ValueKind.INPUT):
+            table = self.pricing.stored_table(value)
+            name = value.target or value.name
+            source = self._add(NodeKind.STORED, value.index, name, table)
+            supply = table.placements
+        else:
+            op, position = self.analysis.producers[value.index]
+            source = self.op_node[op]
+            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+        if value.index in self.analysis.relayed:
+            relay = self.pricing.relay_table(value)
+            node = self._add(NodeKind.RELAY, value.index, value.name, relay)
+            self._connect(source, node, self.pricing.moves(value, supply, relay.placements))
+            source, supply = node, relay.placements
+        for op, position in uses:
+            need = self.pricing.op_table(self.graph.ops[op]).needs[position]
+            self._connect(source, self.op_node[op], self.pricing.moves(value, supply, need))
+
+    def _connect(self, source: int, target: int, matrix: Array) -> None:
+        if source < target:
+            self.edges.setdefault((source, target), []).append(matrix)
+        else:
+            self.edges.setdefault((target, source), []).append(self._transposed(matrix))
+
+    def _transposed(self, matrix: Array) -> Array:
+        """The transpose, one array a matrix (which is kept, so that its id stays its own)."""
+        if id(matrix) not in self.transposes:
+            self.transposes[id(matrix)] = (matrix, np.ascontiguousarray(matrix.T))
+        return self.transposes[id(matrix)][1]
+
+    def _add_ends(self) -> None:
+        """The loss and the next buffers end replicated, whatever supplies them."""
+        ends = [new for _, new in self.graph.mutations]
+        if self.graph.loss is not None:
+            ends.append(self.graph.loss)
+        whole = ((R,) * self.pricing.mesh.num_axes,)
+        target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
+        for index in ends:
+            if self.graph.values[index].fixed:
+                continue
+            op, position = self.analysis.producers[index]
+            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+            cost = self.pricing.moves(self.graph.values[index], supply, target)[:, 0]
+            node = self.op_node[op]
+            self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
+
+    def _merged(self) -> dict[tuple[int, int], Array]:
+        """One matrix an edge; equal sums share one array, so the search sees what repeats."""
+        sums: dict[tuple[int, ...], Array] = {}
+        merged = {}
+        for edge, matrices in self.edges.items():
+            if len(matrices) == 1:
+                merged[edge] = matrices[0]
+                continue
+            key = tuple(id(m) for m in matrices)
+            if key not in sums:
+                sums[key] = np.sum(matrices, axis=0)
+            merged[edge] = sums[key]
+        return merged
