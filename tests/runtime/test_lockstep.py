@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.capture import capture
 from autopar.mesh import Mesh
@@ -25,7 +26,7 @@ MESHES = {
     "4": Mesh(("a",), (4,)),
     "2x2": Mesh(("a", "b"), (2, 2)),
 }
-SEEDS_PER_MESH = 3
+EXAMPLES_PER_MESH = 3
 # transformers computes the loss in float32 whatever the model's dtype.
 TOLERANCE = {"gpt2": 2e-6, "bert": 1e-9, "resnet": 1e-8, "mlp": 1e-9, "lstm": 1e-9}
 
@@ -48,14 +49,11 @@ def case(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
-def test_random_assignments_equal_eager(case, mesh):
+@settings(max_examples=EXAMPLES_PER_MESH, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_random_assignments_equal_eager(case, mesh, seed):
     name, captured, analysis, state, batches, expected = case
-    for seed in range(SEEDS_PER_MESH):
-        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
-        strategy.verify()
-        with torch.random.fork_rng():
-            got = lockstep_steps(strategy, captured, state, batches)
-        try:
-            assert_same(got, expected, tolerance=TOLERANCE[name])
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
+    strategy.verify()
+    got = lockstep_steps(strategy, captured, state, batches)
+    assert_same(got, expected, tolerance=TOLERANCE[name])

@@ -1,0 +1,60 @@
+"""How much memory this process has needed at most since a moment, on its device."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Growth of the peak since this object was made, in bytes.
+
+    On CUDA what the allocator handed out. On the CPU the process's resident memory (Linux: the
+    high-water mark, put back to the present at the start; elsewhere the peak of the whole life).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
+            return
+        if _CLEAR.exists():
+            _CLEAR.write_text("5")
+        self._start = _resident_bytes()
+
+    def growth_bytes(self) -> int:
+        """Bytes that the peak lies above the start."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._start
+        return max(_peak_resident_bytes() - self._start, 0)
+
+
+def _status_bytes(field: str) -> int | None:
+    if not _STATUS.exists():
+        return None
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _lifetime_peak_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident_bytes() -> int:
+    found = _status_bytes("VmRSS:")
+    return _lifetime_peak_bytes() if found is None else found
+
+
+def _peak_resident_bytes() -> int:
+    found = _status_bytes("VmHWM:")
+    return _lifetime_peak_bytes() if found is None else found
