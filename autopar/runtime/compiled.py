@@ -55,6 +55,8 @@ class Runner(Protocol):
 
     def load(self, path: Path) -> None: ...
 
+    def memory_growth_bytes(self) -> list[int]: ...
+
     def close(self) -> None: ...
 
 
@@ -162,6 +164,10 @@ class Compiled:
     def step_time_s(self) -> float | None:
         """Median time of the last steps as the caller saw it, in seconds; None before the first."""
         return statistics.median(self._step_times_s) if self._step_times_s else None
+
+    def memory_growth_bytes(self) -> list[int]:
+        """Per rank, by how much its peak memory has grown since before the model was loaded."""
+        return self._runner.memory_growth_bytes()
 
     def report(self) -> str:
         """The plan, and what was measured since."""

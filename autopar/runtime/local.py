@@ -19,6 +19,7 @@ from autopar.placement import Placements, local_shape
 from autopar.runtime import checkpoint
 from autopar.runtime.optimizers import is_like_parameter, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
+from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime, check_state
 from autopar.runtime.wire import pack_program, unpack_program
 from autopar.runtime.workers import WorkerGroup
@@ -42,6 +43,7 @@ class RankService:
         self.device = torch.device("cpu")
         if self.program.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.peak_memory = PeakMemory(self.device)
 
     def receive(self, whole: Mapping[str, Tensor]) -> None:
         """Keep this rank's part of some whole tensors."""
@@ -63,6 +65,9 @@ class RankService:
     def train_step(self, tensors: Sequence[Tensor]) -> Tensor | None:
         loss = self.running.train_step(tensors)
         return loss.cpu() if self.rank == 0 else None
+
+    def memory_growth_bytes(self) -> int:
+        return self.peak_memory.growth_bytes()
 
     def set_forward_program(self, program: bytes) -> None:
         self.running.set_forward_program(unpack_program(program))
@@ -221,6 +226,9 @@ class LocalRunner:
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
         self.group.call("load_checkpoint", os.path.abspath(path))
+
+    def memory_growth_bytes(self) -> list[int]:
+        return [int(grown) for grown in self.group.call("memory_growth_bytes")]
 
     def close(self) -> None:
         if self._owns_group:

@@ -21,6 +21,7 @@ from autopar.runtime import checkpoint
 from autopar.runtime.communicator import initialize
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
+from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime
 
 
@@ -58,6 +59,7 @@ class SpmdRunner:
         device = rank_device(program.device_type)
         self._owns_process_group = not dist.is_initialized()
         initialize(device, datetime.timedelta(seconds=timeout_s))
+        self.peak_memory = PeakMemory(device)
         self.runtime = RankRuntime(
             program, own_parts(program, state, device), agreed(options, device), device
         )
@@ -99,6 +101,11 @@ class SpmdRunner:
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
         checkpoint.load(self.runtime, path)
+
+    def memory_growth_bytes(self) -> list[int]:
+        grown: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(grown, self.peak_memory.growth_bytes())
+        return grown
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""
