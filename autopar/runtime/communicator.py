@@ -163,15 +163,40 @@ def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
     return known[groups]
 
 
+@dataclass(slots=True)
+class _Membership:
+    """Whether the process group was joined here, and how many runners use it."""
+
+    joined_here: bool = False
+    num_users: int = 0
+
+
+_MEMBERSHIP = _Membership()
+
+
 def initialize(device: torch.device, timeout: datetime.timedelta) -> None:
     """Join the process group that ``torchrun`` describes, unless the user has done it."""
     if not dist.is_initialized():
         is_cuda = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
             timeout=timeout,
             device_id=device if is_cuda else None,
         )
+        _MEMBERSHIP.joined_here = True
+
+
+def use_process_group() -> None:
+    """Count one more user of the process group."""
+    _MEMBERSHIP.num_users += 1
+
+
+def release_process_group() -> None:
+    """Leave the process group with its last user, if `initialize` joined it."""
+    _MEMBERSHIP.num_users -= 1
+    if _MEMBERSHIP.num_users == 0 and _MEMBERSHIP.joined_here and dist.is_initialized():
+        dist.destroy_process_group()
+        _MEMBERSHIP.joined_here = False
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:

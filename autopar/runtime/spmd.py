@@ -18,7 +18,11 @@ from torch import Tensor
 from autopar.errors import DeviceError
 from autopar.lowering.program import RankProgram
 from autopar.runtime import checkpoint
-from autopar.runtime.communicator import initialize
+from autopar.runtime.communicator import (
+    initialize,
+    release_process_group,
+    use_process_group,
+)
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
 from autopar.runtime.peak_memory import PeakMemory
@@ -57,12 +61,13 @@ class SpmdRunner:
         timeout_s: float = 600.0,
     ) -> None:
         device = rank_device(program.device_type)
-        self._owns_process_group = not dist.is_initialized()
         initialize(device, datetime.timedelta(seconds=timeout_s))
         self.peak_memory = PeakMemory(device)
         self.runtime = RankRuntime(
             program, own_parts(program, state, device), agreed(options, device), device
         )
+        self._closed = False
+        use_process_group()
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         return self.runtime.train_step(tensors, local=local)
@@ -108,9 +113,10 @@ class SpmdRunner:
         return grown
 
     def close(self) -> None:
-        """Leave the process group, if it was joined here."""
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the process group with the last runner, if autopar joined it."""
+        if not self._closed:
+            self._closed = True
+            release_process_group()
 
 
 def own_parts(

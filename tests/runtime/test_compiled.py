@@ -185,15 +185,6 @@ def test_an_optimizer_that_cannot_work_is_refused_here() -> None:
     assert psutil.Process().children() == children
 
 
-def test_without_an_optimizer() -> None:
-    model, make_batch = build("mlp")
-    with (
-        compile_here(model, make_batch(0)) as compiled,
-        pytest.raises(InputError, match="needs an optimizer"),
-    ):
-        compiled.train_step(**make_batch(0))
-
-
 def test_a_worker_killed_in_a_step() -> None:
     model, make_batch = build("mlp")
     compiled = compile_here(
@@ -214,9 +205,12 @@ def test_a_worker_killed_in_a_step() -> None:
         compiled.train_step(**make_batch(0))
 
 
-def test_workers_end_with_the_last_reference() -> None:
+def test_without_an_optimizer_and_without_closing() -> None:
     model, make_batch = build("mlp")
-    compiled = compile_here(model, make_batch(0), stored={}, optimizer=sgd)
+    compiled = compile_here(model, make_batch(0), stored={})
+    with pytest.raises(InputError, match="needs an optimizer"):
+        compiled.train_step(**make_batch(0))
+    torch.testing.assert_close(compiled(**make_batch(0)), model(**make_batch(0)).detach())
     pids = compiled._runner.group.pids
     assert all(_runs(pid) for pid in pids)
     del compiled

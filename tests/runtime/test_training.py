@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from autopar.cost_models import Cluster
 
@@ -59,19 +61,29 @@ class Case:
         assert_same(got, self.expected, tolerance=TOLERANCE[self.name])
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case(request.param)
+@functools.cache
+def case_of(name: str) -> Case:
+    return Case(name)
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
-def test_a_random_assignment(case: Case, mesh: str, groups: Groups) -> None:
+SMALL = ("mlp", "lstm", "gpt2")  # quick to lower: these run on every mesh
+RANDOM = [(name, mesh) for name in MODELS for mesh in MESHES if mesh in ("2", "2x2")]
+RANDOM += [(name, mesh) for name in SMALL for mesh in ("2x1", "4")]
+FORCED = [(name, "zero3 x tensor on 2x2") for name in MODELS]
+FORCED += [(name, "data parallel on 2") for name in ("mlp", "gpt2", "resnet")]
+FORCED += [(name, "zero3 on 4") for name in ("mlp", "lstm", "bert")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), RANDOM)
+def test_a_random_assignment(name: str, mesh: str, groups: Groups) -> None:
+    case = case_of(name)
     assignment = random_assignment(case.analysis, MESHES[mesh], seed=10)
     case.check(groups, Strategy(case.analysis, assignment))
 
 
-@pytest.mark.parametrize("known", list(KNOWN))
-def test_a_known_strategy(case: Case, known: str, groups: Groups) -> None:
+@pytest.mark.parametrize(("name", "known"), FORCED)
+def test_a_known_strategy(name: str, known: str, groups: Groups) -> None:
+    case = case_of(name)
     mesh, constraints = KNOWN[known]
     num_devices = 2 if mesh == {"x": 2} else 4
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=num_devices)
