@@ -27,6 +27,7 @@ from autopar.graph import Graph, Op, Ref, Value, ValueKind, verify
 from autopar.torch_private import (
     DataDependentOutputException,
     FakeTensorMode,
+    has_several_outputs,
     inlined_higher_order_body,
     keyed_leaves,
     pytree,
@@ -436,6 +437,11 @@ class _Reader:
         name: str | None = None,
     ) -> int:
         index = len(self.values)
+        if not all(isinstance(size, int) for size in fake.shape):
+            raise CaptureError(
+                f"the shape {tuple(fake.shape)} of {name or node.name!r} depends on tensor values, "
+                f"at {_location(node) or 'an unknown line'}\nHow to fix it: {_DATA_DEPENDENT}"
+            )
         self.values.append(
             {
                 "name": name or node.name,
@@ -513,6 +519,8 @@ class _Reader:
         inputs = [self.values[i] for i in op.inputs]
         fakes = node.meta.get("val")
         single = not isinstance(fakes, list | tuple)
+        flows = grad_enabled and str(node.target) not in _STOPS_GRADIENT
+        carried = self._carries_gradient(op) if flows else ()
         outputs: list[int | None] = []
         for position, fake in enumerate([fakes] if single else fakes):
             if not isinstance(fake, Tensor):
@@ -521,10 +529,9 @@ class _Reader:
             name = node.name if single or position == 0 else f"{node.name}.{position}"
             index = self._add_value(node, ValueKind.ACTIVATION, fake, name=name)
             self.values[index]["differentiable"] = (
-                grad_enabled
+                flows
                 and fake.dtype.is_floating_point
-                and str(node.target) not in _STOPS_GRADIENT
-                and any(v["differentiable"] for v in inputs)
+                and (carried[position] if carried else any(v["differentiable"] for v in inputs))
             )
             self.values[index]["fixed"] = all(v["fixed"] for v in inputs) and not is_random(
                 node.target
@@ -546,6 +553,24 @@ class _Reader:
                 "location": _location(node),
             }
         )
+
+    def _carries_gradient(self, op: Op) -> tuple[bool, ...]:
+        """Per output of an operator that has several, whether autograd gives it a gradient.
+
+        The running statistics of a batch norm have none, though its input does. Empty for other
+        operators, whose only output has one if any input has.
+        """
+        values = [self.values[i] for i in op.inputs]
+        if not any(v["differentiable"] for v in values) or not has_several_outputs(op.target):
+            return ()
+        with FakeTensorMode(), torch.enable_grad():
+            operands = [
+                torch.empty(v["shape"], dtype=v["dtype"], requires_grad=v["differentiable"])
+                for v in values
+            ]
+            args, kwargs = op.bind(operands)
+            results = op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+        return tuple(isinstance(r, Tensor) and r.requires_grad for r in results)
 
     def _assemble(self, user: list[int | None], mutations: list[tuple[int, int]]) -> Graph:
         """Drop dead code, put fixed ops first, renumber, cut into blocks."""
@@ -643,6 +668,10 @@ def _renumber(op: dict[str, Any], index: int, new_index: Mapping[int, int]) -> O
 
 def _tuples(node: Any) -> Any:
     return tuple(_tuples(n) for n in node) if isinstance(node, list | tuple) else node
+
+
+def _lists(node: Any) -> Any:
+    return [_lists(n) for n in node] if isinstance(node, tuple) else node
 
 
 def _is_leaf(node: Any) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "canonical_call",
+    "has_several_outputs",
     "inlined_higher_order_body",
     "keyed_leaves",
     "pipeline_csv",
@@ -58,6 +59,15 @@ def inlined_higher_order_body(
         return None
     assert isinstance(body, torch.fx.Node)
     return getattr(module, str(body.target)), tuple(operands), bool(enabled)
+
+
+def has_several_outputs(target: Any) -> bool:
+    """Whether ``target`` is an operator that returns more than one value.
+
+    ``torch._ops.OpOverload`` and its ``_schema`` (2.11 to 2.13); a split returns a list, which
+    counts as one here: its parts are all alike.
+    """
+    return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 1
 
 
 # --- lowering ------------------------------------------------------------------------------

@@ -244,7 +244,9 @@ class _Cut:
         return reached
 
     def _sorted(self, nodes: set[fx.Node]) -> list[fx.Node]:
-        return sorted((n for n in nodes if n.op == "call_function"), key=lambda n: self.order[n])
+        """Calls, and the constants and subgraphs (of ``torch.cond``) they name, in order."""
+        kinds = ("call_function", "get_attr")
+        return sorted((n for n in nodes if n.op in kinds), key=lambda n: self.order[n])
 
     def _forward_graph(self, results: Sequence[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()

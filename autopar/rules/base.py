@@ -287,8 +287,16 @@ def call_op(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
 
 
+_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+
+
 def call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The lowering of most rules: the same operator on the local shards."""
+    """The lowering of most rules: the same operator on the local shards.
+
+    Views become reshapes: a shard may have other strides than the whole tensor had at capture.
+    """
+    if context.op.target_name in _RESHAPES:
+        return args[0].reshape(args[1])
     return call_op(context.op, args, kwargs)
 
 

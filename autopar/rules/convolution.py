@@ -66,6 +66,34 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
 
 
 @register(
+    "aten.conv_transpose1d.default",
+    "aten.conv_transpose2d.input",
+    "aten.conv_transpose3d.input",
+    lower=_conv_local,
+)
+def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[n, (g i), ...] w[(g i), o, ...] + b[(g o)]``; a bias enters the sum over i once."""
+    x, weight = inputs[0].shape, inputs[1].shape
+    if len(x) != len(weight):
+        return None
+    groups = _groups(op)
+    builder = SpaceBuilder()
+    n, g = builder.dim("n", x[0]), builder.dim("g", groups)
+    i, o = builder.dim("i", x[1] // groups), builder.dim("o", weight[1])
+    window = [builder.whole(size) for size in weight[2:]]
+    space_in = [builder.whole(size) for size in x[2:]]
+    space_out = [builder.whole(size) for size in outputs[0].shape[2:]]  # type: ignore[union-attr]
+    operands = [layout(n, (g, i), *space_in), layout((g, i), o, *window), layout((g, o))]
+    return builder.build(
+        operands[: len(inputs)],
+        [layout(n, (g, o), *space_out)],
+        sums=frozenset({i}),
+        partial_inputs=frozenset({2}),
+        anchor=True,
+    )
+
+
+@register(
     "aten.max_pool1d.default",
     "aten.max_pool2d.default",
     "aten.max_pool3d.default",

@@ -41,7 +41,9 @@ register(
     "aten.detach.default",
     "aten.detach_.default",
     "aten.native_dropout.default",
+    "aten.bernoulli.default",
     "aten.bernoulli.p",
+    "aten.rsub.Tensor",
     "aten.rand_like.default",
     "aten.randn_like.default",
     "aten.zeros_like.default",
@@ -50,6 +52,13 @@ register(
     "aten.masked_fill.Scalar",
     "aten.masked_fill.Tensor",
     "aten.where.self",
+    "aten.where.ScalarOther",
+    "aten.where.ScalarSelf",
+    "aten.where.Scalar",
+    "aten.floor_divide.default",
+    "aten.copy.default",
+    "aten.fill.Tensor",
+    "aten.fill.Scalar",
     "aten.gelu.default",
 )(elementwise_space)
 

@@ -47,3 +47,78 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
         plain=frozenset({v}),
         anchor=True,
     )
+
+
+SUM, MEAN = 0, 1
+_BAG_NAMES = (
+    "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse",
+    "per_sample_weights", "include_last_offset", "padding_idx",
+)  # fmt: skip
+
+
+def _bag_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "scale_grad_by_freq": False, "mode": SUM, "sparse": False, "per_sample_weights": None,
+        "include_last_offset": False, "padding_idx": None,
+    }  # fmt: skip
+    return {**defaults, **dict(zip(_BAG_NAMES, args)), **kwargs}
+
+
+def _bag_local(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Rows that another device holds count as zeros; a mean divides by the rows of the whole bag.
+
+    What the operator returns beside the bags depends on no row of the table: it is computed with
+    a table of one column, and comes from the first device alone.
+    """
+    if context.num_shards("v") == 1:
+        whole: tuple[Tensor, ...] = context.op.target(*args, **kwargs)
+        return whole
+    call = _bag_arguments(args, kwargs)
+    weight, index, offsets = call["weight"], call["indices"], call["offsets"]
+    start = context.shard_start(weight, "v")
+    local = index - start
+    mine = (local >= 0) & (local < weight.shape[0])
+    counted = torch.ones_like(index, dtype=torch.bool)
+    if call["padding_idx"] is not None and call["padding_idx"] >= 0:
+        counted = index != call["padding_idx"]
+    rows = F.embedding(torch.where(mine, local, 0), weight)
+    if call["per_sample_weights"] is not None:
+        rows = rows * call["per_sample_weights"].unsqueeze(-1)
+    rows = torch.where((mine & counted).unsqueeze(-1), rows, 0)
+    position = torch.arange(index.shape[0], device=index.device, dtype=offsets.dtype)
+    bag = torch.bucketize(position, offsets, right=True) - 1
+    num_bags = context.output_shapes[0][0]
+    out = rows.new_zeros((num_bags, weight.shape[1])).index_add(0, bag, rows)
+    if call["mode"] == MEAN:
+        count = torch.zeros(num_bags, dtype=weight.dtype, device=weight.device)
+        count = count.index_add(0, bag, counted.to(weight.dtype))
+        out = out / count.clamp(min=1).unsqueeze(-1)
+    column = weight.detach().new_zeros((context.space.sizes["v"], 1))
+    others = context.op.target(column, *args[1:], **kwargs)[1:]
+    return out, *(x * (start == 0) for x in others)
+
+
+@register("aten.embedding_bag.default", "aten.embedding_bag.padding_idx", lower=_bag_local)
+def embedding_bag_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``w[v, h]`` looked up at ``indices[i]``, summed over the bags that start at ``offsets``."""
+    call = _bag_arguments(op.args, dict(op.kwargs))
+    if call["mode"] not in (SUM, MEAN) or call["scale_grad_by_freq"] or call["sparse"]:
+        return None
+    if len(inputs[1].shape) != 1 or outputs[0] is None:
+        return None
+    builder = SpaceBuilder()
+    weight = inputs[0].shape
+    v, h = builder.dim("v", weight[0]), builder.dim("h", weight[1])
+    others = [layout(*(builder.whole(s) for s in x.shape)) for x in inputs[1:]]
+    bags = builder.whole(outputs[0].shape[0])
+    rest = [() if o is None else layout(*map(builder.whole, o.shape)) for o in outputs[1:]]
+    return builder.build(
+        [layout(v, h), *others],
+        [layout(bags, h), *rest],
+        sums=frozenset({v}),
+        reduced=frozenset({h}),
+        plain=frozenset({v}),
+        anchor=True,
+    )

@@ -70,6 +70,36 @@ def _weight_of_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
     return torch.where(valid, picked, 0).sum()
 
 
+def _nll_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The sum over this device's rows; a mean divides by the weight of all rows."""
+    call = _arguments(args, kwargs)
+    x, target, weight, ignored = (call[k] for k in ("self", "target", "weight", "ignore_index"))
+    if call["reduction"] == NONE:
+        return F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
+    total = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="sum")
+    if call["reduction"] == SUM:
+        return total
+    axes = context.axes_of(*context.space.sums)
+    return total / context.all_reduce_data(_weight_of_rows(x, target, weight, ignored), axes)
+
+
+@register("aten.nll_loss_nd.default", lower=_nll_local)
+def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``log_p[n, c, ...]`` against classes ``[n, ...]``; the classes stay whole."""
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    class_dim = 1 if len(shape) > 1 else 0
+    rows = [builder.dim(f"n{d}", s) for d, s in enumerate(shape) if d != class_dim]
+    c = builder.whole(shape[class_dim])
+    operands = [layout(*rows[:class_dim], c, *rows[class_dim:]), layout(*rows), layout(c)]
+    summed = _arguments(op.args, dict(op.kwargs))["reduction"] != NONE
+    return builder.build(
+        operands[: len(inputs)],
+        [() if summed else layout(*rows)],
+        sums=frozenset(rows) if summed else frozenset(),
+    )
+
+
 def _vocabulary_parallel(
     context: LocalContext, x: Tensor, target: Tensor, ignore_index: int
 ) -> Tensor:

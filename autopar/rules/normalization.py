@@ -51,6 +51,32 @@ def group_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
     return builder.build([x, *(layout((g, c)) for _ in inputs[1:])], [x])
 
 
+@register("aten.instance_norm.default")
+def instance_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[n, c, ...]``: free in batch and channels, unless running statistics join the batch."""
+    if op.args[3] is not None or op.args[4] is not None:
+        return None
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    n, c = builder.dim("n", shape[0]), builder.dim("c", shape[1])
+    x = layout(n, c, *(builder.whole(size) for size in shape[2:]))
+    return builder.build([x, *(layout(c) for _ in inputs[1:])], [x])
+
+
+@register("aten._native_batch_norm_legit_no_training.default")
+def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """With given statistics it is element-wise; the saved statistics come out empty."""
+    shape = inputs[0].shape
+    builder = SpaceBuilder()
+    dims = (builder.dim("n", shape[0]), builder.dim("c", shape[1]), *builder.dims("l", shape[2:]))
+    empty = layout(builder.whole(0))
+    return builder.build(
+        [layout(*dims), *(layout(dims[1]) for _ in inputs[1:])],
+        [layout(*dims), empty, empty],
+        reduced=frozenset(dims),
+    )
+
+
 def _batch_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch norm with the statistics of the whole batch, as on one device.
 

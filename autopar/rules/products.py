@@ -49,7 +49,13 @@ def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     )
 
 
-@register("aten.mm.default", "aten.bmm.default", "aten.matmul.default")
+@register(
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.matmul.default",
+    "aten.mv.default",
+    "aten.dot.default",
+)
 def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``a[..., m, k] b[..., k, n]`` with broadcast batch dimensions; vectors lack m or n."""
     left, right = inputs[0].shape, inputs[1].shape

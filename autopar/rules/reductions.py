@@ -83,12 +83,13 @@ def mean_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     "aten.var.dim",
     "aten.std.correction",
     "aten.linalg_vector_norm.default",
+    "aten.norm.ScalarOpt_dim",
 )
 def whole_reduction_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     rank = len(inputs[0].shape)
-    position = 2 if op.target_name == "aten.linalg_vector_norm.default" else 1
+    position = 2 if "norm" in op.target_name else 1
     dims = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim")
-    if dims is None or dims == ():
+    if dims is None or dims == () or rank == 0:
         return None
     reduced = tuple(d % rank for d in ((dims,) if isinstance(dims, int) else dims))
     return _reduction_space(inputs, outputs, reduced, sums=False)

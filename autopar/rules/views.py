@@ -118,21 +118,36 @@ def _products(
     return result
 
 
-@register("aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.movedim.int")
+@register(
+    "aten.transpose.int",
+    "aten.t.default",
+    "aten.permute.default",
+    "aten.movedim.int",
+    "aten.movedim.intlist",
+)
 def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     shape = inputs[0].shape
     rank = len(shape)
     order = list(range(rank))
     if op.target_name == "aten.permute.default":
         order = [d % rank for d in op.args[1]]
-    elif op.target_name == "aten.movedim.int":
-        order.insert(op.args[2] % rank, order.pop(op.args[1] % rank))
+    elif op.target_name.startswith("aten.movedim"):
+        order = _moved_order(op.args[1], op.args[2], rank)
     elif rank >= 2:
         first, second = op.args[1:3] if len(op.args) > 1 else (0, 1)
         order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
     return builder.build([layout(*dims)], [layout(*(dims[d] for d in order))])
+
+
+def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
+    """Where each output dimension of a movedim comes from."""
+    sources = [d % rank for d in ((source,) if isinstance(source, int) else source)]
+    targets = [d % rank for d in ((target,) if isinstance(target, int) else target)]
+    others = iter(d for d in range(rank) if d not in sources)
+    placed = dict(zip(targets, sources))
+    return [placed[d] if d in placed else next(others) for d in range(rank)]
 
 
 @register("aten.expand.default", lower=_expand_local)
@@ -181,18 +196,21 @@ def _ignore_unused(space: Space, outputs: Outputs) -> Space:
     "aten.slice.Tensor",
     "aten.narrow.default",
     "aten.cumsum.default",
+    "aten.cumprod.default",
+    "aten.glu.default",
     "aten.sort.default",
     "aten.topk.default",
     "aten.index_select.default",
 )
 def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    position = {"aten.topk.default": 2, "aten.sort.default": 1}.get(op.target_name, 1)
-    default = -1 if op.target_name in ("aten.topk.default", "aten.sort.default") else 0
+    position = {"aten.topk.default": 2}.get(op.target_name, 1)
+    from_last = ("aten.topk.default", "aten.sort.default", "aten.glu.default")
+    default = -1 if op.target_name in from_last else 0
     dim = op.args[position] if len(op.args) > position else default
+    if not inputs[0].shape or (op.target_name == "aten.narrow.default" and len(inputs) > 1):
+        return None
     if op.target_name == "aten.index_select.default":
         return _index_select_space(op, inputs, outputs, dim % len(inputs[0].shape))
-    if not inputs[0].shape:
-        return None
     return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape))
 
 
@@ -267,6 +285,9 @@ def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
 
 
 def _split_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Equal parts of what this device holds; unequal parts are those of a whole dimension."""
+    if "rest" not in context.space.sizes:
+        return context.op.target(*args, **kwargs)
     x, dim = args[0], (args[2] if len(args) > 2 else 0)
     return x.split(x.shape[dim] // len(context.output_shapes), dim)
 
@@ -290,7 +311,7 @@ def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     return builder.build([source], [target for _ in outputs])
 
 
-@register("aten.split_with_sizes.default")
+@register("aten.split_with_sizes.default", "aten.split.sizes")
 def split_with_sizes_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     dim = (op.args[2] if len(op.args) > 2 else 0) % len(inputs[0].shape)
     return _one_dim_apart(inputs, outputs, dim)

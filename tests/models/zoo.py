@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models import families, others, vision
+
 Batch = dict[str, Tensor]
 BATCH, SEQUENCE, VOCABULARY = 4, 8, 32
 
@@ -113,8 +115,55 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }
 
 
+def small_image_batch(seed: int) -> Batch:
+    batch = image_batch(seed)
+    return {**batch, "pixel_values": batch["pixel_values"][..., :16, :16].contiguous()}
+
+
+def noise_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(BATCH, 8, 1, 1, generator=generator)
+    return {"pixel_values": image_batch(seed)["pixel_values"], "noise": noise}
+
+
+def point_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "points": torch.randn(BATCH, 3, 8, generator=generator),
+        "labels": torch.randint(0, 8, (BATCH,), generator=generator),
+    }
+
+
+def click_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "dense": torch.randn(BATCH, 12, generator=generator),
+        "sparse": torch.randint(0, 32, (BATCH, 4, 3), generator=generator),
+        "clicked": torch.randint(0, 2, (BATCH,), generator=generator).float(),
+    }
+
+
+MORE_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "llama": (families.llama, token_batch),
+    "t5": (families.t5, token_batch),
+    "vit": (families.vit, small_image_batch),
+    "mobilenet_v2": (families.mobilenet_v2, image_batch),
+    "mixtral": (families.mixtral, token_batch),
+    "alexnet": (vision.alexnet, image_batch),
+    "vgg16": (vision.vgg16, image_batch),
+    "inception_v3": (vision.inception_v3, image_batch),
+    "densenet": (vision.densenet, image_batch),
+    "transformer_encoder": (
+        lambda: others.TransformerLanguageModel(VOCABULARY, length=SEQUENCE), token_batch
+    ),
+    "pointnet": (others.PointNet, point_batch),
+    "dcgan": (vision.DCGAN, noise_batch),
+    "dlrm": (others.DLRM, click_batch),
+}  # fmt: skip
+
+
 def build(name: str) -> tuple[nn.Module, Callable[[int], Any]]:
     """A freshly seeded model of the zoo in train mode, and its batch maker (seed to batch)."""
-    make, batch = MODELS[name]
+    make, batch = {**MODELS, **MORE_MODELS}[name]
     torch.manual_seed(0)
     return make().train(), batch

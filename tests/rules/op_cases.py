@@ -264,6 +264,17 @@ def bernoulli(draw: Draw, new: New):
     return new(*shape_of(draw)), 0.5
 
 
+@case("aten.bernoulli.default")
+def bernoulli_of(draw: Draw, new: New):
+    return (new(*shape_of(draw)).sigmoid(),)
+
+
+@case("aten.rsub.Tensor")
+def rsub(draw: Draw, new: New):
+    shape = shape_of(draw)
+    return new(*broadcast(draw, shape)), new(*shape)
+
+
 @case("aten.full_like.default")
 def full_like(draw: Draw, new: New):
     return new(*shape_of(draw)), 3.0
@@ -347,7 +358,13 @@ def binary_cross_entropy_with_logits(draw: Draw, new: New):
     shape = shape_of(draw)
     weight = new.positive(*broadcast(draw, shape)) if draw(BOOL) else None
     scale = new.positive(shape[-1]) if draw(BOOL) else None
-    return new(*shape).requires_grad_(), new(*shape).sigmoid(), weight, scale, draw(st.integers(0, 2))
+    return (
+        new(*shape).requires_grad_(),
+        new(*shape).sigmoid(),
+        weight,
+        scale,
+        draw(st.integers(0, 2)),
+    )
 
 
 # --- normalisation ------------------------------------------------------------------------------
@@ -510,6 +527,13 @@ def movedim(draw: Draw, new: New):
     return new(*shape), dim_of(draw, shape), dim_of(draw, shape)
 
 
+@case("aten.movedim.intlist")
+def movedim_list(draw: Draw, new: New):
+    shape = shape_of(draw, 2, 3)
+    sources, targets = (list(draw(st.permutations(range(len(shape)))))[:2] for _ in range(2))
+    return new(*shape), sources, targets
+
+
 @case("aten.expand.default", integers=True)
 def expand(draw: Draw, new: New):
     shape = shape_of(draw)
@@ -634,7 +658,7 @@ def chunk(draw: Draw, new: New):
     return new(*shape), draw(st.integers(1, 4)), dim_of(draw, shape)
 
 
-@case("aten.split_with_sizes.default")
+@case("aten.split_with_sizes.default", "aten.split.sizes")
 def split_with_sizes(draw: Draw, new: New):
     shape = shape_of(draw)
     dim = dim_of(draw, shape)

@@ -1,0 +1,67 @@
+"""Products of rows grouped by expert: rows, columns, the inner dimension and experts are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.graph import Op, Value
+from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+
+Outputs = Sequence[Value | None]
+
+
+def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``offs`` are the ends of the experts' runs of rows; they are counted anew for local rows.
+
+    Where experts are split, a device moves the rows of its own experts to the front, and rows of
+    others come out as zeros.
+    """
+    x, weight = args[0], args[1]
+    ends = args[2] if len(args) > 2 else kwargs["offs"]
+    if context.num_shards("s") > 1:
+        ends = (ends - context.shard_start(x, "s")).clamp(0, x.shape[0]).to(ends.dtype)
+    if context.num_shards("e") == 1:
+        result: Tensor = context.op.target(x, weight, ends)
+        return result
+    rows, first = torch.arange(x.shape[0], device=x.device), context.shard_start(x, "e")
+    experts = torch.arange(weight.shape[0], device=x.device) + first
+    start = torch.where(ends.new_zeros(()) + first > 0, ends[(experts[:1] - 1).clamp(min=0)][0], 0)
+    own_ends = (ends[experts] - start).to(ends.dtype)
+    moved = x[(rows + start) % x.shape[0]]
+    out = context.op.target(moved, weight, own_ends)
+    out = torch.where((rows < own_ends[-1]).unsqueeze(-1), out, 0)
+    result = out[(rows - start) % x.shape[0]]
+    return result
+
+
+@register(
+    "aten._grouped_mm.default", "transformers.grouped_mm_fallback.default", lower=_grouped_local
+)
+def grouped_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[s, k] w[e, k, n]``, row s with the expert whose run it lies in.
+
+    PyTorch's own kernel wants rows and columns that are multiples of 16 bytes.
+    """
+    if len(inputs) != 3 or len(inputs[0].shape) != 2 or len(inputs[1].shape) != 3:
+        return None
+    if len(op.args) > 3 or any(k != "offs" for k, _ in op.kwargs):
+        return None
+    x, weight = inputs[0].shape, inputs[1].shape
+    builder = SpaceBuilder()
+    s, e = builder.dim("s", x[0]), builder.dim("e", weight[0])
+    unit = 16 // inputs[1].dtype.itemsize if op.target_name.startswith("aten.") else 1
+    if weight[1] % unit or weight[2] % unit:
+        return None
+    k = (builder.dim("k", weight[1] // unit), builder.whole(unit))
+    n = (builder.dim("n", weight[2] // unit), builder.whole(unit))
+    return builder.build(
+        [layout(s, k), layout(e, k, n), ((),)],
+        [layout(s, n)],
+        sums=frozenset({"k", e}),
+        plain=frozenset({s, e}),
+        anchor=True,
+    )
