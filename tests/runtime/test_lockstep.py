@@ -20,13 +20,8 @@ from tests.oracles import (
     to_double,
 )
 
-MESHES = {
-    "2": Mesh(("a",), (2,)),
-    "2x1": Mesh(("a", "b"), (2, 1)),
-    "4": Mesh(("a",), (4,)),
-    "2x2": Mesh(("a", "b"), (2, 2)),
-}
-EXAMPLES_PER_MESH = 3
+MESHES = {"2": Mesh(("a",), (2,)), "2x2": Mesh(("a", "b"), (2, 2))}
+EXAMPLES_PER_MESH = 1
 # transformers computes the loss in float32 whatever the model's dtype.
 TOLERANCE = {"gpt2": 2e-6, "bert": 1e-9, "resnet": 1e-8, "mlp": 1e-9, "lstm": 1e-9}
 

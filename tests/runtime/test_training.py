@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 from autopar.cost_models import Cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.capture import capture
 from autopar.constraints import Constraint, Force
@@ -33,9 +36,20 @@ MESHES = {
     "4": Mesh(("a",), (4,)),
     "2x2": Mesh(("a", "b"), (2, 2)),
 }
-KNOWN: dict[str, tuple[dict[str, int], list[Constraint]]] = {
+EXAMPLES_PER_MESH = 3
+STRATEGIES: dict[str, tuple[dict[str, int], list[Constraint]]] = {
+    "searched on 2": ({"x": 2}, []),
+    "searched on 2x2": ({"x": 2, "y": 2}, []),
     "data parallel on 2": ({"x": 2}, [Force("data_parallel")]),
+    "data parallel on 2x2": ({"x": 2, "y": 2}, [Force("data_parallel")]),
+    "zero3 on 2": ({"x": 2}, [Force("zero3")]),
     "zero3 on 4": ({"x": 4}, [Force("zero3")]),
+    "tensor parallel on 2": ({"x": 2}, [Force("tensor_parallel")]),
+    "tensor parallel on 4": ({"x": 4}, [Force("tensor_parallel")]),
+    "data x tensor on 2x2": (
+        {"x": 2, "y": 2},
+        [Force("data_parallel", axis="x"), Force("tensor_parallel", axis="y")],
+    ),
     "zero3 x tensor on 2x2": (
         {"x": 2, "y": 2},
         [Force("zero3", axis="x"), Force("tensor_parallel", axis="y")],
@@ -66,26 +80,21 @@ def case_of(name: str) -> Case:
     return Case(name)
 
 
-SMALL = ("mlp", "lstm", "gpt2")  # quick to lower: these run on every mesh
-RANDOM = [(name, mesh) for name in MODELS for mesh in MESHES if mesh in ("2", "2x2")]
-RANDOM += [(name, mesh) for name in SMALL for mesh in ("2x1", "4")]
-FORCED = [(name, "zero3 x tensor on 2x2") for name in MODELS]
-FORCED += [(name, "data parallel on 2") for name in ("mlp", "gpt2", "resnet")]
-FORCED += [(name, "zero3 on 4") for name in ("mlp", "lstm", "bert")]
-
-
-@pytest.mark.parametrize(("name", "mesh"), RANDOM)
-def test_a_random_assignment(name: str, mesh: str, groups: Groups) -> None:
+@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=EXAMPLES_PER_MESH, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_random_assignments(name: str, mesh: str, groups: Groups, seed: int) -> None:
     case = case_of(name)
-    assignment = random_assignment(case.analysis, MESHES[mesh], seed=10)
+    assignment = random_assignment(case.analysis, MESHES[mesh], seed)
     case.check(groups, Strategy(case.analysis, assignment))
 
 
-@pytest.mark.parametrize(("name", "known"), FORCED)
-def test_a_known_strategy(name: str, known: str, groups: Groups) -> None:
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("name", list(MODELS))
+def test_searched_and_known_strategies(name: str, strategy: str, groups: Groups) -> None:
     case = case_of(name)
-    mesh, constraints = KNOWN[known]
-    num_devices = 2 if mesh == {"x": 2} else 4
-    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=num_devices)
+    mesh, constraints = STRATEGIES[strategy]
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=math.prod(mesh.values()))
     planned = make_planned(case.captured, cluster, mesh=mesh, constraints=constraints)
     case.check(groups, planned.strategy)
