@@ -17,6 +17,7 @@ from autopar.rules import (
 )
 from autopar.rules.base import (
     Choice,
+    LocalContext,
     Space,
     SpaceBuilder,
     Split,
@@ -30,11 +31,13 @@ from autopar.rules.base import (
     run_local,
     space_of,
     supplies,
+    unregister,
 )
 from autopar.rules.digits import find_bases
 
 __all__ = [
     "Choice",
+    "LocalContext",
     "Space",
     "SpaceBuilder",
     "Split",
@@ -61,5 +64,6 @@ __all__ = [
     "run_local",
     "space_of",
     "supplies",
+    "unregister",
     "views",
 ]

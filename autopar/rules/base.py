@@ -319,7 +319,30 @@ _RULES: dict[str, Rule] = {}
 def register(
     *targets: str, lower: LowerFn | None = None, collectives: CollectivesFn | None = None
 ) -> Callable[[SpaceFn], SpaceFn]:
-    """Register a space function for operators named as in ``str(op.target)``.
+    """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
+
+    The decorated function says how the op's work divides. It gets the `Op` and the `Value` of
+    each tensor operand and output (None for an output that nobody uses) and returns a `Space`, or
+    None where this call cannot be split. For ``product(x[m, k], w[k, n]) -> [m, n]``::
+
+        @autopar.rules.register("mylib.product.default")
+        def product_space(op, inputs, outputs):
+            (m, k), n = inputs[0].shape, inputs[1].shape[1]
+            builder = autopar.rules.SpaceBuilder()
+            m, k, n = builder.dim("m", m), builder.dim("k", k), builder.dim("n", n)
+            layout = autopar.rules.layout
+            return builder.build(
+                [layout(m, k), layout(k, n)], [layout(m, n)],
+                sums=frozenset({k}),  # the output lacks k: split on it, outputs are partial sums
+                anchor=True,
+            )
+
+    ``builder.whole(size)`` makes a dimension that cannot be split. Where the op needs other
+    arguments on a shard, ``lower(context, args, kwargs)`` runs it there:
+    ``context.num_shards("k")`` tells how many devices share a dimension, ``context.all_reduce``
+    adds over them. ``collectives`` lists such communication for the cost model. The op itself
+    needs a fake implementation and, to be trained through, a registered derivative. Check a rule
+    with `check_rule`, which compares every choice with the unsplit op.
 
     Raises PlanError for a name that has a rule already.
     """
@@ -332,6 +355,13 @@ def register(
         return space
 
     return wrap
+
+
+def unregister(target: str) -> None:
+    """Remove the rule of an operator, as before registering another; PlanError if it has none."""
+    if target not in _RULES:
+        raise PlanError(f"operator {target} has no rule")
+    del _RULES[target]
 
 
 def register_pointwise(rule: Rule) -> None:

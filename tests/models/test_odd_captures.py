@@ -1,0 +1,113 @@
+"""Models with unusual parts: captured, and right under random assignments of every op."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from autopar.mesh import Mesh
+from autopar.strategy import Analysis, Strategy
+from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
+
+NUM_SEEDS = 4
+
+
+class Odd(nn.Module):
+    """One linear layer, then whatever ``body`` does with its result."""
+
+    def __init__(self, body: Callable[[Odd, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def conditional(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y.sin(), (y,)).sum()
+
+
+def checkpointed(model: Odd, x: Tensor) -> Tensor:
+    return checkpoint(lambda z: model.linear(z).relu(), x, use_reentrant=False).sum()
+
+
+def without_gradient(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    with torch.no_grad():
+        scale = y.abs().amax(1, keepdim=True)
+    return (y / scale).square().mean()
+
+
+def in_place(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x).clone()
+    y[:, 0] = 0
+    y.view(-1)[2:5].mul_(2)
+    model.seen.add_(y.detach().mean(0))
+    return (y * model.seen).sum()
+
+
+def mapped(model: Odd, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: model.linear(row).tanh() * 2)(x).sum()
+
+
+def no_rules(model: Odd, x: Tensor) -> Tensor:
+    """Operators that the rules do not know: they are computed on every device alike."""
+    y = model.linear(x)
+    first, rest = torch.split(y, [1, 3], 1)
+    largest, _ = rest.max(1)
+    return (first.squeeze(1) * largest).sum() + y.std() + torch.linalg.svdvals(y)[0]
+
+
+def views_of_views(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x).t().unfold(0, 2, 2).permute(2, 0, 1).flatten(1)
+    return y.reshape(2, 2, 4).transpose(0, 2).contiguous().view(-1)[::3].square().sum()
+
+
+def used_again(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(model.linear(x).relu())
+    return nn.functional.linear(y, model.linear.weight.T).square().mean()
+
+
+BODIES = [
+    conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
+    used_again,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_odd_models_train_as_in_eager(body):
+    torch.manual_seed(0)
+    model = Odd(body).double()
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(2)]
+    captured = capture(model, batches[0])
+    expected = reference_steps(copy.deepcopy(model), batches)
+    analysis = Analysis(captured.graph)
+    for seed in range(NUM_SEEDS):
+        strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
+        got = lockstep_steps(strategy, captured, state_of(model), batches)
+        assert_same(got, expected, tolerance=1e-9)
+
+
+def test_a_size_that_depends_on_values_is_refused_with_line_and_fix():
+    model = Odd(lambda model, x: model.linear(x[x.sum(1) > 0]).sum())
+    with pytest.raises(CaptureError, match=r"depends on tensor values(.|\n)*torch.where"):
+        capture(model, (torch.randn(4, 4),))
+
+
+def test_running_statistics_carry_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    graph = capture(model, (torch.randn(4, 4),), loss_fn=lambda y: y.sum()).graph
+    (norm,) = (op for op in graph.ops if "batch_norm" in op.target_name)
+    flows = [o is not None and graph.values[o].differentiable for o in norm.outputs]
+    assert flows[0]
+    assert not any(flows[3:])

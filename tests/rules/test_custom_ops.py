@@ -1,0 +1,176 @@
+"""A user's own operator: registered rules are used, checked, and wrong ones are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import PlanError
+from autopar.graph import Op, Value
+from autopar.mesh import Mesh
+from autopar.rules import LocalContext, Space, SpaceBuilder, layout, register, unregister
+from autopar.rules.checking import RuleError, check_rule
+from autopar.strategy import Analysis, Strategy
+from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
+
+NAME = "rulestest.scaled_product.default"
+
+
+@torch.library.custom_op("rulestest::scaled_product", mutates_args=())
+def scaled_product(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """``scale * x[m, k] w[k, n] / k``: depends on the size of what it sums over."""
+    return x @ weight * (scale / x.shape[1])
+
+
+@scaled_product.register_fake
+def _(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.scale = inputs[2]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors
+    factor = ctx.scale / x.shape[1]
+    return grad @ weight.T * factor, x.T @ grad * factor, None
+
+
+scaled_product.register_autograd(_backward, setup_context=_save)
+
+
+def product_space(
+    op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None], *, sums: bool = True
+) -> Space:
+    (m, k), n = inputs[0].shape, inputs[1].shape[1]
+    builder = SpaceBuilder()
+    row, inner, column = builder.dim("m", m), builder.dim("k", k), builder.dim("n", n)
+    return builder.build(
+        [layout(row, inner), layout(inner, column)],
+        [layout(row, column)],
+        sums=frozenset({inner}) if sums else frozenset(),
+        anchor=True,
+    )
+
+
+def product_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x, weight, scale = args
+    return context.op.target(x, weight, scale / context.num_shards("k"))
+
+
+@contextmanager
+def rule(space: Any, **options: Any) -> Iterator[None]:
+    register(NAME, **options)(space)
+    try:
+        yield
+    finally:
+        unregister(NAME)
+
+
+def call(**options: Any):
+    target = torch.ops.rulestest.scaled_product.default
+    x, weight = torch.randn(12, 6), torch.randn(6, 4)
+    return check_rule(target, x, weight, 0.5, **options)
+
+
+def test_a_custom_op_without_a_rule_is_named_with_the_fix():
+    with pytest.raises(RuleError, match=r"register\('rulestest.scaled_product.default'\)"):
+        call()
+
+
+def test_a_right_rule_is_checked_with_every_choice():
+    with rule(product_space, lower=product_local):
+        checked = call()
+    on_two = {str(c.choice) for c in checked if c.mesh.axis_sizes == (2,)}
+    assert {"-", "m", "k", "n"} <= on_two
+    assert {c.mesh.axis_sizes for c in checked} == {(2,), (3,), (4,), (2, 2), (2, 3)}
+
+
+def test_a_lowering_that_forgets_the_split_is_found():
+    with rule(product_space), pytest.raises(RuleError) as error:
+        call(mesh=Mesh(("a",), (2,)))
+    text = str(error.value)
+    assert NAME in text
+    assert "choice 'k'" in text
+    assert "output 0" in text
+
+
+def test_a_wrong_gradient_is_found_though_the_output_is_right():
+    def local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        out = product_local(context, args, kwargs)
+        return out + args[1].sum() - args[1].sum().detach() if context.num_shards("m") > 1 else out
+
+    with rule(product_space, lower=local), pytest.raises(RuleError) as error:
+        call(mesh=Mesh(("a",), (2,)))
+    assert "choice 'm'" in str(error.value)
+    assert "the gradient of operand 1" in str(error.value)
+
+
+def test_a_layout_of_another_size_is_found():
+    def space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space:
+        builder = SpaceBuilder()
+        m = builder.dim("m", inputs[0].shape[0])
+        return builder.build([layout(m, m), layout(m, m)], [layout(m, m)])
+
+    with rule(space), pytest.raises(RuleError, match="operand 0 gives dimension 1 the size 12"):
+        call()
+
+
+def test_a_lowering_that_fails_is_named_with_its_choice():
+    def local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        raise ZeroDivisionError("no such luck")
+
+    with rule(product_space, lower=local), pytest.raises(RuleError, match="no such luck") as error:
+        call(mesh=Mesh(("a",), (3,)))
+    assert "on mesh a=3" in str(error.value)
+
+
+def test_names_are_registered_once():
+    with rule(product_space), pytest.raises(PlanError, match="has a rule already"):
+        register(NAME)(product_space)
+    with pytest.raises(PlanError, match="has no rule"):
+        unregister(NAME)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ops.rulestest.scaled_product(self.first(x).relu(), self.second, 3.0)
+        return (hidden**2).mean()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_model_with_the_op_trains_as_in_eager(registered):
+    torch.manual_seed(0)
+    model = Model().double()
+    batches = [{"x": torch.randn(4, 8, dtype=torch.float64)} for _ in range(2)]
+    captured = capture(model, batches[0])
+    position = next(o.index for o in captured.graph.ops if o.target_name == NAME)
+    expected = reference_steps(model, batches)
+
+    def check() -> set[str]:
+        analysis = Analysis(captured.graph)
+        seen = set()
+        for seed in range(6):
+            strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
+            seen.add(str(strategy.assignment.choices[position]))
+            got = lockstep_steps(strategy, captured, state_of(model), batches)
+            assert_same(got, expected, tolerance=1e-10)
+        return seen
+
+    if not registered:
+        assert check() == {"-"}
+        return
+    with rule(product_space, lower=product_local):
+        assert len(check()) > 1
