@@ -1,0 +1,95 @@
+"""How long planning takes, offline, on the machine at hand, and how much memory it needs.
+
+Run: ``python benchmarks/planning.py``. Each case runs in a process of its own: Llama-3-8B shapes
+(meta device, bfloat16, batch 64, sequence 2,048) for 8 x 8 H100, with 8 and with 32 layers. Writes
+``benchmarks/results/planning.json``. The peer's figures are quoted with their source, not run here.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "planning.json"
+LAYERS = (8, 32)
+PEER = {
+    "name": "meta-pytorch/autoparallel, the same graph on mesh 8x8, a 2-core machine",
+    "seconds": {"8": 121.0, "32": [115.0, 155.0]},
+    "peak_bytes": {"32": 4.2e9},
+}
+
+
+def plan_llama(num_layers: int) -> dict[str, Any]:
+    """Plan one model; wall seconds of each part as the planner reports it, and peak memory."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import autopar
+    from autopar.capture import capture
+    from autopar.planner import make_planned
+
+    config = LlamaConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+        ids = torch.zeros(64, 2048, dtype=torch.long)
+    cluster = autopar.Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
+    marks: list[tuple[str, float]] = [("capture", time.perf_counter())]
+    captured = capture(model, {"input_ids": ids, "labels": ids.clone()})
+    planned = make_planned(
+        captured, cluster, progress=lambda text: marks.append((text, time.perf_counter()))
+    )
+    marks.append(("end", time.perf_counter()))
+    parts = {text: round(after - before, 3) for (text, before), (_, after) in zip(marks, marks[1:])}
+    return {
+        "num_layers": num_layers,
+        "num_ops": len(captured.graph.ops),
+        "total_s": round(marks[-1][1] - marks[0][1], 2),
+        "parts_s": parts,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "mesh": str(planned.strategy.mesh),
+        "status": planned.plan.search.status,
+    }
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for num_layers in LAYERS:
+        with context.Pool(1) as pool:
+            row = pool.apply(plan_llama, (num_layers,))
+        print(
+            f"Llama-3-8B, {num_layers} layers, 64 H100: {row['total_s']} s, "
+            f"{row['peak_bytes'] / 1e9:.2f} GB, {row['mesh']}, {row['status']}"
+        )
+        rows.append(row)
+    document = {
+        "machine": {
+            "processor": platform.machine(),
+            "num_cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        "cases": rows,
+        "peer": PEER,
+    }
+    RESULT.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
