@@ -7,6 +7,7 @@ Run: ``python benchmarks/planning.py``. Each case runs in a process of its own: 
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -54,7 +55,9 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
         captured, cluster, progress=lambda text: marks.append((text, time.perf_counter()))
     )
     marks.append(("end", time.perf_counter()))
-    parts = {text: round(after - before, 3) for (text, before), (_, after) in zip(marks, marks[1:])}
+    parts = {
+        text: round(after - before, 3) for (text, before), (_, after) in itertools.pairwise(marks)
+    }
     return {
         "num_layers": num_layers,
         "num_ops": len(captured.graph.ops),
