@@ -30,6 +30,7 @@ from autopar.torch_private import (
     has_several_outputs,
     inlined_higher_order_body,
     keyed_leaves,
+    mark_no_grad_regions,
     pytree,
 )
 
@@ -257,6 +258,7 @@ def _export(step: _Step, args: Any, kwargs: Any, real_args: Any, real_kwargs: An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(step, args, kwargs, strict=False)
+            mark_no_grad_regions(exported.graph_module)
             return exported.run_decompositions({})
     except Exception as error:
         if _fails_without_export(step, args, kwargs):

@@ -29,6 +29,7 @@ __all__ = [
     "has_several_outputs",
     "inlined_higher_order_body",
     "keyed_leaves",
+    "mark_no_grad_regions",
     "pipeline_csv",
     "pytree",
     "trace_fx",
@@ -59,6 +60,34 @@ def inlined_higher_order_body(
         return None
     assert isinstance(body, torch.fx.Node)
     return getattr(module, str(body.target)), tuple(operands), bool(enabled)
+
+
+def mark_no_grad_regions(module: nn.Module) -> None:
+    """Detach what leaves the ``no_grad`` regions of an exported graph, nested ones included.
+
+    They are calls of ``wrap_with_set_grad_enabled``, which ``run_decompositions`` inlines, and
+    with that forgets that no gradient flows back through them (2.11 to 2.13).
+    """
+    for graph_module in module.modules():
+        if not isinstance(graph_module, torch.fx.GraphModule):
+            continue
+        for node in list(graph_module.graph.nodes):
+            region = inlined_higher_order_body(graph_module, node)
+            if region is None or region[2]:
+                continue
+            for result in list(node.users):
+                _detach(graph_module.graph, result)
+        graph_module.recompile()
+
+
+def _detach(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
 def has_several_outputs(target: Any) -> bool:

@@ -119,7 +119,7 @@ class _BlockMachine:
         expected = local_shape(value.shape, supply, self.strategy.mesh)
         assert tuple(result.shape) == expected, (value.name, tuple(result.shape), expected)
         if not value.differentiable:
-            # Made under no_grad, or by an op that stops the gradient: none may flow back through it.
+            # Made under no_grad, or by an op that stops the gradient: none flows back through it.
             result = result.detach()
         self.local[value.index] = move(result, supply, interface, value.shape, self.strategy.mesh)
 
