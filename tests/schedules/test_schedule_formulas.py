@@ -13,7 +13,7 @@ SPLIT_COSTS = (UNIT, Durations(F=2, I=2, W=1), Durations(F=3, I=4, W=2))
 
 def batch_counts(depth: int) -> tuple[int, ...]:
     """From D to 8D, fewer for deep pipelines, whose lists are long."""
-    factors = (1, 2, 3, 4, 8) if depth <= 8 else (1, 3, 8) if depth == 16 else (1, 2)
+    factors = (1, 2, 3, 4, 8) if depth <= 8 else (1, 3, 8) if depth == 16 else (1, 2, 8)
     return tuple(depth * factor for factor in factors)
 
 
