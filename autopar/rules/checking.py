@@ -172,10 +172,13 @@ class _WholeCall:
         return index
 
     def _run(self, op: Op) -> None:
-        leaves = _leaves(self.operands, self.flows)
-        args, kwargs = op.bind(list(leaves))
-        with torch.enable_grad():
-            self.results = _tensors(call_op(op, args, kwargs))
+        try:
+            leaves, self.results = self._call(op, self.flows)
+        except RuntimeError as error:
+            if "not differentiable with respect to" not in str(error):
+                raise
+            self.flows = self._differentiable(op)
+            leaves, self.results = self._call(op, self.flows)
         self.wanted = tuple(
             i for i, r in enumerate(self.results) if r is not None and r.requires_grad
         )
@@ -195,6 +198,24 @@ class _WholeCall:
             self.wanted, self.cotangents = (), []
             self.flows = (False,) * len(self.flows)
             self.gradients = [None] * len(leaves)
+
+    def _call(self, op: Op, flows: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
+        leaves = _leaves(self.operands, flows)
+        args, kwargs = op.bind(list(leaves))
+        with torch.enable_grad():
+            return leaves, _tensors(call_op(op, args, kwargs))
+
+    def _differentiable(self, op: Op) -> tuple[bool, ...]:
+        """The operands that the operator has a derivative for, found by asking for each alone."""
+        flows = []
+        for position, flow in enumerate(self.flows):
+            alone = [flow and i == position for i in range(len(self.flows))]
+            try:
+                self._call(op, alone)
+                flows.append(flow)
+            except RuntimeError:
+                flows.append(False)
+        return tuple(flows)
 
 
 class _SplitCall:

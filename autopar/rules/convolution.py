@@ -39,6 +39,7 @@ def _conv_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     "aten.conv3d.default",
     "aten.conv1d.padding",
     "aten.conv2d.padding",
+    "aten.conv3d.padding",
     "aten.convolution.default",
     lower=_conv_local,
 )

@@ -31,9 +31,10 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
     experts = torch.arange(weight.shape[0], device=x.device) + first
     start = torch.where(ends.new_zeros(()) + first > 0, ends[(experts[:1] - 1).clamp(min=0)][0], 0)
     own_ends = (ends[experts] - start).to(ends.dtype)
-    moved = x[(rows + start) % x.shape[0]]
-    out = context.op.target(moved, weight, own_ends)
-    out = torch.where((rows < own_ends[-1]).unsqueeze(-1), out, 0)
+    # The kernel leaves rows behind the last end as they are in memory, and so their gradients.
+    own = (rows < own_ends[-1]).unsqueeze(-1)
+    moved = torch.where(own, x[(rows + start) % x.shape[0]], 0)
+    out = torch.where(own, context.op.target(moved, weight, own_ends), 0)
     result = out[(rows - start) % x.shape[0]]
     return result
 

@@ -72,7 +72,7 @@ def index_put_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
 def gather_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``out[i, j] = x[i, index[i, j]]``: free where both agree, and along the index itself."""
     source, index = inputs[0].shape, inputs[1].shape
-    if not source or not index:
+    if not source or len(index) != len(source):
         return None
     dim = op.args[1] % len(source)
     builder = SpaceBuilder()

@@ -190,7 +190,7 @@ def conv(draw: Draw, new: New, target: str = ""):
     return x, weight, bias, [stride] * spatial, [padding] * spatial, [1] * spatial, groups
 
 
-@case("aten.conv1d.padding", "aten.conv2d.padding")
+@case("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding")
 def conv_padding(draw: Draw, new: New, target: str = ""):
     spatial = int(target.split("conv")[1][0])
     x, weight, bias, groups = conv_operands(draw, new, spatial)
