@@ -15,10 +15,13 @@ from autopar.errors import (
     InputError,
     OptimizerError,
     PlanError,
+    RuleError,
     ScheduleError,
     WorkerError,
 )
 from autopar.plan import Plan
+from autopar.rules.base import register as register_rule
+from autopar.rules.checking import check_rule
 from autopar.runtime.compiled import Compiled
 
 __all__ = [
@@ -39,10 +42,13 @@ __all__ = [
     "Pin",
     "Plan",
     "PlanError",
+    "RuleError",
     "ScheduleError",
     "WorkerError",
     "__version__",
     "capture",
+    "check_rule",
     "compile",
     "plan",
+    "register_rule",
 ]

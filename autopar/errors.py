@@ -41,6 +41,10 @@ class SearchError(AutoparError, ValueError):
     """A search problem is malformed or cannot be solved as asked."""
 
 
+class RuleError(AutoparError):
+    """A rule is wrong: the op on shards differs from the op unsplit."""
+
+
 class ScheduleError(AutoparError, ValueError):
     """A schedule breaks a rule; the message names device, step and action."""
 

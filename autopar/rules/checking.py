@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.errors import RuleError
 from autopar.graph import Op, Ref, Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.placement import P, Placements, R, State, format_placements, is_valid, local_shape
@@ -46,10 +46,6 @@ MESHES = (
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 2e-4}
 _DOUBLE_TOLERANCE = 1e-8
 _FURTHER_DIGITS = (2, 3)
-
-
-class RuleError(AutoparError):
-    """A rule is wrong: the op on shards differs from the op unsplit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuleError
 from autopar.graph import Op, Value
 from autopar.mesh import Mesh
 from autopar.rules import LocalContext, Space, SpaceBuilder, layout, register, unregister
-from autopar.rules.checking import RuleError, check_rule
+from autopar.rules.checking import check_rule
 from autopar.strategy import Analysis, Strategy
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
 
