@@ -73,12 +73,19 @@ def views_of_views(model: Odd, x: Tensor) -> Tensor:
     return y.reshape(2, 2, 4).transpose(0, 2).contiguous().view(-1)[::3].square().sum()
 
 
+def written_by_its_decomposition(model: Odd, x: Tensor) -> Tensor:
+    """Circular padding is decomposed into writes to slices of an empty tensor."""
+    y = model.linear(x).unsqueeze(1)
+    return torch.nn.functional.pad(y, (1, 2), mode="circular").square().cumsum(-1).mean()
+
+
 def used_again(model: Odd, x: Tensor) -> Tensor:
     y = model.linear(model.linear(x).relu())
     return nn.functional.linear(y, model.linear.weight.T).square().mean()
 
 
 BODIES = [
+    written_by_its_decomposition,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
     used_again,
 ]  # fmt: skip
