@@ -50,7 +50,7 @@ def plan(
     *,
     loss_fn: LossFn | None = None,
     mesh: Mapping[str, int] | None = None,
-    constraints: Sequence[Constraint] = (),
+    constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -87,7 +87,7 @@ def compile(
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     plan: Plan | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
-    constraints: Sequence[Constraint] = (),
+    constraints: Sequence[Constraint] | Constraint = (),
     profile_limit_s: float = 60.0,
     seed: int | None = None,
     progress: bool = False,

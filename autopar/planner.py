@@ -98,7 +98,7 @@ def make_planned(
     cluster: Cluster,
     *,
     mesh: Mapping[str, int] | None = None,
-    constraints: Sequence[Constraint] = (),
+    constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
     device_type: str = "cpu",
     progress: Progress = lambda _: None,
@@ -107,12 +107,19 @@ def make_planned(
 
     Raises ConstraintError where the constraints, or the memory, leave no strategy.
     """
+    constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
     if captured.graph.loss is None:
         raise InputError(
             "the model returns no scalar loss, so there is nothing to train on. Pass "
             "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
             "example_inputs=(inputs, targets), or labels that make the model return .loss"
         )
+    for constraint in constraints:
+        if not isinstance(constraint, Constraint):
+            raise ConstraintError(
+                f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
+                "MemoryBudget; write constraints=[autopar.Force('zero3')]"
+            )
     analysis = Analysis(captured.graph)
     compute = compute or RooflineModel(cluster.device)
     communication = CommunicationModel(cluster)

@@ -121,3 +121,21 @@ def test_memory_budget_that_is_no_size(size):
 def test_unknown_strategy_lists_the_known():
     with pytest.raises(autopar.ConstraintError, match="data_parallel, zero3, tensor_parallel"):
         autopar.Force("magic")
+
+
+def test_one_constraint_needs_no_list_and_others_are_refused():
+    model, make_batch = build("mlp")
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+    plan = autopar.plan(model, cluster, make_batch(0), constraints=autopar.Force("zero3"))
+    assert set(plan.parameters.values()) == {"S0"}
+    with pytest.raises(autopar.ConstraintError, match="'zero3', which is none of Force"):
+        autopar.plan(model, cluster, make_batch(0), constraints=["zero3"])
+
+
+def test_nothing_to_optimize():
+    model, make_batch = build("mlp")
+    model.requires_grad_(False)
+    with pytest.raises(autopar.OptimizerError, match="no parameter of the model gets a gradient"):
+        autopar.compile(
+            model, 2, example_inputs=make_batch(0), optimizer=torch.optim.SGD, profile_limit_s=0
+        )

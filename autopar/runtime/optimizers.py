@@ -69,6 +69,11 @@ def make_optimizer(
     mesh: Mesh,
 ) -> torch.optim.Optimizer:
     """Build and check the user's optimizer over the trainable ``parameters``."""
+    if not parameters:
+        raise OptimizerError(
+            "no parameter of the model gets a gradient, so there is nothing to optimize; set "
+            "parameter.requires_grad_() where it should train, or leave optimizer= out"
+        )
     optimizer = make(list(parameters.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
