@@ -81,8 +81,8 @@ def _bag_local(
     local = index - start
     mine = (local >= 0) & (local < weight.shape[0])
     counted = torch.ones_like(index, dtype=torch.bool)
-    if call["padding_idx"] is not None and call["padding_idx"] >= 0:
-        counted = index != call["padding_idx"]
+    if call["padding_idx"] is not None:  # a negative one counts from the end of the whole table
+        counted = index != call["padding_idx"] % context.space.sizes["v"]
     rows = F.embedding(torch.where(mine, local, 0), weight)
     if call["per_sample_weights"] is not None:
         rows = rows * call["per_sample_weights"].unsqueeze(-1)
