@@ -28,7 +28,7 @@ from autopar.cost_models import (
     RooflineModel,
     default_store_path,
 )
-from autopar.errors import InputError
+from autopar.errors import InputError, OptimizerError
 from autopar.lowering import lower
 from autopar.plan import Plan, strategy_of
 from autopar.planner import Progress, candidate_meshes, make_planned
@@ -69,6 +69,11 @@ def plan(
 
     Raises CaptureError, InputError or ConstraintError.
     """
+    if not isinstance(cluster, Cluster):
+        raise InputError(
+            f"cluster must be an autopar.Cluster, got {cluster!r}; write "
+            "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
+        )
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
@@ -112,6 +117,12 @@ def compile(
 
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
     """
+    if optimizer is not None and not callable(optimizer):
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
+            f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
+        )
     found, mesh = _resolve(devices, mesh)
     options: dict[str, Any] = {
         "loss_fn": loss_fn,

@@ -148,6 +148,8 @@ def _plain(leaf: Any) -> Any:
 def _find_loss(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
+    if isinstance(output, tuple | list) and output and not hasattr(output, "loss"):
+        return _find_loss(output[0]) if isinstance(output[0], Tensor) else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 

@@ -165,7 +165,7 @@ def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
                 _raw(ALL_TO_ALL, axes, num, *source[2:], *target[2:]),
                 _raw(ALL_TO_ALL, axes, num, *target[2:], *source[2:]),
             )
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         return pair[0](x)
     result: Tensor = _Move.apply(x, *pair)
     return result

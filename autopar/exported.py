@@ -178,6 +178,10 @@ class ProgramReader:
         if target in _IDENTITIES:
             self.of_node[node] = self.of_node[node.args[0]]
             return
+        if target == "aten.copy.default":
+            node = self._without_copy(node)
+            if node is None:
+                return
         body = inlined_higher_order_body(module, node)
         if body is not None:
             inner, operands, enabled = body
@@ -188,6 +192,18 @@ class ProgramReader:
             self.of_node[node] = tuple(Ref(o) if o is not None else None for o in outputs)
             return
         self._add_op(node, grad_enabled)
+
+    def _without_copy(self, node: Any) -> Any:
+        """``copy(into, source)`` has no derivative in torch; it is ``source``, broadcast."""
+        into, source = (n.meta["val"] for n in node.args[:2])
+        if into.dtype != source.dtype:
+            return node
+        if into.shape == source.shape:
+            self.of_node[node] = self.of_node[node.args[1]]
+            return None
+        node.target = torch.ops.aten.expand.default
+        node.args = (node.args[1], list(into.shape))
+        return node
 
     def _add_op(self, node: Any, grad_enabled: bool) -> None:
         args = self._argument(node.args)
@@ -210,7 +226,7 @@ class ProgramReader:
             index = self._add_value(node, ValueKind.ACTIVATION, fake, name=name)
             self.values[index]["differentiable"] = (
                 flows
-                and fake.dtype.is_floating_point
+                and (fake.dtype.is_floating_point or fake.dtype.is_complex)
                 and (carried[position] if carried else any(v["differentiable"] for v in inputs))
             )
             self.values[index]["fixed"] = all(v["fixed"] for v in inputs) and not is_random(

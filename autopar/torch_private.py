@@ -110,7 +110,8 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
-    with mode, preserve_node_meta():
+    # The fused CPU LSTM leaves no workspace for its backward pass outside autograd.
+    with mode, preserve_node_meta(), torch.backends.mkldnn.flags(enabled=False):
         module = make_fx(function, tracing_mode="real")(operands, cotangents)
         if _writes(module):
             interpreter = torch.fx.Interpreter(module)

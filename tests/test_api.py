@@ -154,3 +154,15 @@ def test_same_script_under_torchrun(tmp_path):
     for losses, kinds in results:
         assert losses == pytest.approx(expected, abs=1e-4)
         assert "DTensor" in kinds
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "gpt2", "bert", "resnet"])
+def test_float32_models_train_on_workers_as_in_eager(name):
+    model, make_batch = build(name)
+    batches = [make_batch(seed) for seed in range(NUM_STEPS)]
+    expected, _ = eager(model, [lambda m, b=b: loss_of(m(**b)) for b in batches])
+    with autopar.compile(
+        model, 2, example_inputs=batches[0], optimizer=SGD, profile_limit_s=0
+    ) as compiled:
+        losses = [compiled.train_step(**batch).item() for batch in batches]
+    assert losses == pytest.approx(expected, abs=2e-4)

@@ -139,3 +139,13 @@ def test_nothing_to_optimize():
         autopar.compile(
             model, 2, example_inputs=make_batch(0), optimizer=torch.optim.SGD, profile_limit_s=0
         )
+
+
+def test_optimizer_instance_and_count_for_a_cluster_name_the_fix():
+    model, make_batch = build("mlp")
+    with pytest.raises(autopar.OptimizerError, match=r"functools.partial\(torch.optim.SGD"):
+        autopar.compile(
+            model, 2, example_inputs=make_batch(0), optimizer=torch.optim.SGD(model.parameters())
+        )
+    with pytest.raises(autopar.InputError, match=r"Cluster.preset"):
+        autopar.plan(model, 4, make_batch(0))

@@ -49,13 +49,24 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
     Raises ScheduleError on an unknown name or option, or where the schedule does not exist for
     these numbers.
     """
-    generator = GENERATORS.get(name)
+    generator = GENERATORS.get(name) if isinstance(name, str) else None
     if generator is None:
         raise ScheduleError(f"no schedule is called {name!r}: use one of {sorted(GENERATORS)}")
     known = set(inspect.signature(generator).parameters) - {"num_stages", "num_microbatches"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ScheduleError(f"{name} takes the options {sorted(known)}, not {unknown}")
+    if type(num_stages) is not int or type(num_microbatches) is not int:
+        raise ScheduleError(
+            f"num_stages={num_stages!r}, num_microbatches={num_microbatches!r}: whole numbers"
+        )
+    required = [
+        p.name
+        for p in inspect.signature(generator).parameters.values()
+        if p.default is p.empty and p.name in known and p.name not in options
+    ]
+    if required:
+        raise ScheduleError(f"{name} needs the option {required[0]}=..., which was not given")
     if num_stages < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"num_stages={num_stages}, num_microbatches={num_microbatches}: at least 1 of each"

@@ -23,8 +23,8 @@ def per_stage(value: PerStage, num_stages: int, name: str) -> list[float]:
             f"{name} has {len(values)} entries for {num_stages} stages: give one number for all "
             "stages, or one a stage"
         )
-    if any(not entry >= 0 for entry in values):
-        raise ScheduleError(f"{name}={values}: a cost is a number >= 0")
+    if any(not 0 <= entry < inf for entry in values):
+        raise ScheduleError(f"{name}={values}: a cost is a finite number >= 0")
     return values
 
 
@@ -85,6 +85,14 @@ class Link:
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = inf
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_s < inf:
+            raise ScheduleError(f"latency_s={self.latency_s}: a latency is a finite number >= 0")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise ScheduleError(
+                f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}: a bandwidth is a number > 0"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
@@ -99,6 +107,12 @@ class Links:
     bandwidth_bytes_per_s: float = inf
     message_bytes: PerStage = 0.0
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        given = self.message_bytes
+        count = 1 if isinstance(given, (int, float)) else len(given)
+        per_stage(given, count, "Links.message_bytes")
 
     def link(self, source: int, target: int) -> Link:
         default = Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)

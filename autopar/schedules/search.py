@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Kind
-from autopar.schedules.build import build
+from autopar.schedules.build import GENERATORS, build
 from autopar.schedules.durations import Durations, Links, Memory, per_stage
 from autopar.schedules.fixed_order import FixedOrder, static_bytes
 from autopar.schedules.list_scheduler import Policy, kind_priority, list_schedule
@@ -233,6 +233,11 @@ def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _generated(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
     allowed = view.problem.generators
+    unknown = sorted(set(allowed or ()) - set(GENERATORS))
+    if unknown:
+        raise ScheduleError(
+            f"no schedule is called {unknown[0]!r}: use some of {sorted(GENERATORS)}"
+        )
     for name, options in _options(view):
         if allowed is not None and name not in allowed:
             continue

@@ -37,6 +37,8 @@ def simulate(
     Raises ScheduleError when a cost has the wrong length, or when the schedule cannot be played
     to its end; ``verify`` says why.
     """
+    if type(num_iterations) is not int or num_iterations < 1:
+        raise ScheduleError(f"num_iterations={num_iterations!r}: a whole number, at least 1")
     run = _Run(action_graph(schedule), durations, links, co_run, num_iterations)
     run.play()
     return Timeline(

@@ -79,13 +79,24 @@ def written_by_its_decomposition(model: Odd, x: Tensor) -> Tensor:
     return torch.nn.functional.pad(y, (1, 2), mode="circular").square().cumsum(-1).mean()
 
 
+def complex_inside(model: Odd, x: Tensor) -> Tensor:
+    return torch.fft.rfft(model.linear(x)).abs().mean()
+
+
+def assigned_slice(model: Odd, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 0] = model.linear(x)[:, 0]
+    y[:, 1:] = model.linear(x)[:, :1]
+    return y.square().mean()
+
+
 def used_again(model: Odd, x: Tensor) -> Tensor:
     y = model.linear(model.linear(x).relu())
     return nn.functional.linear(y, model.linear.weight.T).square().mean()
 
 
 BODIES = [
-    written_by_its_decomposition,
+    written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
     used_again,
 ]  # fmt: skip
