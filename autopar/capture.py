@@ -225,7 +225,7 @@ def capture(model: nn.Module, example_inputs: Any, *, loss_fn: LossFn | None = N
     step = _Step(_fake_copy(model, mode, memo), _fake_copy(loss_fn, mode, memo), targets)
     step.train(model.training)
     fake_args, fake_kwargs = pytree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
-    program = _export(step, fake_args, fake_kwargs, args, kwargs)
+    program = _export(step, fake_args, fake_kwargs)
     graph = ProgramReader(model, program).read()
     verify(graph)
     return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
@@ -252,7 +252,7 @@ def _fake_copy(module: Any, mode: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(module, memo)
 
 
-def _export(step: _Step, args: Any, kwargs: Any, real_args: Any, real_kwargs: Any) -> Any:
+def _export(step: _Step, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -76,12 +76,8 @@ def _index(like: Tensor, axes: str, num: int) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
-def _reduced_max(x: Tensor, axes: str, num: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 ALL_REDUCE = _raw_op("all_reduce", _same)
-ALL_REDUCE_MAX = _raw_op("all_reduce_max", _reduced_max)
+ALL_REDUCE_MAX = _raw_op("all_reduce_max", _same)
 ALL_GATHER = _raw_op("all_gather", _grown)
 REDUCE_SCATTER = _raw_op("reduce_scatter", _shrunk)
 ALL_TO_ALL = _raw_op("all_to_all", _exchanged)

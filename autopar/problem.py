@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from autopar.rules import Choice
 from autopar.strategy import Assignment
 
 
-class NodeKind:
+class NodeKind(StrEnum):
     """What a node of the problem decides."""
 
     OP = "op"
@@ -33,7 +34,7 @@ class NodeKind:
 class Node:
     """One decision: an op's choice, or a value's stored or relay placement."""
 
-    kind: str
+    kind: NodeKind
     index: int
     name: str
 
@@ -107,7 +108,7 @@ class _Builder:
             edges=self._merged(),
         )
 
-    def _add(self, kind: str, index: int, name: str, table: OpTable | ValueTable) -> int:
+    def _add(self, kind: NodeKind, index: int, name: str, table: OpTable | ValueTable) -> int:
         self.nodes.append(Node(kind=kind, index=index, name=name))
         self.tables.append(table)
         return len(self.nodes) - 1

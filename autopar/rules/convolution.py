@@ -109,7 +109,7 @@ def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
 )
 def pool_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Free in batch and channels."""
-    spatial = {"1": 1, "2": 2, "3": 3}[op.target_name.split("pool")[1][0]]
+    spatial = int(op.target_name.split("pool")[1][0])
     shape = inputs[0].shape
     builder = SpaceBuilder()
     free = builder.dims("d", shape[: len(shape) - spatial])
