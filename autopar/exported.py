@@ -78,7 +78,6 @@ class ProgramReader:
     def _placeholders(self, graph: Any) -> None:
         signature = self.program.graph_signature
         nodes = [n for n in graph.nodes if n.op == "placeholder"]
-        num_inputs = 0
         for node, spec in zip(nodes, signature.input_specs):
             kind = spec.kind.name
             fake = node.meta.get("val")
@@ -86,8 +85,7 @@ class ProgramReader:
                 if not isinstance(fake, Tensor):
                     self.of_node[node] = fake
                     continue
-                self._add_value(node, ValueKind.INPUT, fake, position=num_inputs)
-                num_inputs += 1
+                self._add_value(node, ValueKind.INPUT, fake)
             elif kind in ("PARAMETER", "BUFFER"):
                 self._state(node, spec, fake)
             elif kind == "CONSTANT_TENSOR":
@@ -113,7 +111,6 @@ class ProgramReader:
         fake: Tensor,
         *,
         target: str | None = None,
-        position: int | None = None,
         name: str | None = None,
     ) -> int:
         index = len(self.values)
@@ -129,7 +126,6 @@ class ProgramReader:
                 "shape": tuple(int(s) for s in fake.shape),
                 "dtype": fake.dtype,
                 "target": target,
-                "input_position": position,
                 "differentiable": kind is ValueKind.PARAMETER and target in self.trainable,
                 "fixed": kind is ValueKind.CONSTANT or kind is ValueKind.BUFFER,
             }

@@ -51,7 +51,6 @@ class Value:
     target: str | None = None
     differentiable: bool = False
     fixed: bool = False
-    input_position: int | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -143,10 +143,6 @@ class OpCall:
         values = (*self.args, *(value for _, value in self.kwargs))
         return tuple(leaf for leaf in _leaves(values) if isinstance(leaf, TensorSpec))
 
-    def without_grad(self) -> "OpCall":
-        """The same call with no gradient asked for."""
-        return map_tensors(self, lambda spec: replace(spec, requires_grad=False))
-
 
 def map_tensors(call: OpCall, function: Any) -> OpCall:
     """``call`` with each ``TensorSpec`` replaced by what ``function`` makes of it."""

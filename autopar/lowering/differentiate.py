@@ -69,7 +69,6 @@ class Kernel:
     backward_weight: fx.GraphModule | None
     num_outputs: int
     output_metas: tuple[TensorMeta, ...]
-    saved_metas: tuple[TensorMeta, ...]
     cotangents: tuple[int, ...]
     input_sources: tuple[tuple[str, int], ...]
     weight_sources: tuple[tuple[str, int], ...]
@@ -228,7 +227,6 @@ class _Cut:
             backward_weight=weight_graph[0] if self.weight_grads else None,
             num_outputs=len(self.outputs),
             output_metas=tuple(TensorMeta.of(n.meta["val"]) for n in self.outputs),
-            saved_metas=tuple(TensorMeta.of(n.meta["val"]) for n in saved),
             cotangents=self.wanted,
             input_sources=() if empty_input else input_graph[1],
             weight_sources=weight_graph[1] if self.weight_grads else (),

@@ -41,7 +41,6 @@ class _KernelMemory:
     """Working bytes of each graph of a kernel beyond its inputs, and what it saves."""
 
     workspace: dict[str, int] = field(default_factory=dict)
-    results: dict[str, int] = field(default_factory=dict)
     saved: int = 0
 
 
@@ -79,7 +78,6 @@ class _Play:
             inputs = sum(self.round(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
             found = graph_memory(module.graph)
             memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
-            memory.results[phase] = found.saved_bytes
         outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
         made = set(outputs[: kernel.num_outputs])
         memory.saved = sum(

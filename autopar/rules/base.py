@@ -244,13 +244,6 @@ class LocalContext:
         step = Step(StepKind.ALL_REDUCE, axes, P, V if varying else R, 1, 1, tuple(x.shape))
         return apply_step(x, step, self.mesh)
 
-    def vary(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Use a replicated value on another share on each device: its gradients are summed."""
-        if self.mesh.size(axes) == 1:
-            return x
-        step = Step(StepKind.VARY, axes, R, V, 1, 1, tuple(x.shape))
-        return apply_step(x, step, self.mesh)
-
     def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Maximum over the group; no gradient flows."""
         if self.mesh.size(axes) == 1:
