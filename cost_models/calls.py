@@ -5,7 +5,7 @@ A call names an overload of a torch operation and its arguments, with every tens
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
