@@ -54,7 +54,13 @@ class SchedulePlan(_Struct, frozen=True):
 
 
 class Prediction(_Struct, frozen=True):
-    """What the cost model expects of one training step on one device."""
+    """What the cost model expects of one training step on one device.
+
+    ``sources`` counts the ops by where their price comes from; ``unpriced`` lists the operators
+    that no cost model knows, priced by their memory traffic, and why. Communication has the weakest
+    source among its collectives (none where nothing is communicated), updates and input copies are
+    analytical, and memory is counted over the lowered graphs.
+    """
 
     step_time_s: float
     forward_s: float
@@ -62,6 +68,8 @@ class Prediction(_Struct, frozen=True):
     communication_s: float
     update_s: float
     sources: dict[str, int]
+    communication_source: str
+    unpriced: dict[str, str]
     memory_bytes: dict[str, int]
     memory_peak_at: str
 

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.capture import Captured
 from autopar.constraints import Constraint, Force, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
+from autopar.cost_models.estimate import weakest
 from autopar.errors import ConstraintError, InputError
 from autopar.lowering import RankProgram, lower
 from autopar.lowering.memory import ProgramMemory, program_memory
@@ -293,6 +294,7 @@ def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
         else:
             update += float(table.cost_s[pick])
     communication += sum(float(m[picks[i], picks[j]]) for (i, j), m in priced.edges.items())
+    used = priced.pricing.communication_sources
     return Prediction(
         step_time_s=_round(forward + backward + communication + update),
         forward_s=_round(forward),
@@ -300,6 +302,8 @@ def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
         communication_s=_round(communication),
         update_s=_round(update),
         sources=dict(sorted(sources.items())),
+        communication_source=str(weakest(used)) if used else "none",
+        unpriced=dict(sorted(priced.pricing.unpriced.items())),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
     )

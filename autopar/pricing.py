@@ -102,6 +102,7 @@ class Pricing:
         self.compute = compute
         self.communication = communication
         self.unpriced: dict[str, str] = {}
+        self.communication_sources: set[Source] = set()
         self._op_tables: dict[Any, OpTable] = {}
         self._value_tables: dict[Any, ValueTable] = {}
         self._move_costs: dict[Any, float] = {}
@@ -185,7 +186,9 @@ class Pricing:
     def _collective_s(self, kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
         if self.mesh.size(axes) == 1:
             return 0.0
-        return self.communication.estimate(kind, size_bytes, self._group[axes]).time_s
+        found = self.communication.estimate(kind, size_bytes, self._group[axes])
+        self.communication_sources.add(found.source)
+        return found.time_s
 
     def _local_bytes(self, value: Value, placements: Placements) -> int:
         shape = local_shape(value.shape, placements, self.mesh)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from autopar.cost_models import Cluster
+from torch import nn
 
 from autopar.capture import capture
 from autopar.constraints import Force, MemoryBudget, Pin
@@ -132,6 +134,30 @@ def test_model_without_loss_names_the_fix():
     captured = capture(model, (make_batch(0)["x"],))
     with pytest.raises(InputError, match="loss_fn"):
         make_planned(captured, CLUSTER)
+
+
+def test_every_price_names_its_source(plan):
+    prediction = plan.prediction
+    assert set(prediction.sources) == {"analytical"}
+    assert prediction.communication_source == "analytical"
+    text = str(plan)
+    assert "(analytical)" in text
+    assert "counted; peak at" in text
+
+
+def test_operators_that_no_model_prices_are_listed():
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.matrix_exp(self.linear(x)).mean()
+
+    plan = make_planned(capture(Sorted(), (torch.randn(8, 8),)), CLUSTER).plan
+    listed = {**plan.redundant_ops, **plan.prediction.unpriced}
+    assert "aten.linalg_matrix_exp.default" in listed
+    assert "aten.linalg_matrix_exp.default" in str(plan)
 
 
 def test_mesh_must_multiply_to_the_devices(captured):

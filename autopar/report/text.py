@@ -35,9 +35,13 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
     return [
         ("plan", _summary(plan)),
         ("predicted time of a step", _times(plan)),
-        (f"predicted memory a device (peak at {plan.prediction.memory_peak_at})", _memory(plan)),
+        (
+            f"predicted memory a device (counted; peak at {plan.prediction.memory_peak_at})",
+            _memory(plan),
+        ),
         ("parameters by stored placement", _placements(plan)),
         ("ops by choice, per mesh axis", _choices(plan)),
+        ("priced by memory traffic: operators no cost model knows", _unpriced(plan)),
         ("computed redundantly: operators without a rule", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
         ("known strategies, by the same prices", _baselines(plan)),
@@ -64,8 +68,8 @@ def _times(plan: Plan) -> Rows:
         ("step", format_seconds(p.step_time_s)),
         ("forward", format_seconds(p.forward_s)),
         ("backward", format_seconds(p.backward_s)),
-        ("communication", format_seconds(p.communication_s)),
-        ("update", format_seconds(p.update_s)),
+        ("communication", f"{format_seconds(p.communication_s)}  ({p.communication_source})"),
+        ("update", f"{format_seconds(p.update_s)}  (analytical)"),
         ("op prices", sources),
     ]
 
@@ -95,6 +99,10 @@ def _choices(plan: Plan) -> Rows:
 
 def _redundant(plan: Plan) -> Rows:
     return [(name, str(count)) for name, count in plan.redundant_ops.items()] or [("none", "")]
+
+
+def _unpriced(plan: Plan) -> Rows:
+    return [(name, why) for name, why in plan.prediction.unpriced.items()] or [("none", "")]
 
 
 def _meshes(plan: Plan) -> Rows:
