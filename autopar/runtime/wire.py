@@ -58,7 +58,14 @@ class _Pickler(pickle.Pickler):
             return _rebuild, _lines(obj)
         if isinstance(obj, _Overload):
             return _operator, tuple(str(obj).split("."))
+        if isinstance(obj, torch.memory_format | torch.layout):
+            return _torch_constant, (str(obj).removeprefix("torch."),)
         return NotImplemented
+
+
+def _torch_constant(name: str) -> Any:
+    """A memory format or layout: pickle alone would look for it in any module that uses torch."""
+    return getattr(torch, name)
 
 
 def _operator(*path: str) -> Any:
