@@ -3,6 +3,7 @@
 from autopar.search.api import solve
 from autopar.search.constraints import Constraint, Forbid, Force, Pin
 from autopar.search.problem import Method, Problem, SearchError, Solution, Status
+from autopar.search.variants import solve_each
 
 __all__ = [
     "Constraint",
@@ -15,4 +16,5 @@ __all__ = [
     "Solution",
     "Status",
     "solve",
+    "solve_each",
 ]

@@ -9,9 +9,10 @@ from autopar.search.brute_force import BruteForce
 from autopar.search.constraints import apply_constraints
 from autopar.search.exact import EliminationSolver
 from autopar.search.ilp import IlpSolver
+from autopar.search.local_search import cheapest_choices, frugal_choices
 from autopar.search.mcmc import McmcSolver
 from autopar.search.problem import Method, Problem, SearchError, Solution
-from autopar.search.solver import Options, Progress, Solver
+from autopar.search.solver import Options, OutOfTimeError, Progress, Solver
 
 SOLVERS: dict[Method, Solver] = {
     Method.AUTO: AutoSolver(),
@@ -30,6 +31,7 @@ def solve(
     gap: float = 0.0,
     table_cap_bytes: float = 1 << 30,
     warm_start: Sequence[int] | None = None,
+    max_steps: int | None = None,
     seed: int = 0,
     on_incumbent: Callable[[Solution], None] | None = None,
 ) -> Solution:
@@ -44,6 +46,7 @@ def solve(
         gap=gap,
         table_cap_bytes=table_cap_bytes,
         warm_start=warm_start,
+        max_steps=max_steps,
         seed=seed,
         on_incumbent=on_incumbent,
     )
@@ -60,5 +63,17 @@ def solve(
     progress = Progress(problem, options)
     if warm_start is not None:
         progress.offer(warm_start)
-    solver.run(problem, progress)
+    if time_limit_s is not None:
+        _offer_start(problem, progress)
+    try:
+        solver.run(problem, progress)
+    except OutOfTimeError:
+        progress.note = "stopped by the time limit"
     return progress.solution()
+
+
+def _offer_start(problem: Problem, progress: Progress) -> None:
+    """What is at hand without a search: the cheapest choices, and the most frugal ones."""
+    progress.offer(cheapest_choices(problem))
+    if problem.budgets is not None:
+        progress.offer(frugal_choices(problem))

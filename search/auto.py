@@ -17,9 +17,9 @@ from autopar.search import ilp
 from autopar.search.budget import reduce_within, report_least_budget, solve_with_budget
 from autopar.search.elimination import Program, best_program
 from autopar.search.exact import eliminate
-from autopar.search.local_search import descend, improve
+from autopar.search.local_search import cheapest_choices, descend, frugal_choices, improve
 from autopar.search.mathopt import LinearSolverError
-from autopar.search.mcmc import McmcSolver, cheapest_choices
+from autopar.search.mcmc import McmcSolver
 from autopar.search.messages import Messages
 from autopar.search.problem import Method, Problem
 from autopar.search.reduction import Reduction, compose, dominance_operations, reduce_problem
@@ -60,7 +60,7 @@ def _search(problem: Problem, progress: Progress) -> None:
         eliminate(problem, program, progress)
         if progress.done or problem.budgets is None:
             return
-    reduction = reduce_problem(problem)
+    reduction = reduce_problem(problem, check=progress.check)
     if reduction is None:
         progress.prove_infeasible("every assignment holds a forbidden choice or pair")
         return
@@ -85,8 +85,10 @@ def eliminate_reduced(reduction: Reduction, program: Program, progress: Progress
     """Elimination of a reduced problem, for ``progress`` on the original one."""
     progress.enter(Method.ELIMINATION)
     inner = reduction.problem
+    if not progress.assignment:
+        progress.offer(reduction.lift(descend(inner, cheapest_choices(inner), progress)))
     cap_bytes = progress.options.table_cap_bytes
-    values = program.run(inner.node_costs, inner.edge_costs, cap_bytes)
+    values = program.run(inner.node_costs, inner.edge_costs, cap_bytes, progress.check)
     if values.optimum == math.inf:
         progress.prove_infeasible("every assignment holds a forbidden choice or pair")
         return
@@ -118,9 +120,7 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
 
 def _start_within_budget(reduction: Reduction, progress: Progress) -> None:
     """The most frugal assignment, a bound that holds without the budget, and a chain."""
-    memory = reduction.problem.node_memory
-    assert memory is not None
-    progress.offer(reduction.lift([int(each.argmin()) for each in memory]))
+    progress.offer(reduction.lift(frugal_choices(reduction.problem)))
     progress.enter("messages")
     with progress.limited_to(0.2 * progress.remaining_s):
         _sweep(Messages(reduction.problem), reduction, progress, math.inf)
@@ -133,7 +133,7 @@ def _squeeze(reduction: Reduction, progress: Progress) -> Reduction | None:
     """Message passing and local search; None when that closed the gap, else what is left."""
     progress.enter("messages")
     current = reduction.lower(progress.assignment) if progress.assignment else None
-    best = descend(reduction.problem, current or cheapest_choices(reduction.problem))
+    best = descend(reduction.problem, current or cheapest_choices(reduction.problem), progress)
     progress.offer(reduction.lift(best))
     for _ in range(_ROUNDS):
         before = progress.bound
@@ -170,7 +170,7 @@ def _sweep(messages: Messages, reduction: Reduction, progress: Progress, floor: 
             continue
         bound = messages.bound()
         progress.raise_bound(min(bound, floor))
-        best = descend(reduction.problem, messages.decode())
+        best = descend(reduction.problem, messages.decode(), progress)
         progress.offer(reduction.lift(best))
         if progress.done or bound - last <= 1e-6 * abs(bound):
             break
@@ -195,14 +195,15 @@ def compose_possible(
     masks = messages.possible(progress.cost)
     if not all(mask.any() for mask in masks):
         return None
-    return reduce_within(compose(reduction, masks))
+    return reduce_within(compose(reduction, masks), progress)
 
 
 def _finish(left: Reduction, program: Program, progress: Progress) -> None:
     """Eliminate what is left; all else costs at least what the best known did."""
     progress.enter(Method.ELIMINATION)
     inner = left.problem
-    values = program.run(inner.node_costs, inner.edge_costs, progress.options.table_cap_bytes)
+    cap_bytes = progress.options.table_cap_bytes
+    values = program.run(inner.node_costs, inner.edge_costs, cap_bytes, progress.check)
     if values.optimum < math.inf:
         progress.offer(left.lift(program.assignment(values)))
     progress.raise_bound(progress.cost)

@@ -78,7 +78,7 @@ def report_least_budget(reduction: Reduction, progress: Progress) -> None:
 
 def _by_pool(dual: Lagrangian, best: Point, progress: Progress) -> None:
     """The ILP over the choices that matter at the best prices: assignments, but no bound."""
-    pool = reduce_within(dual.pool(best))
+    pool = reduce_within(dual.pool(best), progress)
     if pool is not None:
         progress.enter("ilp")
         with progress.limited_to(min(_POOL_LIMIT_S, _POOL_SHARE * progress.remaining_s)):
@@ -87,7 +87,7 @@ def _by_pool(dual: Lagrangian, best: Point, progress: Progress) -> None:
 
 def _by_ilp(left: Reduction, progress: Progress) -> None:
     """The ILP over every choice that is left."""
-    smaller = reduce_within(left)
+    smaller = reduce_within(left, progress)
     floor = progress.cost
     if smaller is None:
         progress.raise_bound(floor)
@@ -96,9 +96,9 @@ def _by_ilp(left: Reduction, progress: Progress) -> None:
         ilp.solve_reduced(smaller, progress, floor=floor, relax_first=False)
 
 
-def reduce_within(outer: Reduction) -> Reduction | None:
+def reduce_within(outer: Reduction, progress: Progress) -> Reduction | None:
     """Reduce a smaller problem once more."""
-    inner = reduce_problem(outer.problem)
+    inner = reduce_problem(outer.problem, check=progress.check)
     if inner is None:
         return None
     keep = tuple(kept[more] for kept, more in zip(outer.keep, inner.keep))

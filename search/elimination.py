@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from autopar.search.minplus import aligned, min_sum_step
+from autopar.search.minplus import Check, aligned, go_on, min_sum_step
 from autopar.search.ordering import Order, candidate_orders
 from autopar.search.problem import Array, Edge, SearchError
 
@@ -74,9 +74,16 @@ class Program:
     size_bytes: float
 
     def run(
-        self, node_costs: Sequence[Array], edge_costs: Mapping[Edge, Array], cap_bytes: float
+        self,
+        node_costs: Sequence[Array],
+        edge_costs: Mapping[Edge, Array],
+        cap_bytes: float,
+        check: Check = go_on,
     ) -> Values:
-        """Fill in every table; raises ``TableTooLargeError`` over the cap."""
+        """Fill in every table; raises ``TableTooLargeError`` over the cap.
+
+        check: called before every step and between the pieces of one; may raise to stop.
+        """
         if self.size_bytes > cap_bytes:
             largest = max(math.prod(operation.shape[1:]) for operation in self.operations)
             raise TableTooLargeError(
@@ -88,8 +95,9 @@ class Program:
         ]
         classes: dict[tuple[int, int], Array] = {}
         for operation in self.operations:
+            check()
             local = [(dims, tables[ref]) for dims, ref in operation.inputs]
-            tables.append(min_sum_step(operation.shape, local, classes))
+            tables.append(min_sum_step(operation.shape, local, classes, check))
         roots = [float(tables[step.result]) for step in self.steps if not step.scope]
         return Values(tables=tuple(tables), optimum=math.fsum(roots))
 

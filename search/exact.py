@@ -10,9 +10,12 @@ import math
 
 from autopar.search.budget import solve_with_budget
 from autopar.search.elimination import Program, best_program
+from autopar.search.local_search import cheapest_choices, descend
 from autopar.search.problem import Method, Problem
 from autopar.search.reduction import reduce_problem
 from autopar.search.solver import Capability, Options, Progress
+
+_LONG = 1e8  # operations that take about a tenth of a second
 
 
 class EliminationSolver:
@@ -34,7 +37,7 @@ class EliminationSolver:
         eliminate(problem, program, progress)
         if progress.done or problem.budgets is None:
             return
-        reduction = reduce_problem(problem)
+        reduction = reduce_problem(problem, check=progress.check)
         assert reduction is not None, "an assignment of finite cost exists"
         solve_with_budget(reduction, progress, use_ilp=False)
 
@@ -42,8 +45,11 @@ class EliminationSolver:
 def eliminate(problem: Problem, program: Program, progress: Progress) -> None:
     """The optimum without the budget: a bound, and the answer if it keeps the budget."""
     progress.enter(Method.ELIMINATION)
+    if program.num_operations > _LONG and math.isfinite(progress.remaining_s):
+        start = progress.assignment or cheapest_choices(problem)
+        progress.offer(descend(problem, start, progress))
     cap_bytes = progress.options.table_cap_bytes
-    values = program.run(problem.node_costs, problem.edge_costs, cap_bytes)
+    values = program.run(problem.node_costs, problem.edge_costs, cap_bytes, progress.check)
     if values.optimum == math.inf:
         progress.prove_infeasible("every assignment holds a forbidden choice or pair")
         return

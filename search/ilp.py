@@ -47,7 +47,7 @@ class IlpSolver:
     def run(self, problem: Problem, progress: Progress) -> None:
         """Reduce, relax, and branch only if the relaxation is fractional."""
         progress.enter(self.method)
-        reduction = reduce_problem(problem)
+        reduction = reduce_problem(problem, check=progress.check)
         if reduction is None:
             progress.prove_infeasible("every assignment holds a forbidden choice or pair")
         else:

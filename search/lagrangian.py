@@ -96,7 +96,7 @@ class Lagrangian:
 
     def _solve(self, program: Program, prices: Sequence[float], costs: list[Array]) -> Point:
         cap_bytes = self.progress.options.table_cap_bytes
-        values = program.run(costs, self.problem.edge_costs, cap_bytes)
+        values = program.run(costs, self.problem.edge_costs, cap_bytes, self.progress.check)
         assignment = program.assignment(values)
         point = Point(
             prices=tuple(prices),
@@ -144,7 +144,8 @@ class Lagrangian:
         """The assignment that uses the least weighted sum of memory / unit over the groups."""
         costs, edges = self._priced(weights, scale=0.0), self._pure_edges()
         program = best_program(costs, edges)
-        values = program.run(costs, edges, self.progress.options.table_cap_bytes)
+        cap_bytes = self.progress.options.table_cap_bytes
+        values = program.run(costs, edges, cap_bytes, self.progress.check)
         return program.assignment(values)
 
     def least_of_each_group(self) -> tuple[float, ...]:
@@ -243,7 +244,7 @@ class Lagrangian:
         """Only the choices of assignments better than the best known; None if there is none."""
         costs = self._priced(best.prices)
         cap_bytes = self.progress.options.table_cap_bytes
-        values = self.program.run(costs, self.problem.edge_costs, cap_bytes)
+        values = self.program.run(costs, self.problem.edge_costs, cap_bytes, self.progress.check)
         limit = self.progress.cost + self._offset(best.prices)
         limit += 1e-9 * max(abs(limit), abs(self.progress.cost))
         masks = [marginal <= limit for marginal in self.program.marginals(values)]

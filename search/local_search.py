@@ -7,6 +7,7 @@ finds the best assignment of all free nodes at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,13 +20,25 @@ _STEP_OPERATIONS = 3e6
 _PATIENCE = 60
 
 
-def descend(problem: Problem, assignment: Sequence[int]) -> tuple[int, ...]:
-    """Change one node at a time to its best choice until none gets better."""
+def cheapest_choices(problem: Problem) -> tuple[int, ...]:
+    """Each node's cheapest choice by its own cost, edges left out; ties to the lowest."""
+    return tuple(int(cost.argmin()) for cost in problem.node_costs)
+
+
+def frugal_choices(problem: Problem) -> tuple[int, ...]:
+    """Each node's choice of least memory among those of finite cost; ties to the lowest."""
+    assert problem.node_memory is not None
+    pairs = zip(problem.node_costs, problem.node_memory)
+    return tuple(int(np.where(cost < math.inf, each, math.inf).argmin()) for cost, each in pairs)
+
+
+def descend(problem: Problem, assignment: Sequence[int], progress: Progress) -> tuple[int, ...]:
+    """Change one node at a time to its best choice until none gets better, or out of time."""
     near = neighbours(problem)
     chosen = list(assignment)
     waiting = list(range(problem.num_nodes))
     queued = [True] * problem.num_nodes
-    while waiting:
+    while waiting and progress.remaining_s > 0:
         node = waiting.pop()
         queued[node] = False
         total = _charged(problem, near, chosen, node)
@@ -66,7 +79,7 @@ def improve(
     misses = 0
     while misses < _PATIENCE and progress.elapsed_s < until_s and not progress.done:
         free = _grow(problem, near, generator)
-        better = _solve_free(problem, near, assignment, free)
+        better = _solve_free(problem, progress, near, assignment, free)
         if problem.cost(better) < problem.cost(assignment):
             assignment, misses = better, 0
             offer(assignment)
@@ -121,6 +134,7 @@ def _operations(
 
 def _solve_free(
     problem: Problem,
+    progress: Progress,
     near: list[list[tuple[int, Array]]],
     assignment: tuple[int, ...],
     free: Sequence[int],
@@ -138,7 +152,7 @@ def _solve_free(
         costs.append(total)
     sizes = [len(cost) for cost in costs]
     program = compile_order(simulate(sizes, edges, Rule.LEAST_WORK), costs, edges)
-    found = program.assignment(program.run(costs, edges, cap_bytes=1 << 28))
+    found = program.assignment(program.run(costs, edges, 1 << 28, progress.check))
     chosen = list(assignment)
     for node, choice in zip(free, found):
         chosen[node] = choice

@@ -13,12 +13,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from autopar.search.local_search import cheapest_choices
 from autopar.search.problem import Array, Method, Problem
 from autopar.search.solver import Capability, Options, Progress
 
 _STEPS_PER_NODE = 3_000
 _MIN_STEPS = 20_000
-_CLOCK_EVERY = 256
+_CLOCK_EVERY = 1024
 _SHARES = (1.0, 0.3, 0.1)  # 1/beta, in turn, as a part of the nodes' mean cheapest cost
 
 
@@ -26,10 +27,8 @@ _SHARES = (1.0, 0.3, 0.1)  # 1/beta, in turn, as a part of the nodes' mean cheap
 class McmcSolver:
     """Metropolis sampling over single-node changes; equal seeds give equal answers.
 
-    num_steps: by default 3,000 a node. A time limit may end the chain sooner.
+    The default is 3,000 steps a node; ``Options.max_steps`` and a time limit end it sooner.
     """
-
-    num_steps: int | None = None
 
     @property
     def method(self) -> Method:
@@ -48,33 +47,54 @@ class McmcSolver:
     def run(self, problem: Problem, progress: Progress) -> None:
         """Walk until the steps or the time are spent."""
         progress.enter(Method.MCMC)
-        num_steps = self.num_steps or max(_MIN_STEPS, _STEPS_PER_NODE * problem.num_nodes)
+        num_steps = max(_MIN_STEPS, _STEPS_PER_NODE * problem.num_nodes)
+        if progress.options.max_steps is not None:
+            num_steps = min(num_steps, progress.options.max_steps)
+        walk = _Walk(problem, progress, num_steps)
         generator = np.random.default_rng(progress.options.seed)
-        chain = Chain(problem, progress.assignment or cheapest_choices(problem))
-        progress.offer(chain.assignment)
-        best_energy = math.inf
-        since_better = 0
-        unit_s = chain.unit_s()
-        nodes = generator.integers(problem.num_nodes, size=num_steps)
-        draws = generator.random((2, num_steps))
-        for step in range(num_steps):
-            if step % _CLOCK_EVERY == 0 and progress.remaining_s <= 0:
+        for start in range(0, num_steps, _CLOCK_EVERY):
+            if progress.remaining_s <= 0:
                 return
-            temperature = unit_s * _SHARES[step * len(_SHARES) // num_steps]
-            node = int(nodes[step])
-            choice = int(draws[0, step] * problem.num_choices(node))
+            draws = generator.random((3, min(_CLOCK_EVERY, num_steps - start)))
+            walk.go(start, draws)
+
+
+class _Walk:
+    """The chain with its schedule of temperatures and its restarts."""
+
+    def __init__(self, problem: Problem, progress: Progress, num_steps: int) -> None:
+        self.problem = problem
+        self.progress = progress
+        self.num_steps = num_steps
+        self.sizes = [len(cost) for cost in problem.node_costs]
+        self.chain = Chain(problem, progress.assignment or cheapest_choices(problem))
+        progress.offer(self.chain.assignment)
+        self.unit_s = self.chain.unit_s()
+        self.best_energy = self.chain.energy
+        self.since_better = 0
+
+    def go(self, start: int, draws: Array) -> None:
+        """One step for each column of ``draws``; the best assignment is offered at the end."""
+        chain, sizes, num_nodes = self.chain, self.sizes, len(self.sizes)
+        found: list[int] | None = None
+        for step, (where, what, luck) in enumerate(draws.T.tolist(), start):
+            temperature = self.unit_s * _SHARES[step * len(_SHARES) // self.num_steps]
+            node = int(where * num_nodes)
+            choice = int(what * sizes[node])
             change = chain.change(node, choice)
-            if change > 0 and draws[1, step] >= math.exp(-change / temperature):
-                since_better += 1
+            self.since_better += 1
+            if change > 0 and luck >= math.exp(-change / temperature):
                 continue
             chain.move(node, choice, change)
-            since_better += 1
-            if chain.energy < best_energy:
-                best_energy, since_better = chain.energy, 0
-                progress.offer(chain.assignment)
-            elif since_better > num_steps // 2 and progress.assignment:
-                chain = Chain(problem, progress.assignment)
-                since_better = 0
+            if chain.energy < self.best_energy:
+                self.best_energy, self.since_better = chain.energy, 0
+                if chain.fits():
+                    found = list(chain.assignment)
+        if found is not None:
+            self.progress.offer(found)
+        if self.since_better > self.num_steps // 2 and self.progress.assignment:
+            self.chain = Chain(self.problem, self.progress.assignment)
+            self.since_better = 0
 
 
 class Chain:
@@ -125,6 +145,10 @@ class Chain:
         else:
             self.energy = self.problem.cost(self.assignment) + self.price * self._over(self.used)
 
+    def fits(self) -> bool:
+        """Whether no budget is exceeded."""
+        return self._over(self.used) == 0
+
     def _moved(self, node: int, choice: int) -> list[float]:
         memory = self.problem.node_memory
         assert memory is not None
@@ -140,8 +164,3 @@ class Chain:
         return math.fsum(
             max(0.0, u - b) / (b or 1.0) for u, b in zip(used, budgets) if b < math.inf
         )
-
-
-def cheapest_choices(problem: Problem) -> tuple[int, ...]:
-    """Each node's cheapest choice by its own cost, edges left out; ties to the lowest."""
-    return tuple(int(cost.argmin()) for cost in problem.node_costs)

@@ -8,7 +8,7 @@ choices that no table tells apart are worked out once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from autopar.search.problem import Array
@@ -17,18 +17,26 @@ _CHUNK_ELEMENTS = 1 << 20
 _COMPRESS_ABOVE = 1 << 22
 
 Local = Sequence[tuple[tuple[int, ...], Array]]
+Check = Callable[[], None]
+
+
+def go_on() -> None:
+    """The check of a computation without a time limit."""
 
 
 def min_sum_step(
-    shape: tuple[int, ...], local: Local, classes: dict[tuple[int, int], Array]
+    shape: tuple[int, ...],
+    local: Local,
+    classes: dict[tuple[int, int], Array],
+    check: Check = go_on,
 ) -> Array:
     """min over dim 0 of the sum of ``local`` tables, given with their dims.
 
     classes: remembers which slices of a table are equal, under (id of the table, axis); it must
-    not outlive the tables.
+    not outlive the tables. check: called between pieces of a large step; may raise to stop it.
     """
     if math.prod(shape) < _COMPRESS_ABOVE:
-        return _min_sum(shape, aligned(len(shape), local))
+        return _min_sum(shape, aligned(len(shape), local), check)
     keep, back = _classes(shape, local, classes)
     small = []
     for dims, table in local:
@@ -37,7 +45,7 @@ def min_sum_step(
                 table = np.take(table, keep[dim - 1], axis=axis)
         small.append((dims, table))
     inner = (shape[0], *(len(first) for first in keep))
-    result = _min_sum(inner, aligned(len(shape), small))
+    result = _min_sum(inner, aligned(len(shape), small), check)
     for axis, inverse in enumerate(back):
         if inner[axis + 1] < shape[axis + 1]:
             result = np.take(result, inverse, axis=axis)
@@ -90,7 +98,7 @@ def _labels(table: Array, axis: int, known: dict[tuple[int, int], Array]) -> Arr
     return known[key]
 
 
-def _min_sum(shape: tuple[int, ...], tables: Sequence[Array]) -> Array:
+def _min_sum(shape: tuple[int, ...], tables: Sequence[Array], check: Check) -> Array:
     """min over dim 0 of the broadcast sum of tables with all dims (size 1 where absent)."""
     if len(tables) == 1:
         return np.asarray(tables[0].min(axis=0))
@@ -99,12 +107,13 @@ def _min_sum(shape: tuple[int, ...], tables: Sequence[Array]) -> Array:
     result = np.empty(shape[1:])
     width = max(1, _CHUNK_ELEMENTS * shape[1] // math.prod(shape))
     for start in range(0, shape[1], width):
+        check()
         part = [
             table if table.shape[1] == 1 else table[:, start : start + width] for table in tables
         ]
         if width == 1 and len(shape) > 2:
             inner = [table[:, 0] for table in part]
-            result[start] = _min_sum((shape[0], *shape[2:]), inner)
+            result[start] = _min_sum((shape[0], *shape[2:]), inner, check)
         else:
             result[start : start + width] = _add_all(part).min(axis=0)
     return result

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from autopar.search.minplus import Check, go_on
 from autopar.search.problem import Array, Edge, Problem
 
 _ROUNDING = 4 * np.finfo(np.float64).eps
@@ -47,15 +48,20 @@ class Reduction:
         return tuple(lowered)
 
 
-def reduce_problem(problem: Problem, *, dominance: bool = True) -> Reduction | None:
-    """Apply every rule until nothing changes; None if no assignment is allowed at all."""
+def reduce_problem(
+    problem: Problem, *, dominance: bool = True, check: Check = go_on
+) -> Reduction | None:
+    """Apply every rule until nothing changes; None if no assignment is allowed at all.
+
+    check: called between tables; may raise to stop.
+    """
     masks = _supported(problem)
     if masks is None:
         return None
     reduction = restrict(problem, masks)
     reduction = replace(reduction, problem=_without_separable(reduction.problem))
     while dominance:
-        alive = _undominated(reduction.problem)
+        alive = _undominated(reduction.problem, check)
         if all(mask.all() for mask in alive):
             break
         reduction = compose(reduction, alive)
@@ -158,7 +164,7 @@ def _without_separable(problem: Problem) -> Problem:
     return replace(problem, node_costs=costs, edge_costs=edges)
 
 
-def _undominated(problem: Problem) -> list[Array]:
+def _undominated(problem: Problem, check: Check) -> list[Array]:
     """For each node the mask of choices that no other choice dominates."""
     near: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_nodes)]
     tables: dict[int, Array] = {}
@@ -176,6 +182,7 @@ def _undominated(problem: Problem) -> list[Array]:
         sides = sorted(near[node])
         key = (id(cost), id(memory), tuple(sides))
         if key not in known:
+            check()
             for table_id, side in sides:
                 if (table_id, side) not in worst:
                     table = tables[table_id] if side == 0 else tables[table_id].T

@@ -19,6 +19,10 @@ from autopar.search.problem import Method, Problem, Solution, Status, relative_g
 OPTIMAL_GAP = 1e-9
 
 
+class OutOfTimeError(Exception):
+    """The time limit was reached inside a computation; ``Progress`` holds the best so far."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to search.
@@ -27,6 +31,7 @@ class Options:
     gap: stop once the relative gap is at most this; 0 asks for the optimum.
     table_cap_bytes: memory that elimination tables may take together.
     warm_start: an assignment to start from and to be at least as good as.
+    max_steps: proposals of the Markov chain; None leaves their number to it.
     seed: for solvers that draw random numbers; equal seeds give equal answers.
     on_incumbent: called with every better ``Solution`` as soon as it is known.
     """
@@ -35,6 +40,7 @@ class Options:
     gap: float = 0.0
     table_cap_bytes: float = 1 << 30
     warm_start: Sequence[int] | None = None
+    max_steps: int | None = None
     seed: int = 0
     on_incumbent: Callable[[Solution], None] | None = None
 
@@ -116,6 +122,11 @@ class Progress:
         """Whether nothing more is worth doing: closed, infeasible, or out of time."""
         closed = self.infeasible is not None or self.gap <= max(self.options.gap, OPTIMAL_GAP)
         return closed or self.remaining_s <= 0
+
+    def check(self) -> None:
+        """Raise ``OutOfTimeError`` once the time limit is reached."""
+        if self.remaining_s <= 0:
+            raise OutOfTimeError
 
     def enter(self, step: str) -> None:
         """Note a step of the search for ``Solution.method``."""

@@ -41,7 +41,7 @@ def test_message_bounds_rise_and_never_pass_the_optimum(problem, sweeps):
 def test_descent_ends_where_no_single_change_helps(problem, seed):
     rng = np.random.default_rng(seed)
     start = tuple(int(rng.integers(problem.num_choices(n))) for n in range(problem.num_nodes))
-    end = descend(problem, start)
+    end = descend(problem, start, Progress(problem, Options()))
     assert problem.cost(end) <= problem.cost(start)
     for node in range(problem.num_nodes):
         for choice in range(problem.num_choices(node)):

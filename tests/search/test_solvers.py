@@ -96,3 +96,48 @@ def test_two_thousand_nodes_with_skips_take_seconds():
     solution = solve(layered(340, num_choices=40))
     assert solution.status is Status.OPTIMAL
     assert solution.time_s < 10
+
+
+class Clock:
+    """A clock that moves only by being read."""
+
+    def __init__(self, step_s):
+        self.now_s, self.step_s = 0.0, step_s
+
+    def perf_counter(self):
+        self.now_s += self.step_s
+        return self.now_s
+
+
+@pytest.mark.parametrize("method", ["elimination", "auto"])
+def test_the_time_limit_ends_one_large_step_with_the_best_so_far(method, monkeypatch):
+    # Five nodes, all joined: the first of five steps is all the work, in many pieces.
+    rng = np.random.default_rng(0)
+    pairs = [(i, j) for j in range(5) for i in range(j)]
+    tables = {pair: rng.random((36, 36)) for pair in pairs}
+    problem = Problem([rng.random(36) for _ in range(5)], tables)
+    optimum = solve(problem)
+    assert optimum.status is Status.OPTIMAL
+    clock = Clock(1e-2)
+    monkeypatch.setattr("autopar.search.solver.time", clock)
+    early = solve(problem, method=method, time_limit_s=0.3)
+    assert clock.now_s < 0.4  # read a few dozen times, not once a piece of every step
+    assert early.status is Status.FEASIBLE
+    assert "time limit" in early.message
+    assert early.bound <= optimum.cost <= early.cost
+    assert problem.cost(early.assignment) == early.cost
+
+
+def test_a_limit_of_no_time_still_gives_an_assignment():
+    problem = layered(2, budget=1e9)
+    early = solve(problem, time_limit_s=0.0)
+    assert problem.fits(early.assignment)
+    assert early.status is Status.FEASIBLE
+
+
+def test_a_chain_takes_no_more_steps_than_it_is_given():
+    problem = layered(4)
+    short, long = (solve(problem, method="mcmc", max_steps=steps) for steps in (0, 20_000))
+    cheapest = tuple(int(cost.argmin()) for cost in problem.node_costs)
+    assert short.assignment == cheapest
+    assert long.cost < short.cost
