@@ -26,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "canonical_call",
+    "custom_op_function",
     "has_several_outputs",
     "inlined_higher_order_body",
     "keyed_leaves",
@@ -97,6 +98,17 @@ def has_several_outputs(target: Any) -> bool:
     counts as one here: its parts are all alike.
     """
     return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 1
+
+
+def custom_op_function(target: Any) -> tuple[str, Any] | None:
+    """Schema and Python function of an operator that ``torch.library.custom_op`` made, else None.
+
+    ``torch._library.custom_ops.OPDEFS`` and ``CustomOpDef._init_fn``, ``._schema`` (2.11 to 2.13).
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(target.name().partition(".")[0])
+    return None if definition is None else (definition._schema, definition._init_fn)
 
 
 # --- lowering ------------------------------------------------------------------------------

@@ -4,19 +4,27 @@ fx pickles a graph as Python source, which loses what is written on its nodes, a
 torch's operators. Here a graph is its list of nodes, an operator its name, and of a node's
 metadata only what a runtime reads (the axes that split a random operator). Fake tensors stay
 behind: a program that has travelled runs, but is not printed or priced.
+
+A user's own operator (``torch.library.custom_op``) is made known to the other process by importing
+the module that defines it; one of ``__main__``, which is not imported there, travels as a function.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 from typing import Any, NamedTuple
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
+from autopar.errors import WorkerError
 from autopar.lowering.program import RankProgram
 from autopar.runtime.randomness import is_random
+from autopar.torch_private import custom_op_function
 
 _Overload = type(torch.ops.aten.mm.default)
 
@@ -57,7 +65,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, fx.GraphModule):
             return _rebuild, _lines(obj)
         if isinstance(obj, _Overload):
-            return _operator, tuple(str(obj).split("."))
+            return _operator, (str(obj), *_origin(obj))
         if isinstance(obj, torch.memory_format | torch.layout):
             return _torch_constant, (str(obj).removeprefix("torch."),)
         return NotImplemented
@@ -68,10 +76,39 @@ def _torch_constant(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _operator(*path: str) -> Any:
+def _origin(op: Any) -> tuple[str, bytes]:
+    """The module that defines an operator, and the definition where that cannot be imported."""
+    found = custom_op_function(op)
+    if found is None:
+        return "", b""
+    schema, function = found
+    if sys.modules.get(function.__module__) is not sys.modules["__main__"]:
+        return function.__module__, b""
+    return "", cloudpickle.dumps((op.name().partition(".")[0], schema, function))
+
+
+def _operator(path: str, module: str, definition: bytes) -> Any:
+    """The operator of that name, defined here first if it is a user's own."""
+    found = _known_operator(path)
+    if found is None and module:
+        importlib.import_module(module)
+        found = _known_operator(path)
+    if found is None and definition:
+        name, schema, function = pickle.loads(definition)
+        torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        found = _known_operator(path)
+    if found is None:
+        raise WorkerError(
+            f"operator {path} is not known in the worker: define it by torch.library.custom_op, "
+            "in a module that a worker can import too, or start one process a device by torchrun"
+        )
+    return found
+
+
+def _known_operator(path: str) -> Any:
     found: Any = torch.ops
-    for name in path:
-        found = getattr(found, name)
+    for name in path.split("."):
+        found = getattr(found, name, None)
     return found
 
 

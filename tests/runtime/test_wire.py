@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -32,3 +34,47 @@ def test_memory_formats_and_layouts_need_no_module_of_the_user(monkeypatch: pyte
     arrived = pickle.loads(buffer.getvalue())
     kwargs = [node.kwargs for node in arrived.graph.nodes if node.kwargs]
     assert kwargs == [{"memory_format": torch.contiguous_format}, {"layout": torch.strided}]
+
+
+SCRIPT = """
+import torch
+import autopar
+{definition}
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.ops.wiretest.doubled(self.linear(x)).square().mean()
+
+torch.manual_seed(0)
+model, x = Model(), torch.ones(4, 4)
+cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+with autopar.compile(model, cluster, example_inputs=(x,), optimizer=sgd) as compiled:
+    torch.testing.assert_close(compiled.train_step(x), model(x).detach())
+print("trained")
+"""
+DEFINITION = """
+import torch
+
+@torch.library.custom_op("wiretest::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, grad: torch.ops.wiretest.doubled(grad))
+"""
+
+
+@pytest.mark.parametrize("place", ["in the script", "in a module"])
+def test_workers_know_operators_of_the_user(place: str, tmp_path):
+    definition = "import my_ops" if place == "in a module" else DEFINITION
+    (tmp_path / "my_ops.py").write_text(DEFINITION)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(definition=definition))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip().endswith("trained"), done.stderr
