@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import AutoparError
@@ -120,11 +121,76 @@ class _Move(torch.autograd.Function):
         return ctx.backward_op(grads[0]), None, None
 
 
-def _identity(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _raw(op: Any, *args: Any) -> Callable[[Tensor], Tensor]:
+Function = Callable[[Tensor], Tensor]
+
+
+def step_functions(step: Step, bind: Callable[..., Function]) -> tuple[Function, Function]:
+    """What a step does to the local part, and to its gradient.
+
+    ``bind(op, *digits)`` gives the raw ``op`` along the step's axes as a function of a tensor.
+    """
+    source, target = (step.source.dim, step.local_outer), (step.target.dim, step.target_local_outer)
+    leave, enter = (step.source.dim, step.padding), (step.target.dim, step.target_padding)
+    varying = State.VARYING in (step.source.state, step.target.state)
+    match step.kind:
+        case StepKind.SLICE:
+            undo = UNSHARD if varying else ALL_GATHER
+            return _padded(bind(SHARD, *target), *enter), _trimmed(bind(undo, *target), *enter)
+        case StepKind.MASK:
+            return bind(MASK), bind(MASK) if varying else identity
+        case StepKind.PAD:
+            return _trimmed(bind(UNSHARD, *source), *leave), _padded(bind(SHARD, *source), *leave)
+        case StepKind.VARY:
+            return identity, bind(ALL_REDUCE)
+        case StepKind.UNVARY:
+            return identity, bind(MASK)
+        case StepKind.ALL_REDUCE:
+            return bind(ALL_REDUCE), bind(ALL_REDUCE) if varying else identity
+        case StepKind.ALL_GATHER:
+            undo = REDUCE_SCATTER if varying else SHARD
+            return _trimmed(bind(ALL_GATHER, *source), *leave), _padded(bind(undo, *source), *leave)
+        case StepKind.REDUCE_SCATTER:
+            return (
+                _padded(bind(REDUCE_SCATTER, *target), *enter),
+                _trimmed(bind(ALL_GATHER, *target), *enter),
+            )
+        case StepKind.ALL_TO_ALL:
+            there, back = bind(ALL_TO_ALL, *source, *target), bind(ALL_TO_ALL, *target, *source)
+            return (
+                _trimmed(_padded(there, *enter), *leave),
+                _trimmed(_padded(back, *leave), *enter),
+            )
+
+
+def _padded(function: Function, dim: int, padding: int) -> Function:
+    """Zeros behind the end of ``dim`` before ``function``."""
+    if not padding:
+        return function
+    return lambda x: function(pad_end(x, dim, padding))
+
+
+def _trimmed(function: Function, dim: int, padding: int) -> Function:
+    """Without the padding of ``dim`` after ``function``."""
+    if not padding:
+        return function
+
+    def trimmed(x: Tensor) -> Tensor:
+        whole = function(x)
+        return whole.narrow(dim, 0, whole.shape[dim] - padding)
+
+    return trimmed
+
+
+def pad_end(x: Tensor, dim: int, padding: int) -> Tensor:
+    """``x`` with ``padding`` zeros behind the end of ``dim``."""
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, padding]) if padding else x
+
+
+def _traced(op: Any, *args: Any) -> Function:
     return lambda x: op(x, *args)
 
 
@@ -133,37 +199,15 @@ def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
     axes, num = mesh.axes_label(step.axes), mesh.size(step.axes)
     if num == 1:
         return x
-    source = (axes, num, step.source.dim, step.local_outer)
-    target = (axes, num, step.target.dim, step.target_local_outer)
-    reduce, mask = _raw(ALL_REDUCE, axes, num), _raw(MASK, axes, num)
-    states = (step.source.state, step.target.state)
-    match step.kind:
-        case StepKind.SLICE:
-            undo = UNSHARD if states[0] is State.VARYING else ALL_GATHER
-            pair = (_raw(SHARD, *target), _raw(undo, *target))
-        case StepKind.MASK:
-            pair = (mask, mask if states[0] is State.VARYING else _identity)
-        case StepKind.PAD:
-            pair = (_raw(UNSHARD, *source), _raw(SHARD, *source))
-        case StepKind.VARY:
-            pair = (_identity, reduce)
-        case StepKind.UNVARY:
-            pair = (_identity, mask)
-        case StepKind.ALL_REDUCE:
-            pair = (reduce, reduce if states[1] is State.VARYING else _identity)
-        case StepKind.ALL_GATHER:
-            undo = REDUCE_SCATTER if states[1] is State.VARYING else SHARD
-            pair = (_raw(ALL_GATHER, *source), _raw(undo, *source))
-        case StepKind.REDUCE_SCATTER:
-            pair = (_raw(REDUCE_SCATTER, *target), _raw(ALL_GATHER, *target))
-        case StepKind.ALL_TO_ALL:
-            pair = (
-                _raw(ALL_TO_ALL, axes, num, *source[2:], *target[2:]),
-                _raw(ALL_TO_ALL, axes, num, *target[2:], *source[2:]),
-            )
+    forward, backward = step_functions(step, lambda op, *digits: _traced(op, axes, num, *digits))
     if not (x.is_floating_point() or x.is_complex()):
-        return pair[0](x)
-    result: Tensor = _Move.apply(x, *pair)
+        return forward(x)
+    return with_gradient(x, forward, backward)
+
+
+def with_gradient(x: Tensor, forward: Function, backward: Function) -> Tensor:
+    """``forward(x)``, whose gradient goes through ``backward``."""
+    result: Tensor = _Move.apply(x, forward, backward)
     return result
 
 
@@ -177,12 +221,15 @@ def move(
 
 
 def assemble(parts: Tensor, dim: int, outer: int) -> Tensor:
-    """``[num, *local]`` to the whole: the parts become the digit behind ``outer`` of ``dim``."""
+    """``[num, *local]`` to the whole: the parts become the digit behind ``outer`` of ``dim``.
+
+    Contiguous, as the graphs around it were traced, also where a size of 1 would allow a view.
+    """
     num, local = parts.shape[0], list(parts.shape[1:])
     split = [*local[:dim], outer, local[dim] // outer, *local[dim + 1 :]]
     whole = parts.reshape(num, *split).movedim(0, dim + 1)
     local[dim] *= num
-    return whole.reshape(local)
+    return whole.reshape(local).contiguous()
 
 
 def disassemble(whole: Tensor, num: int, dim: int, outer: int) -> Tensor:

@@ -40,13 +40,18 @@ N as ``[k, n, N / (k n)]`` and gives device c the slice c of the middle part. ``
 plain contiguous split; ``outer=3`` splits the heads of a fused query-key-value projection; two axes
 on one dimension are two digits (an inner one has the outer one's ``outer * size``). Digits of one
 dimension never overlap, so any axis may be gathered, sliced or moved on its own, in any order.
+
+A size that does not divide is *padded*: plain nested splits of size N over n devices give each
+device ``ceil(N / n)`` elements, and the last ones hold zeros behind the end, in the value and in
+its gradient. Moves append the zeros before they slice and drop them after they gather; axes that
+share a padded dimension move together.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -108,37 +113,62 @@ def format_placements(placements: Placements) -> str:
     return " ".join(map(str, placements))
 
 
+MAX_PADDING = 0.5
+"""A padded split may add at most this share of the dimension's size."""
+
+Digit = tuple[int, int, int]
+"""One split of a dimension: (outer, size, mesh axis)."""
+
+
 def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise PlanError unless every split is a whole, disjoint digit of its dimension."""
+    """Raise PlanError unless every split is a disjoint digit of its dimension, whole or padded."""
     if len(placements) != mesh.num_axes:
         raise PlanError(f"{len(placements)} placements for a mesh of {mesh.num_axes} axes ({mesh})")
     for dim, digits in _digits(placements, mesh).items():
         if dim >= len(shape):
             raise PlanError(f"split on dimension {dim} of a value of shape {tuple(shape)}")
-        reached = 1
-        for outer, size, axis in digits:
-            if outer % reached or shape[dim] % (outer * size):
-                raise PlanError(
-                    f"axis {mesh.axis_names[axis]!r} cannot split dimension {dim} of shape "
-                    f"{tuple(shape)} as [{outer}, {size}, ...]: the parts must be whole and apart"
-                )
-            reached = outer * size
+        if not _fits(shape[dim], digits):
+            split = ", ".join(f"[{o}, {n}, ...] by {mesh.axis_names[a]!r}" for o, n, a in digits)
+            raise PlanError(
+                f"dimension {dim} of shape {tuple(shape)} cannot be split as {split}: the parts "
+                "must be apart, and whole, or plain contiguous ones whose padding adds at most "
+                f" {MAX_PADDING:.0%}"
+            )
 
 
 def is_valid(placements: Placements, shape: Sequence[int], mesh: Mesh) -> bool:
     """Whether `check_placements` accepts them."""
+    return all(
+        dim < len(shape) and _fits(shape[dim], digits)
+        for dim, digits in _digits(placements, mesh).items()
+    )
+
+
+def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> dict[int, int]:
+    """Per split dimension, how many zeros make it divide: all devices' parts less its size."""
+    found = {}
     for dim, digits in _digits(placements, mesh).items():
-        reached = 1
-        for outer, size, _ in digits:
-            if dim >= len(shape) or outer % reached or shape[dim] % (outer * size):
-                return False
-            reached = outer * size
-    return True
+        num = math.prod(size for _, size, _ in digits)
+        found[dim] = -shape[dim] % num
+    return found
 
 
-def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[tuple[int, int, int]]]:
-    """Per split dimension: (outer, size, axis) of each digit, outermost first."""
-    digits: dict[int, list[tuple[int, int, int]]] = {}
+def _fits(size: int, digits: Sequence[Digit]) -> bool:
+    """Whether digits, outermost first, lie apart and are whole, or nest plainly with padding."""
+    reached, last_axis = 1, -1
+    whole = nested = True
+    for outer, num, axis in digits:
+        if outer % reached:
+            return False
+        whole = whole and size % (outer * num) == 0
+        nested = nested and outer == reached and axis > last_axis
+        reached, last_axis = outer * num, axis
+    return whole or (nested and -size % reached <= MAX_PADDING * size)
+
+
+def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[Digit]]:
+    """The digits of each split dimension, outermost first."""
+    digits: dict[int, list[Digit]] = {}
     for axis, placement in enumerate(placements):
         if placement.state is State.SHARD:
             entry = (placement.outer, mesh.axis_sizes[axis], axis)
@@ -149,12 +179,12 @@ def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[tuple[int, int
 
 
 def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one device's part of a value of global ``shape``."""
-    local = list(shape)
+    """Shape of one device's part of a value of global ``shape``, padding included."""
+    shards = [1] * len(shape)
     for axis, placement in enumerate(placements):
         if placement.state is State.SHARD:
-            local[placement.dim] //= mesh.axis_sizes[axis]
-    return tuple(local)
+            shards[placement.dim] *= mesh.axis_sizes[axis]
+    return tuple(-(-size // num) for size, num in zip(shape, shards))
 
 
 class StepKind(StrEnum):
@@ -177,8 +207,9 @@ class Step:
 
     ``source`` and ``target`` are the states of the first axis; several axes move together only
     where they act as one larger axis. ``local_outer`` (``target_local_outer``) is the number of
-    local parts in front of the digit on the source (target) dimension. ``shape`` is the local
-    shape before the step.
+    local parts in front of the digit on the source (target) dimension, ``padding``
+    (``target_padding``) the number of zeros behind the end of that dimension while it is split.
+    ``shape`` is the local shape before the step.
     """
 
     kind: StepKind
@@ -187,6 +218,8 @@ class Step:
     target: Placement
     local_outer: int
     target_local_outer: int
+    padding: int
+    target_padding: int
     shape: tuple[int, ...]
 
     @property
@@ -254,27 +287,47 @@ def redistribute(
 
     Axes whose moves are alike act as one larger axis. Moves that shrink the local part come
     first. A split that would overlap a digit still in use waits until that digit is gone; where
-    two splits wait for each other, one of them is gathered first.
+    two splits wait for each other, one of them is gathered first. Axes that share a padded
+    dimension leave it together and enter it together.
     """
     current = list(source)
     steps: list[Step] = []
-    pending = [a for a in range(mesh.num_axes) if source[a] != target[a]]
+    for goal in (_gathered(source, target, shape, mesh), target):
+        steps += _steps_to(current, goal, shape, mesh)
+    return tuple(steps)
+
+
+def _gathered(
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Placements:
+    """``source``, with the axes replicated that change what they share of a padded dimension."""
+    before, after = _digits(source, mesh), _digits(target, mesh)
+    padded = {d for side in (source, target) for d, n in paddings(side, shape, mesh).items() if n}
+    result = list(source)
+    for dim in padded:
+        axes = {axis for side in (before, after) for _, _, axis in side.get(dim, ())}
+        if len(axes) > 1 and before.get(dim) != after.get(dim):
+            for axis in axes:
+                result[axis] = R
+    return tuple(result)
+
+
+def _steps_to(
+    current: list[Placement], target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[Step]:
+    """Move ``current``, in place, to ``target``."""
+    pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
     while pending:
         goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
         group = _next_group(current, goal, shape, mesh, pending)
         if group is None:
-            axis = next(a for a in pending if current[a].state is State.SHARD)
-            steps.append(_make_step(current, (axis,), R, shape, mesh))
-            current[axis] = R
-            if target[axis] == R:
-                pending.remove(axis)
-            continue
-        steps.append(_make_step(current, group, goal[group[0]], shape, mesh))
+            group = (next(a for a in pending if current[a].state is State.SHARD),)
+            goal = tuple(R if a in group else p for a, p in enumerate(goal))
+        yield _make_step(current, group, goal[group[0]], shape, mesh)
         for axis in group:
             current[axis] = goal[axis]
             if goal[axis] == target[axis]:
                 pending.remove(axis)
-    return tuple(steps)
 
 
 def _next_goal(now: Placement, then: Placement) -> Placement:
@@ -291,40 +344,33 @@ def _next_group(
     pending: Iterable[int],
 ) -> tuple[int, ...] | None:
     """The axes of the next legal step: the earliest kind in `_ORDER`, merged where possible."""
-    candidates = sorted(
-        (a for a in pending if _is_legal(current, a, target[a], shape, mesh)),
-        key=lambda a: (_ORDER.index(_KINDS[current[a].state, target[a].state]), a),
+    ordered = sorted(
+        pending, key=lambda a: (_ORDER.index(_KINDS[current[a].state, target[a].state]), a)
     )
-    if not candidates:
-        return None
-    group = [candidates[0]]
-    for axis in candidates[1:]:
-        if _acts_as_one(current, target, group, axis, mesh):
-            group.append(axis)
-    if len(group) > 1 and not _is_legal_group(current, group, target, shape, mesh):
-        group = group[:1]
-    return tuple(group)
+    for position, first in enumerate(ordered):
+        group = [first]
+        for axis in ordered[position + 1 :]:
+            if _acts_as_one(current, target, group, axis, mesh):
+                group.append(axis)
+        for axes in (tuple(group), (first,)):
+            if _is_legal(current, axes, target, shape, mesh):
+                return axes
+    return None
 
 
 def _is_legal(
-    current: list[Placement], axis: int, target: Placement, shape: tuple[int, ...], mesh: Mesh
-) -> bool:
-    changed = list(current)
-    changed[axis] = target
-    return is_valid(tuple(changed), shape, mesh)
-
-
-def _is_legal_group(
     current: list[Placement],
-    group: Sequence[int],
+    axes: Sequence[int],
     target: Placements,
     shape: tuple[int, ...],
     mesh: Mesh,
 ) -> bool:
-    changed = list(current)
-    for axis in group:
-        changed[axis] = target[axis]
-    return is_valid(tuple(changed), shape, mesh)
+    """Whether the splits stay valid, and other splits of the same dimension keep their padding."""
+    changed = tuple(target[a] if a in axes else p for a, p in enumerate(current))
+    if not is_valid(changed, shape, mesh):
+        return False
+    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
+    return all(after.get(dim, padding) == padding for dim, padding in before.items())
 
 
 def _acts_as_one(
@@ -349,6 +395,8 @@ def _make_step(
     mesh: Mesh,
 ) -> Step:
     source = current[axes[0]]
+    changed = tuple(target if a in axes else p for a, p in enumerate(current))
+    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
     return Step(
         kind=_KINDS[source.state, target.state],
         axes=axes,
@@ -356,6 +404,8 @@ def _make_step(
         target=target,
         local_outer=_local_outer(current, axes, source, mesh),
         target_local_outer=_local_outer(current, axes, target, mesh),
+        padding=before[source.dim] if source.state is State.SHARD else 0,
+        target_padding=after[target.dim] if target.state is State.SHARD else 0,
         shape=local_shape(shape, tuple(current), mesh),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from autopar.placement import (
     redistribute,
 )
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
+from autopar.rules.base import Layout, padded_dims
 from autopar.strategy import Analysis
 
 OPTIMIZER_STATES = 2
@@ -157,10 +158,35 @@ class Pricing:
     ) -> OpEstimate:
         call = local_call(self.analysis, op, space, choice, needs, supplies, self.mesh)
         try:
-            return self.compute.estimate(call)
+            estimate = self.compute.estimate(call)
         except CostError as error:
             self.unpriced.setdefault(op.target_name, str(error))
-            return self._by_traffic(op, needs, supplies)
+            estimate = self._by_traffic(op, needs, supplies)
+        return self._with_clearing(estimate, op, space, choice, needs, supplies)
+
+    def _with_clearing(
+        self,
+        estimate: OpEstimate,
+        op: Op,
+        space: Space | None,
+        choice: Choice,
+        needs: tuple[Placements, ...],
+        supplies: tuple[Placements, ...],
+    ) -> OpEstimate:
+        """And what padded dimensions cost besides: see `autopar.rules.base.run_local`."""
+        if space is None:
+            return estimate
+        dims = [d for d in padded_dims(space, choice, self.mesh) if d not in space.clean]
+        if not dims:
+            return estimate
+        made = list(zip(op.outputs, supplies, space.outputs))
+        flows = self.analysis.differentiable(op)
+        given = [x for x, flow in zip(zip(op.inputs, needs, space.inputs), flows) if flow]
+        return replace(
+            estimate,
+            forward_s=estimate.forward_s + self._clearing_s(dims, made),
+            input_grad_s=estimate.input_grad_s + self._clearing_s(dims, given),
+        )
 
     def _by_traffic(
         self, op: Op, needs: tuple[Placements, ...], supplies: tuple[Placements, ...]
@@ -182,6 +208,19 @@ class Pricing:
         inputs = [self.graph.values[i] for i in op.inputs]
         calls = rule.collectives(op, space, choice, self.mesh, inputs)
         return sum(self._collective_s(c.kind, c.size_bytes, c.axes) for c in calls)
+
+    def _clearing_s(
+        self, dims: Sequence[str], values: Sequence[tuple[int | None, Placements, Layout]]
+    ) -> float:
+        """Seconds of zeroing values behind the end of the padded dimensions they have."""
+        device = self.cluster.device
+        return sum(
+            device.kernel_launch_s
+            + 2 * self._local_bytes(self.graph.values[i], p) / device.memory_bandwidth_bytes_per_s
+            for dim in dims
+            for i, p, layout in values
+            if i is not None and any(dim in factors for factors in layout)
+        )
 
     def _collective_s(self, kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
         if self.mesh.size(axes) == 1:

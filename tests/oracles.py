@@ -107,7 +107,7 @@ def lockstep_steps(
         losses.append(result.loss[0].item())
         if not gradients:
             gradients = {
-                p.name: gather(result.gradients[p.value], p.stored, mesh)
+                p.name: gather(result.gradients[p.value], p.stored, p.shape, mesh)
                 for p in trainable
                 if p.value in result.gradients
             }
@@ -120,7 +120,8 @@ def lockstep_steps(
         losses=losses,
         gradients=gradients,
         weights={
-            p.name: gather(run.parameters[p.value], p.stored, mesh) for p in program.parameters
+            p.name: gather(run.parameters[p.value], p.stored, p.shape, mesh)
+            for p in program.parameters
         },
         buffers={b.name: run.buffers[b.value][-1] for b in program.buffers},
     )

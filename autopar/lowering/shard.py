@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +76,6 @@ class _BlockMachine:
             self._operand(graph.values[index], need)
             for index, need in zip(op.inputs, strategy.needs(op))
         ]
-        args, kwargs = op.bind(operands)
         supplies = strategy.supplies(op)
         space = strategy.analysis.spaces[op.index]
         shapes = tuple(
@@ -90,17 +88,14 @@ class _BlockMachine:
             choice=strategy.assignment.choices[op.index],
             mesh=strategy.mesh,
             output_shapes=shapes,
+            device=self.device,
         )
         choice = strategy.assignment.choices[op.index]
         split_axes = tuple(a for a, split in enumerate(choice.splits) if split is not None)
         # Random ops draw equal numbers on replicas and different ones on shards: see
         # autopar.runtime.randomness, which reads this from the traced nodes.
         with annotate({"split_axes": split_axes}):
-            results = run_local(
-                context, on_device(args, self.device), on_device(kwargs, self.device)
-            )
-        if isinstance(results, Tensor):
-            results = (results,)
+            results = run_local(context, operands)
         for index, supply, result in zip(op.outputs, supplies, results):
             if index is not None:
                 self._define(graph.values[index], supply, result)
@@ -122,17 +117,6 @@ class _BlockMachine:
             # Made under no_grad, or by an op that stops the gradient: none flows back through it.
             result = result.detach()
         self.local[value.index] = move(result, supply, interface, value.shape, self.strategy.mesh)
-
-
-def on_device(node: Any, device: torch.device) -> Any:
-    """Arguments with every captured device replaced by the one the program runs on."""
-    if isinstance(node, torch.device):
-        return device
-    if isinstance(node, dict):
-        return {k: on_device(v, device) for k, v in node.items()}
-    if isinstance(node, tuple) and not isinstance(node, Ref):
-        return tuple(on_device(n, device) for n in node)
-    return node
 
 
 def block_signature(

@@ -59,6 +59,11 @@ def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
                 return None
         dims = (*batch, heads, s, t)
         operands.append(broadcast_layout(inputs[3].shape, dims, [builder.sizes[x] for x in dims]))
+    masked = any(s in factors for lay in operands[3:] for factors in lay)
     return builder.build(
-        operands, [layout(*batch, grouped, s, e)], plain=frozenset({s}), anchor=True
+        operands,
+        [layout(*batch, grouped, s, e)],
+        plain=frozenset({s}),
+        padded=batch if masked else (*batch, s),  # a query with every key masked gives NaN
+        anchor=True,
     )

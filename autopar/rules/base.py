@@ -12,22 +12,34 @@ space and the choice follow, for every axis,
   partial sum; ``R`` where the op reduces inside (batch-norm statistics).
 
 No axis assigned means ``R`` all over: computed redundantly. An op with no rule has only that.
+
+A dimension whose size does not divide is padded with zeros (see autopar.placement). A rule names
+the dimensions where its op bears that: its outputs stay finite, and so do its gradients where the
+gradient of the output is zero. What the op then leaves behind the end is zeroed, in the value and
+in the gradient, unless the rule says that zeros stay zeros.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.collectives import ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
+from autopar.collectives import (
+    ALL_REDUCE,
+    ALL_REDUCE_MAX,
+    AXIS_INDEX,
+    apply_step,
+    identity,
+    with_gradient,
+)
 from autopar.errors import PlanError
-from autopar.graph import Op, Value
+from autopar.graph import Op, Ref, Value
 from autopar.mesh import Mesh
 from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
 
@@ -42,9 +54,11 @@ class Space:
     ``sizes``: size of each dimension. ``sums``: dimensions that an output without them sums
     over. ``whole``: dimensions that cannot be split. ``partial_inputs``: operands that enter the
     sum once. ``reduced``: dimensions over which the op reduces inside, so that outputs without
-    them come out complete. ``plain``: dimensions that take the contiguous split only. ``anchor``:
-    whether a split of this op is worth carrying to its neighbours (products, attention), or the
-    op only goes along (element-wise ops, views).
+    them come out complete. ``plain``: dimensions that take the contiguous split only. ``padded``:
+    dimensions that may be split into parts that do not divide them; ``clean``: those of them where
+    zeros behind the end stay zeros by themselves, in outputs and gradients. ``anchor``: whether a
+    split of this op is worth carrying to its neighbours (products, attention), or the op only goes
+    along (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]
@@ -55,6 +69,8 @@ class Space:
     partial_inputs: frozenset[int] = frozenset()
     reduced: frozenset[str] = frozenset()
     plain: frozenset[str] = frozenset()
+    padded: frozenset[str] = frozenset()
+    clean: frozenset[str] = frozenset()
     anchor: bool = False
 
     def splittable(self) -> tuple[str, ...]:
@@ -130,7 +146,7 @@ def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Ch
 
 
 def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
-    """Whether every split is a whole, disjoint digit of a dimension that may be split."""
+    """Whether every split is a disjoint digit, whole or padded, of a dimension that allows it."""
     names = list(space.sizes)
     allowed = set(space.splittable())
     for split in choice.splits:
@@ -142,7 +158,27 @@ def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
         R if split is None else S(names.index(split.dim), outer)
         for split, outer in zip(choice.splits, _outers(choice, mesh))
     )
-    return is_valid(placements, tuple(space.sizes.values()), mesh)
+    if not is_valid(placements, tuple(space.sizes.values()), mesh):
+        return False
+    return all(_may_pad(space, dim) for dim in padded_dims(space, choice, mesh))
+
+
+def padded_dims(space: Space, choice: Choice, mesh: Mesh) -> tuple[str, ...]:
+    """The dimensions that ``choice`` splits into parts that do not divide them."""
+    split = {s.dim for s in choice.splits if s is not None}
+    return tuple(
+        d for d in space.sizes if d in split and space.sizes[d] % mesh.size(choice.axes_of(d))
+    )
+
+
+def _may_pad(space: Space, dim: str) -> bool:
+    """Whether the rule allows it, and ``dim`` is a tensor dimension of its own everywhere."""
+    return dim in space.padded and all(
+        all(f == dim or space.sizes[f] == 1 for f in factors)
+        for operand in (*space.inputs, *space.outputs)
+        for factors in operand
+        if dim in factors
+    )
 
 
 def _outers(choice: Choice, mesh: Mesh) -> list[int]:
@@ -229,7 +265,8 @@ class LocalContext:
     choice: Choice
     mesh: Mesh
     output_shapes: tuple[tuple[int, ...], ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device | None = None
+    """Where the program runs, for arguments that name the device of the capture."""
 
     def axes_of(self, *dims: str) -> tuple[int, ...]:
         return tuple(sorted(a for dim in dims for a in self.choice.axes_of(dim)))
@@ -241,7 +278,8 @@ class LocalContext:
         """Sum over the group; ``varying`` where each device uses the sum on its own share."""
         if self.mesh.size(axes) == 1:
             return x
-        step = Step(StepKind.ALL_REDUCE, axes, P, V if varying else R, 1, 1, tuple(x.shape))
+        target = V if varying else R
+        step = Step(StepKind.ALL_REDUCE, axes, P, target, 1, 1, 0, 0, tuple(x.shape))
         return apply_step(x, step, self.mesh)
 
     def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -260,14 +298,30 @@ class LocalContext:
         result: Tensor = ALL_REDUCE(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
         return result
 
+    def local_size(self, dim: str) -> int:
+        """This device's part of ``dim``, padding included."""
+        return -(-self.space.sizes[dim] // self.num_shards(dim))
+
     def shard_start(self, like: Tensor, dim: str) -> Tensor | int:
         """Global index of this device's first element of ``dim`` (a plain split only)."""
         axes = self.axes_of(dim)
         if self.mesh.size(axes) == 1:
             return 0
-        local = self.space.sizes[dim] // self.mesh.size(axes)
         index: Tensor = AXIS_INDEX(like, self.mesh.axes_label(axes), self.mesh.size(axes))
-        return index * local
+        return index * self.local_size(dim)
+
+    def weighted(self, mean: Tensor, *dims: str) -> Tensor:
+        """A mean over this device's part of ``dims``, times its share of them."""
+        share = math.prod(self.local_size(d) / self.space.sizes[d] for d in dims)
+        return mean if share == 1 else mean * share
+
+    def is_padded(self, dim: str) -> bool:
+        return self.space.sizes[dim] % self.num_shards(dim) != 0
+
+    def is_filled(self, like: Tensor, dim: str) -> Tensor:
+        """For each local element of ``dim``, whether it lies before the end: ``bool[local]``."""
+        local = torch.arange(self.local_size(dim), device=like.device)
+        return local + self.shard_start(like, dim) < self.space.sizes[dim]
 
 
 SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
@@ -388,12 +442,62 @@ def space_of(op: Op, values: Sequence[Value]) -> Space | None:
     return rule.space(op, tuple(values[i] for i in op.inputs), outputs)
 
 
-def run_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one op on local shards as its choice asks."""
-    rule = rule_of(context.op)
+def run_local(context: LocalContext, operands: Sequence[Tensor]) -> list[Any]:
+    """Run one op on its local operands as its choice asks; returns its outputs."""
+    rule, op = rule_of(context.op), context.op
     if rule is None or context.choice.is_redundant:
-        return call_target(context, args, kwargs)
-    return rule.lower(context, args, kwargs)
+        return _as_list(call_target(context, *_arguments(context, operands)))
+    space = context.space
+    dims = [d for d in padded_dims(space, context.choice, context.mesh) if d not in space.clean]
+    for dim in dims:
+        operands = [_shield(context, x, lay, dim) for x, lay in zip(operands, space.inputs)]
+    results = _as_list(rule.lower(context, *_arguments(context, operands)))
+    for dim in dims:
+        results = [
+            r if o is None else _clear(context, r, lay, dim)
+            for r, o, lay in zip(results, op.outputs, space.outputs)
+        ]
+    return results
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _arguments(
+    context: LocalContext, operands: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = context.op.bind(list(operands))
+    if context.device is None:
+        return args, kwargs
+    return _on_device(args, context.device), _on_device(kwargs, context.device)
+
+
+def _on_device(node: Any, device: torch.device) -> Any:
+    """Arguments with every captured device replaced by the one the program runs on."""
+    if isinstance(node, torch.device):
+        return device
+    if isinstance(node, dict):
+        return {k: _on_device(v, device) for k, v in node.items()}
+    if isinstance(node, tuple) and not isinstance(node, Ref):
+        return tuple(_on_device(n, device) for n in node)
+    return node
+
+
+def _clear(context: LocalContext, x: Tensor, layout: Layout, dim: str) -> Tensor:
+    """Zeros behind the end of ``dim``."""
+    tensor_dim = next((d for d, factors in enumerate(layout) if dim in factors), None)
+    if tensor_dim is None:
+        return x
+    filled = context.is_filled(x, dim)
+    return torch.where(filled.view(-1, *[1] * (x.dim() - 1 - tensor_dim)), x, x.new_zeros(()))
+
+
+def _shield(context: LocalContext, x: Tensor, layout: Layout, dim: str) -> Tensor:
+    """``x``, with zeros behind the end of ``dim`` in its gradient."""
+    if not x.requires_grad or not any(dim in factors for factors in layout):
+        return x
+    return with_gradient(x, identity, lambda grad: _clear(context, grad, layout, dim))
 
 
 class SpaceBuilder:
@@ -418,12 +522,23 @@ class SpaceBuilder:
         self.kept_whole.add(name)
         return name
 
-    def build(self, inputs: Sequence[Layout], outputs: Sequence[Layout], **options: Any) -> Space:
+    def build(
+        self,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        *,
+        padded: Iterable[str] = (),
+        clean: Iterable[str] = (),
+        **options: Any,
+    ) -> Space:
+        """A space of the dimensions named so far; ``clean`` ones need not be in ``padded``."""
         return Space(
             sizes=self.sizes,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             whole=frozenset(self.kept_whole),
+            padded=frozenset(padded) | frozenset(clean),
+            clean=frozenset(clean),
             **options,
         )
 

@@ -19,7 +19,16 @@ from torch import Tensor
 from autopar.errors import RuleError
 from autopar.graph import Op, Ref, Value, ValueKind
 from autopar.mesh import Mesh
-from autopar.placement import P, Placements, R, State, format_placements, is_valid, local_shape
+from autopar.placement import (
+    P,
+    Placements,
+    R,
+    State,
+    format_placements,
+    is_valid,
+    local_shape,
+    paddings,
+)
 from autopar.rules.base import (
     Choice,
     LocalContext,
@@ -28,6 +37,7 @@ from autopar.rules.base import (
     call_target,
     enumerate_choices,
     needs,
+    padded_dims,
     rule_of,
     run_local,
     space_of,
@@ -264,7 +274,8 @@ class _SplitCall:
     ) -> tuple[list[Shards], list[Shards]]:
         """Outputs and gradients, one shard per rank each."""
         ranks = range(self.mesh.num_devices)
-        if rule_of(self.whole.op).lower is call_target:  # type: ignore[union-attr]
+        is_plain = rule_of(self.whole.op).lower is call_target  # type: ignore[union-attr]
+        if is_plain and not padded_dims(self.context.space, self.choice, self.mesh):
             each = [
                 self._joint([x[r] for x in operands], [c[r] for c in cotangents]) for r in ranks
             ]
@@ -291,9 +302,8 @@ class _SplitCall:
     def _joint(self, operands: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
         """Outputs, then a gradient for every operand (zeros where none flows), on one rank."""
         leaves = _leaves(operands, self.whole.flows)
-        args, kwargs = self.whole.op.bind(list(leaves))
         with torch.enable_grad():
-            results = _tensors(run_local(self.context, args, kwargs))
+            results = _tensors(run_local(self.context, leaves))
         for i, result in enumerate(results):
             expected = self.context.output_shapes[i]
             if result is not None and tuple(result.shape) != expected:
@@ -317,7 +327,12 @@ class _SplitCall:
                 self._close(
                     f"{what} on rank {rank}", summed[rank], summed[group[0]], tolerance, text
                 )
-        got = gather(summed, complete, self.mesh)
+        got = gather(summed, complete, expected.shape, self.mesh)
+        if any(paddings(complete, expected.shape, self.mesh).values()):
+            again = scatter(got, complete, self.mesh)
+            for rank, (own, clean) in enumerate(zip(summed, again)):
+                text = "zeros behind the end; list the dimension under padded, not under clean"
+                self._close(f"{what} on rank {rank}", own, clean, tolerance, text)
         text = f"the unsplit op's (recombined as '{format_placements(placements)}')"
         self._close(what, got, expected, tolerance, text)
 

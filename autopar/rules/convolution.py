@@ -62,6 +62,8 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
         [layout(n, (g, o), *space_out)],
         sums=frozenset({i}),
         partial_inputs=frozenset({2}),
+        padded={n},
+        clean={i, o} if len(inputs) > 2 else {n, i, o},
         anchor=True,
     )
 
@@ -90,6 +92,8 @@ def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
         [layout(n, (g, o), *space_out)],
         sums=frozenset({i}),
         partial_inputs=frozenset({2}),
+        padded={n},
+        clean={i, o} if len(inputs) > 2 else {n, i, o},
         anchor=True,
     )
 
@@ -116,4 +120,9 @@ def pool_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     before = [builder.whole(size) for size in shape[len(free) :]]
     first = next(o for o in outputs if o is not None)
     after = [builder.whole(size) for size in first.shape[len(free) :]]
-    return builder.build([layout(*free, *before)], [layout(*free, *after) for _ in outputs])
+    return builder.build(
+        [layout(*free, *before)],
+        [layout(*free, *after) for _ in outputs],
+        padded=free,
+        clean=free if len(outputs) == 1 else (),
+    )

@@ -26,9 +26,52 @@ def elementwise_space(
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
     full = broadcast_layout(shape, dims, shape)
-    return builder.build(
-        [broadcast_layout(v.shape, dims, shape) for v in inputs], [full for _ in outputs]
-    )
+    operands = [broadcast_layout(v.shape, dims, shape) for v in inputs]
+    padded, clean = _paddable(op, dims, operands)
+    return builder.build(operands, [full for _ in outputs], padded=padded, clean=clean)
+
+
+_KEEP_ZEROS = frozenset(
+    {
+        "mul", "neg", "abs", "relu", "gelu", "silu", "tanh", "sin", "erf", "elu", "celu", "selu",
+        "leaky_relu", "hardtanh", "relu6", "hardswish", "mish", "square", "sign", "trunc", "round",
+        "floor", "ceil", "expm1", "log1p", "dropout", "native_dropout", "clone", "contiguous",
+        "_to_copy", "to", "detach", "zeros_like", "alias", "positive", "sinh", "asinh", "atan",
+    }
+)  # fmt: skip
+"""f(0) = 0 (of a product: 0 times anything), with a finite derivative at 0."""
+
+_FINITE_AT_ZERO = frozenset(
+    {
+        "add", "sub", "rsub", "where", "masked_fill", "clamp", "maximum", "minimum", "eq", "ne",
+        "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and",
+        "bitwise_or", "lerp",
+    }
+)  # fmt: skip
+"""Of several operands: finite, with finite derivatives, where one of them is 0."""
+
+_DIVIDES = frozenset({"div", "true_divide", "floor_divide", "remainder", "fmod"})
+
+
+def _paddable(
+    op: Op, dims: Sequence[str], operands: Sequence[Layout]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Dimensions that may be padded with zeros, and those where zeros stay zeros.
+
+    Where every operand has the dimension, whatever the op makes of the padding stays in it; an
+    operand without it would take it up in its gradient.
+    """
+    name = op.target_name.split(".")[1]
+    shared = [d for d in dims if all((d,) in layout for layout in operands)]
+    if name in _KEEP_ZEROS:
+        return dims, dims
+    if name in _DIVIDES:
+        divisor = operands[1] if len(operands) > 1 else ()
+        kept = [d for d in dims if (d,) not in divisor]
+        return kept, kept
+    if name in ("add", "sub") and len(operands) > 1:
+        return dims, shared
+    return (dims if name in _FINITE_AT_ZERO else shared), ()
 
 
 register(

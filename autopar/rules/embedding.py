@@ -45,6 +45,8 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
         [layout(*positions, h)],
         sums=frozenset({v}),
         plain=frozenset({v}),
+        padded=positions,
+        clean={v, h},
         anchor=True,
     )
 
@@ -120,5 +122,6 @@ def embedding_bag_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Sp
         sums=frozenset({v}),
         reduced=frozenset({h}),
         plain=frozenset({v}),
+        clean={v, h},
         anchor=True,
     )

@@ -37,7 +37,8 @@ def _cross_entropy_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     call = _arguments(args, kwargs)
-    x, target, reduction = call["self"], call["target"], call["reduction"]
+    x, reduction = call["self"], call["reduction"]
+    target = _ignoring_padding(context, call["target"], call["ignore_index"])
     row_axes = context.axes_of(*(d for d in context.space.sizes if d not in ("c",)))
     if context.num_shards("c") > 1:
         per_row = _vocabulary_parallel(context, x, target, call["ignore_index"])
@@ -58,6 +59,15 @@ def _cross_entropy_local(
     return total / context.all_reduce_data(count, row_axes)
 
 
+def _ignoring_padding(context: LocalContext, target: Tensor, ignore_index: int) -> Tensor:
+    """Class indices, with those of rows behind the end ignored."""
+    for dim, (name,) in enumerate(context.space.inputs[1]):
+        if context.is_padded(name):
+            filled = context.is_filled(target, name).view(-1, *[1] * (target.dim() - 1 - dim))
+            target = torch.where(filled, target, ignore_index)
+    return target
+
+
 def _weight_of_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What a mean divides by: the number of rows that count, or the sum of their weights."""
     if target.is_floating_point():
@@ -73,7 +83,8 @@ def _weight_of_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
 def _nll_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The sum over this device's rows; a mean divides by the weight of all rows."""
     call = _arguments(args, kwargs)
-    x, target, weight, ignored = (call[k] for k in ("self", "target", "weight", "ignore_index"))
+    x, weight, ignored = (call[k] for k in ("self", "weight", "ignore_index"))
+    target = _ignoring_padding(context, call["target"], ignored)
     if call["reduction"] == NONE:
         return F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
     total = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="sum")
@@ -97,6 +108,7 @@ def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
         operands[: len(inputs)],
         [() if summed else layout(*rows)],
         sums=frozenset(rows) if summed else frozenset(),
+        clean=rows,
     )
 
 
@@ -109,6 +121,9 @@ def _vocabulary_parallel(
     """
     axes = context.axes_of("c")
     dim = 1 if x.dim() > 1 else 0
+    if context.is_padded("c"):
+        filled = context.is_filled(x, "c").view(-1, *[1] * (x.dim() - 1 - dim))
+        x = torch.where(filled, x, -torch.inf)
     peak = context.all_reduce_max(x.detach().amax(dim), axes)
     shifted = x - peak.unsqueeze(dim)
     total = context.all_reduce(shifted.exp().sum(dim), axes)
@@ -160,6 +175,7 @@ def cross_entropy_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Sp
         sums=frozenset() if call["reduction"] == NONE else frozenset(rows),
         reduced=frozenset({"c"}) if plain_classes else frozenset(),
         plain=frozenset({"c"}) if plain_classes else frozenset(),
+        clean={c, *rows} if not probabilities else {c},
         anchor=True,
     )
 
@@ -176,6 +192,16 @@ _REDUCTION_POSITION = {
 }
 
 
+_ZERO_AT_EQUALS = frozenset(
+    {
+        "aten.mse_loss.default",
+        "aten.l1_loss.default",
+        "aten.smooth_l1_loss.default",
+        "aten.huber_loss.default",
+    }
+)
+
+
 def _reduction(op: Op) -> int:
     position = _REDUCTION_POSITION[op.target_name]
     value = op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
@@ -189,7 +215,7 @@ def _pointwise_loss_local(
     result: Tensor = context.op.target(*args, **kwargs)
     if _reduction(context.op) != MEAN:
         return result
-    return result / context.num_shards(*context.space.sums)
+    return context.weighted(result, *context.space.sums)
 
 
 @register(*_REDUCTION_POSITION, lower=_pointwise_loss_local)
@@ -199,8 +225,10 @@ def pointwise_loss_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
     summed = _reduction(op) != NONE
+    same = all(v.shape == shape for v in inputs)
     return builder.build(
         [broadcast_layout(v.shape, dims, shape) for v in inputs],
         [() if summed else layout(*dims)],
         sums=frozenset(dims) if summed else frozenset(),
+        clean=dims if same and op.target_name in _ZERO_AT_EQUALS else (),
     )

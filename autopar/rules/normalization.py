@@ -31,7 +31,8 @@ def layer_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
     free = builder.dims("d", shape[: len(shape) - num_normalized])
     normalized = [builder.whole(size) for size in shape[len(free) :]]
     weights = [layout(*normalized) for _ in inputs[1:]]
-    return builder.build([layout(*free, *normalized), *weights], [layout(*free, *normalized)])
+    x = layout(*free, *normalized)
+    return builder.build([x, *weights], [x], padded=free)
 
 
 def _group_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,6 +26,8 @@ def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
         [layout(*rows, n)],
         sums=frozenset({k}),
         partial_inputs=frozenset({2}),
+        padded=rows,  # a bias makes the rows behind the end non-zero
+        clean={n, k} if len(inputs) > 2 else {n, k, *rows},
         anchor=True,
     )
 
@@ -39,12 +41,14 @@ def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     m, k = builder.dim("m", left[-2]), builder.dim("k", left[-1])
     n = builder.dim("n", right[-1])
     out = (*batch, m, n)
-    sizes = [builder.sizes[d] for d in out]
+    bias_layout = broadcast_layout(bias, out, [builder.sizes[d] for d in out])
     return builder.build(
-        [broadcast_layout(bias, out, sizes), layout(*batch, m, k), layout(*batch, k, n)],
+        [bias_layout, layout(*batch, m, k), layout(*batch, k, n)],
         [layout(*out)],
         sums=frozenset({k}),
         partial_inputs=frozenset({0}),
+        padded=out,
+        clean={k, *(d for d in out if (d,) in bias_layout)},
         anchor=True,
     )
 
@@ -72,6 +76,7 @@ def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
         [left_batch + layout(*rows, k), right_batch + layout(k, *columns)],
         [layout(*batch, *rows, *columns)],
         sums=frozenset({k}),
+        clean=(*batch, *rows, k, *columns),
         anchor=True,
     )
 
@@ -95,4 +100,5 @@ def einsum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
         for term, v in zip(terms, inputs)
     ]
     summed = frozenset(builder.sizes) - set(result)
-    return builder.build(operands, [layout(*result)], sums=summed, anchor=True)
+    paired = [c for c in builder.sizes if c in result or sum(c in term for term in terms) > 1]
+    return builder.build(operands, [layout(*result)], sums=summed, clean=paired, anchor=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +45,8 @@ def _reduction_space(
         [layout(*names)],
         [out for _ in outputs],
         sums=frozenset(names[d] for d in reduced) if sums else frozenset(),
+        padded=[names[d] for d in reduced] if sums else (),
+        clean=[n for d, n in enumerate(names) if d not in reduced] if sums else (),
     )
 
 
@@ -58,8 +59,7 @@ def sum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
 def _mean_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The local mean, weighted by this device's share of the elements."""
     result: Tensor = context.op.target(*args, **kwargs)
-    summed = math.prod(context.num_shards(dim) for dim in context.space.sums)
-    return result / summed if summed > 1 else result
+    return context.weighted(result, *context.space.sums)
 
 
 @register("aten.mean.default", "aten.mean.dim", lower=_mean_local)
@@ -112,4 +112,4 @@ def softmax_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
         builder.whole(size) if d == dim else builder.dim(f"d{d}", size)
         for d, size in enumerate(shape)
     ]
-    return builder.build([layout(*names)], [layout(*names)])
+    return builder.build([layout(*names)], [layout(*names)], padded=names)

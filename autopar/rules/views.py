@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +55,7 @@ def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
         names = [builder.dim(f"d{len(builder.sizes)}", f) for f in factors]
         left += _products(group_source, names, factors)
         right += _products(group_target, names, factors)
-    return builder.build([tuple(left)], [tuple(right)])
+    return builder.build([tuple(left)], [tuple(right)], clean=builder.sizes)
 
 
 def _matched_groups(
@@ -138,7 +139,7 @@ def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
         order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
-    return builder.build([layout(*dims)], [layout(*(dims[d] for d in order))])
+    return builder.build([layout(*dims)], [layout(*(dims[d] for d in order))], clean=dims)
 
 
 def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
@@ -160,11 +161,17 @@ def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     left = tuple(
         (dims[offset + i],) if size == target[offset + i] else () for i, size in enumerate(source)
     )
-    return builder.build([left], [layout(*dims)])
+    kept = {name for factors in left for name in factors}
+    return builder.build([left], [layout(*dims)], padded=dims, clean=kept)
 
 
 def _one_dim_apart(
-    inputs: Sequence[Value], outputs: Outputs, dim: int, *, keeps_dim: bool = True
+    inputs: Sequence[Value],
+    outputs: Outputs,
+    dim: int,
+    *,
+    keeps_dim: bool = True,
+    keeps_zeros: bool = True,
 ) -> Space | None:
     """Free in all dimensions but ``dim``, which stays whole (or is dropped from the outputs)."""
     shape = inputs[0].shape
@@ -179,7 +186,12 @@ def _one_dim_apart(
     dropped = tuple((free[d],) for d in range(len(shape)) if d != dim)
     rights = [() if o is None else (of(o.shape) if keeps_dim else dropped) for o in outputs]
     kept = [right for right, o in zip(rights, outputs)]
-    result = builder.build([of(v.shape) for v in inputs], kept)
+    result = builder.build(
+        [of(v.shape) for v in inputs],
+        kept,
+        padded=free.values(),
+        clean=free.values() if keeps_zeros else (),
+    )
     return _ignore_unused(result, outputs)
 
 
@@ -187,9 +199,7 @@ def _ignore_unused(space: Space, outputs: Outputs) -> Space:
     """Outputs that nobody uses take the layout of the first used one."""
     used = next((lay for lay, o in zip(space.outputs, outputs) if o is not None), space.outputs[0])
     outs = tuple(used if o is None else lay for lay, o in zip(space.outputs, outputs))
-    return Space(
-        sizes=space.sizes, inputs=space.inputs, outputs=outs, sums=space.sums, whole=space.whole
-    )
+    return replace(space, outputs=outs)
 
 
 @register(
@@ -211,7 +221,8 @@ def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
         return None
     if op.target_name == "aten.index_select.default":
         return _index_select_space(op, inputs, outputs, dim % len(inputs[0].shape))
-    return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape))
+    keeps_zeros = op.target_name not in ("aten.topk.default", "aten.sort.default")
+    return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape), keeps_zeros=keeps_zeros)
 
 
 def _index_select_space(
@@ -220,12 +231,7 @@ def _index_select_space(
     space = _one_dim_apart(inputs[:1], outputs, dim)
     if space is None:
         return None
-    return Space(
-        sizes=space.sizes,
-        inputs=(space.inputs[0], ((),)),
-        outputs=space.outputs,
-        whole=space.whole,
-    )
+    return replace(space, inputs=(space.inputs[0], ((),)))
 
 
 @register("aten.select.int", "aten.unbind.int")
@@ -250,7 +256,9 @@ def stack_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     dims = builder.dims("d", shape)
     stacked = builder.whole(len(inputs))
     return builder.build(
-        [layout(*dims) for _ in inputs], [layout(*dims[:dim], stacked, *dims[dim:])]
+        [layout(*dims) for _ in inputs],
+        [layout(*dims[:dim], stacked, *dims[dim:])],
+        clean=dims,
     )
 
 
@@ -265,7 +273,7 @@ def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
         builder.whole(size) if d in whole else builder.dim(f"d{d}", size)
         for d, size in enumerate(shape)
     ]
-    return builder.build([layout(*dims)], [layout(*dims)])
+    return builder.build([layout(*dims)], [layout(*dims)], clean=dims)
 
 
 @register("aten.pad.default", "aten.constant_pad_nd.default")
@@ -281,7 +289,7 @@ def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
         tuple((free[d],) if d in free else (builder.whole(s),) for d, s in enumerate(sizes))
         for sizes in (shape, outputs[0].shape)  # type: ignore[union-attr]
     ]
-    return builder.build([sides[0]], [sides[1]])
+    return builder.build([sides[0]], [sides[1]], padded=free.values())
 
 
 def _split_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,7 +316,7 @@ def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     rest = builder.dim("rest", shape[dim] // len(outputs))
     source = layout(*free[:dim], (part, rest), *free[dim:])
     target = layout(*free[:dim], rest, *free[dim:])
-    return builder.build([source], [target for _ in outputs])
+    return builder.build([source], [target for _ in outputs], clean=free)
 
 
 @register("aten.split_with_sizes.default", "aten.split.sizes")

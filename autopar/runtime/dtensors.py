@@ -1,10 +1,10 @@
 """Local parts as ``DTensor``s, and back.
 
 A split that torch can write as ``Shard`` (contiguous parts, several axes of one dimension nested in
-mesh order) leaves as it is, sharing memory with the runtime. Any other digit (a fused
-query-key-value projection split by heads) is redistributed to such a split first and leaves as a
-copy, so that every consumer of DTensors, ``torch.distributed.checkpoint`` above all, sees
-contiguous parts.
+mesh order) leaves as it is, sharing memory with the runtime, without the padding behind its end.
+Any other digit (a fused query-key-value projection split by heads, a padded dimension split over
+several axes) is redistributed to such a split first and leaves as a copy, so that every consumer of
+DTensors, ``torch.distributed.checkpoint`` above all, sees contiguous parts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.collectives import ALL_GATHER, ALL_TO_ALL, SHARD
+from autopar.collectives import pad_end, step_functions
 from autopar.mesh import Mesh
-from autopar.placement import Placements, R, S, State, Step, StepKind, redistribute
+from autopar.placement import Placements, R, S, State, Step, local_shape, paddings, redistribute
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.parts import local_part
+from autopar.runtime.parts import local_part, without_padding
 
 
-def contiguous_placements(placements: Placements, mesh: Mesh) -> Placements:
-    """The same axes on the same dimensions, as plain nested splits in mesh order."""
+def contiguous_placements(placements: Placements, shape: tuple[int, ...], mesh: Mesh) -> Placements:
+    """The same axes on the same dimensions, as plain nested splits in mesh order.
+
+    Of a padded dimension only the first axis stays: torch cuts the parts of further axes otherwise.
+    """
     reached: dict[int, int] = {}
+    padding = paddings(placements, shape, mesh)
     plain = []
     for placement, size in zip(placements, mesh.axis_sizes):
-        if placement.state is State.SHARD:
+        if placement.state is State.SHARD and placement.dim in reached and padding[placement.dim]:
+            placement = R
+        elif placement.state is State.SHARD:
             outer = reached.get(placement.dim, 1)
             reached[placement.dim] = outer * size
             placement = S(placement.dim, outer)
@@ -49,8 +55,9 @@ class Porter:
 
     def out(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> DTensor:
         """A DTensor of the local part; it shares its memory where no redistribution is needed."""
-        plain = contiguous_placements(placements, self.mesh)
+        plain = contiguous_placements(placements, shape, self.mesh)
         local = self._moved(local.detach(), placements, plain, shape)
+        local = without_padding(local, self._filled(plain, shape))
         result: DTensor = DTensor.from_local(
             local,
             self.communicator.device_mesh,
@@ -65,11 +72,14 @@ class Porter:
         """Copy a whole tensor or a DTensor on any mesh into the local part of ``placements``."""
         source = source.detach()
         if isinstance(source, DTensor):
-            plain = contiguous_placements(placements, self.mesh)
+            shape = tuple(source.shape)
+            plain = contiguous_placements(placements, shape, self.mesh)
             same = source.device_mesh == self.communicator.device_mesh
             if same and tuple(source.placements) == torch_placements(plain):
                 own = source.to_local().to(self.communicator.device)
-                local.copy_(self._moved(own, plain, placements, tuple(source.shape)))
+                for dim, size in enumerate(local_shape(shape, plain, self.mesh)):
+                    own = pad_end(own, dim, size - own.shape[dim])
+                local.copy_(self._moved(own, plain, placements, shape))
                 return
             source = source.full_tensor()
         local.copy_(local_part(source, placements, self.mesh, self.communicator.rank))
@@ -79,6 +89,17 @@ class Porter:
         local = local.detach()
         whole = self._moved(local, placements, (R,) * len(placements), shape)
         return whole.clone() if _is_view(whole, local) else whole
+
+    def _filled(self, plain: Placements, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Local shape of what lies before the end of the whole."""
+        sizes = list(local_shape(shape, plain, self.mesh))
+        coordinate = self.mesh.coordinate(self.communicator.rank)
+        for axis, placement in enumerate(plain):
+            if placement.state is State.SHARD and paddings(plain, shape, self.mesh)[placement.dim]:
+                start = coordinate[axis] * sizes[placement.dim]
+                left = max(shape[placement.dim] - start, 0)
+                sizes[placement.dim] = min(sizes[placement.dim], left)
+        return tuple(sizes)
 
     def _moved(
         self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]
@@ -91,14 +112,10 @@ class Porter:
 
     def _step(self, local: Tensor, step: Step) -> Tensor:
         label = self.mesh.axes_label(step.axes)
-        source = (step.source.dim, step.local_outer)
-        target = (step.target.dim, step.target_local_outer)
-        if step.kind is StepKind.SLICE:
-            return self.communicator.bind(SHARD, label, *target)(local)
-        if step.kind is StepKind.ALL_GATHER:
-            return self.communicator.bind(ALL_GATHER, label, *source)(local)
-        assert step.kind is StepKind.ALL_TO_ALL, step
-        return self.communicator.bind(ALL_TO_ALL, label, *source, *target)(local)
+        forward, _ = step_functions(
+            step, lambda op, *digits: self.communicator.bind(op, label, *digits)
+        )
+        return forward(local)
 
 
 def _is_view(tensor: Tensor, of: Tensor) -> bool:

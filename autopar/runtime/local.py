@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.lowering.program import RankProgram
-from autopar.placement import Placements, local_shape
+from autopar.placement import local_shape
 from autopar.runtime import checkpoint
 from autopar.runtime.optimizers import is_like_parameter, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
@@ -126,7 +126,7 @@ class LocalRunner:
         self.program = program
         self.options = options
         self._owns_group = owns_group
-        self._stored: dict[str, Placements] = {p.name: p.stored for p in program.parameters}
+        self._parameters = {p.name: p for p in program.parameters}
         self._has_forward_program = False
         check_optimizer_here(program, options)
         self.group = start_group()
@@ -188,12 +188,13 @@ class LocalRunner:
 
     def _whole(self, name: str, parts: Sequence[Tensor | None]) -> Tensor:
         """From the parts of the ranks that sent theirs."""
-        mesh, stored = self.program.mesh, self._stored.get(name, ())
-        if not stored:
+        mesh, parameter = self.program.mesh, self._parameters.get(name)
+        if parameter is None:
             assert parts[0] is not None
             return parts[0]
+        stored = parameter.stored
         full = [parts[holder(stored, mesh, rank)] for rank in range(mesh.num_devices)]
-        return gather([p for p in full if p is not None], stored, mesh)
+        return gather([p for p in full if p is not None], stored, parameter.shape, mesh)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         check_state(state, self.options.keys, self.program)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives import assemble
+from autopar.collectives import assemble, pad_end
 from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, State
+from autopar.placement import Placement, Placements, State, paddings
 
 
 def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
@@ -22,8 +22,13 @@ def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
 
 
 def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a whole value that ``rank`` holds (R and S only), contiguous; may be a view."""
+    """The part of a whole value that ``rank`` holds (R and S only), contiguous; may be a view.
+
+    A part that ends behind the whole's end is padded with zeros.
+    """
     part, coordinate = whole, mesh.coordinate(rank)
+    for dim, padding in paddings(placements, whole.shape, mesh).items():
+        part = pad_end(part, dim, padding)
     splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
     # Innermost digits first: the outer ones then still have their global outer.
     for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
@@ -44,8 +49,10 @@ def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Te
     return whole.reshape(split).select(dim + 1, index).reshape(kept)
 
 
-def gather(shards: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tensor:
-    """The whole value from one shard per rank (R, S and P)."""
+def gather(
+    shards: Sequence[Tensor], placements: Placements, shape: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """The whole value, of ``shape``, from one shard per rank (R, S and P)."""
     current = {mesh.coordinate(r): shard for r, shard in enumerate(shards)}
     splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
     order = [a for _, a in sorted(splits, key=lambda s: s[0].outer)]
@@ -57,7 +64,14 @@ def gather(shards: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tens
             groups.setdefault(key, []).append(current[coordinate])
         current = {key: _join(parts, placements[axis]) for key, parts in groups.items()}
     (whole,) = current.values()
-    return whole
+    return without_padding(whole, shape)
+
+
+def without_padding(padded: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading part of ``shape``, a view."""
+    for dim, size in enumerate(shape):
+        padded = padded.narrow(dim, 0, min(size, padded.shape[dim]))
+    return padded
 
 
 def _join(parts: list[Tensor], placement: Placement) -> Tensor:

@@ -1,8 +1,8 @@
 """Generators of calls, one for each operator that has a rule.
 
 ``CASES[target](draw, new)`` returns positional arguments: ``draw`` draws from a hypothesis
-strategy and ``new`` makes a random tensor of the dtype under test. Sizes are mostly such that two
-or three devices can share them.
+strategy and ``new`` makes a random tensor of the dtype under test. Sizes are such that two or three
+devices can share them, some only with padding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-SIZES = st.sampled_from([1, 2, 3, 4, 6, 6, 8, 12])
-SMALL = st.sampled_from([1, 2, 4, 6])
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 12])
+SMALL = st.sampled_from([1, 2, 3, 4, 6])
 BOOL = st.booleans()
 
 

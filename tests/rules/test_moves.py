@@ -8,6 +8,7 @@ of the compiler's reshapes: rank by rank it selects the indices whose digits are
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -63,9 +64,16 @@ GRADIENT = {State.REPLICATE: R, State.PARTIAL: R, State.VARYING: P}
 
 
 def indices(size: int, dim: int, placements: Placements, mesh: Mesh, rank: int) -> list[int]:
-    """Indices along ``dim`` whose digits are those of ``rank``."""
+    """Indices along ``dim`` whose digits are those of ``rank``; of a padded one, its own run."""
     position = mesh.coordinate(rank)
     digits = [(p.outer, a) for a, p in enumerate(placements) if p[:2] == (State.SHARD, dim)]
+    num = math.prod(mesh.axis_sizes[a] for _, a in digits)
+    if size % num:
+        run = math.ceil(size / num)
+        place = 0
+        for _, axis in sorted(digits):
+            place = place * mesh.axis_sizes[axis] + position[axis]
+        return list(range(size))[place * run : (place + 1) * run]
     return [
         i
         for i in range(size)
@@ -77,8 +85,11 @@ def indices(size: int, dim: int, placements: Placements, mesh: Mesh, rank: int) 
 
 
 def part_of(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
+    local = local_shape(whole.shape, placements, mesh)
     for dim, size in enumerate(whole.shape):
-        whole = whole.index_select(dim, torch.tensor(indices(size, dim, placements, mesh, rank)))
+        own = torch.tensor(indices(size, dim, placements, mesh, rank), dtype=torch.int64)
+        behind = (*whole.shape[:dim], local[dim] - len(own), *whole.shape[dim + 1 :])
+        whole = torch.cat([whole.index_select(dim, own), whole.new_zeros(behind)], dim)
     return whole
 
 
@@ -88,7 +99,8 @@ def scattered(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]
     axes = tuple(a for a, p in enumerate(placements) if p == P)
     for first, *others in mesh.groups(axes):
         for rank in others:
-            shards[rank] = torch.randint(-9, 9, shards[rank].shape).to(whole.dtype)
+            noise = torch.randint(-9, 9, whole.shape).to(whole.dtype)
+            shards[rank] = part_of(noise, placements, mesh, rank)
             shards[first] = shards[first] - shards[rank]
     return shards
 
@@ -149,7 +161,7 @@ def options(chosen: Placements, shape: tuple[int, ...], mesh: Mesh, states: str)
 def moves(draw, source_state: str, target_state: str):
     """A mesh, a shape and two placements; axis ``a`` makes the wanted move."""
     mesh = draw(st.sampled_from(MESHES))
-    sizes = draw(st.lists(st.sampled_from([2, 3, 4, 6, 12]), min_size=0, max_size=2))
+    sizes = draw(st.lists(st.sampled_from([2, 3, 4, 5, 6, 7, 11, 12]), min_size=0, max_size=2))
     shape = tuple(draw(st.permutations([12 if 3 in mesh.axis_sizes else 8, *sizes])))
     sides = []
     for state in (source_state, target_state):
@@ -192,9 +204,9 @@ def test_a_move_along_one_axis_sends_what_the_table_says(
     assert (step.forward, step.backward) == (forward, backward)
 
 
+@pytest.mark.parametrize("shape", [(12, 6), (11, 6), (7, 13)], ids=str)
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m.num_devices <= 6], ids=str)
-def test_every_pair_of_plain_placements_on_small_meshes(mesh):
-    shape = (12, 6)
+def test_every_pair_of_plain_placements_on_small_meshes(mesh, shape):
     states = [R, P, V, S(0), S(1), S(0, 2)]
     every = [p for p in itertools.product(states, repeat=mesh.num_axes) if is_valid(p, shape, mesh)]
     for source, target in itertools.product(every, every):
@@ -205,9 +217,11 @@ def test_every_pair_of_plain_placements_on_small_meshes(mesh):
             sizes = list(now)
             num = mesh.size(step.axes)
             if step.source.state is State.SHARD:
-                sizes[step.source.dim] *= num
+                sizes[step.source.dim] = sizes[step.source.dim] * num - step.padding
             if step.target.state is State.SHARD:
-                sizes[step.target.dim] //= num
+                whole = sizes[step.target.dim] + step.target_padding
+                assert whole % num == 0
+                sizes[step.target.dim] = whole // num
             now = tuple(sizes)
         assert now == local_shape(shape, target, mesh)
         assert (not steps) == (source == target)

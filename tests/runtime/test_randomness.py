@@ -146,7 +146,7 @@ def test_processes_draw_what_lockstep_draws(captured: Captured, groups: Groups, 
     result = run.step([X])
     assert losses[0] == pytest.approx(result.loss[0].item())
     (weight,) = program.parameters
-    whole = gather(result.gradients[weight.value], weight.stored, MESH)
+    whole = gather(result.gradients[weight.value], weight.stored, weight.shape, MESH)
     run2 = runner_of(groups(4), captured, program, model, optimizer=sgd, seed=5)
     run2.train_step([X])
     torch.testing.assert_close(run2.gradients()["weight"], whole)
