@@ -46,10 +46,10 @@ COMPUTE_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B, Kind.R)
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 RECV_KINDS = (Kind.RECV_F, Kind.RECV_B)
 
-_NUMBER = r"(?:0|[1-9]\d*)"
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
 _TEXT = re.compile(
-    rf"(?P<stage>{_NUMBER})(?:\.(?P<replica>[1-9]\d*))?(?P<kind>{_KINDS})"
+    rf"(?P<stage>{_NUMBER})(?:\.(?P<replica>(?!0){_NUMBER}))?(?P<kind>{_KINDS})"
     rf"(?:(?P<first>{_NUMBER})(?:-(?P<last>{_NUMBER}))?)?"
 )
 
@@ -85,9 +85,15 @@ class Action(NamedTuple):
         return range(self.microbatch, self.microbatch + self.span)
 
 
-@lru_cache(maxsize=1 << 16)
 def parse_action(text: str) -> Action:
-    """Read ``2F0`` back into its Action. Raises ScheduleError for any other text."""
+    """Read ``2F0`` back into its Action. Raises ScheduleError for anything else."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is not an action: write it as text, for example '2F0'")
+    return _parse(text)
+
+
+@lru_cache(maxsize=1 << 16)
+def _parse(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ScheduleError(

@@ -4,7 +4,7 @@ Comes in: any schedule and the stages that shall not keep their activations. Goe
 with R before each of their backwards, or with O after each forward and L in time for the backward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.errors import ScheduleError
@@ -14,7 +14,7 @@ from autopar.schedules.schedule import Resource, Schedule, Step, step
 _BACKWARD = (Kind.I, Kind.B)
 
 
-def with_recomputation(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """The stages drop their activations after F and make them again right before I or B.
 
     Raises ScheduleError for a stage that does not exist or is recomputed already.
@@ -35,7 +35,7 @@ def with_recomputation(schedule: Schedule, stages: Iterable[int]) -> Schedule:
 
 
 def with_offloading(
-    schedule: Schedule, stages: Iterable[int], *, actions_ahead: int = 2
+    schedule: Schedule, stages: Collection[int], *, actions_ahead: int = 2
 ) -> Schedule:
     """The stages' activations go to the host after F and come back for I or B.
 
@@ -45,8 +45,8 @@ def with_offloading(
     forwards take several micro-batches.
     """
     chosen = _chosen(schedule, stages, schedule.shape.offloaded, "offloaded")
-    if actions_ahead < 0:
-        raise ScheduleError(f"actions_ahead={actions_ahead}: use 0 or more")
+    if type(actions_ahead) is not int or actions_ahead < 0:
+        raise ScheduleError(f"actions_ahead={actions_ahead!r}: a whole number, 0 or more")
     devices = [_offloaded(steps, chosen, actions_ahead) for steps in schedule.devices]
     offloaded = tuple(sorted({*schedule.shape.offloaded, *chosen}))
     shape = replace(schedule.shape, offloaded=offloaded)
@@ -54,8 +54,10 @@ def with_offloading(
 
 
 def _chosen(
-    schedule: Schedule, stages: Iterable[int], already: tuple[int, ...], word: str
+    schedule: Schedule, stages: Collection[int], already: tuple[int, ...], word: str
 ) -> frozenset[int]:
+    if isinstance(stages, (str, int)) or any(type(stage) is not int for stage in stages):
+        raise ScheduleError(f"stages={stages!r}: give whole numbers, for example (0, 1)")
     chosen = frozenset(stages)
     unknown = sorted(chosen - set(range(schedule.shape.num_stages)))
     again = sorted(chosen & set(already))
@@ -70,7 +72,11 @@ def _chosen(
 def _offloaded(
     steps: tuple[Step, ...], chosen: frozenset[int], actions_ahead: int
 ) -> tuple[Step, ...]:
-    main = [item.action for item in steps if item.resource is Resource.MAIN]
+    main = [
+        item.action
+        for item in steps
+        if item.resource is Resource.MAIN or item.action.kind is Kind.F  # a pair's, beside it
+    ]
     place = {action: number for number, action in enumerate(main)}
     loads: dict[Action, list[Step]] = {}
     for action in main:

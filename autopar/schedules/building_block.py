@@ -3,86 +3,135 @@
 Stages d and 2D-1-d are on device d. One micro-batch's forwards and input gradients run at fixed
 distances from device to device; the block repeats every 6 units (two F, two I, two W of one unit),
 W's take the units left over. The distances decide how long an activation lives, so they decide the
-peak memory; once the order is fixed, actions run as early as they can.
+peak memory.
+
+A block fixes each device's order up to its last forward. After it nothing takes memory any more,
+so there the input gradients go first and W's fill the time between them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
-from autopar.schedules.schedule import Schedule, schedule_of
+from autopar.schedules.durations import Durations
+from autopar.schedules.list_scheduler import Policy, list_schedule
+from autopar.schedules.schedule import Schedule
 from autopar.schedules.shapes import require_even_stages, v_shape
 
 PERIOD = 6
 
 
-def block_starts(devices: int, steps: Sequence[int], turns: Sequence[int]) -> list[list[int]]:
-    """Start units of (F down, F up, I down, I up) a device, for micro-batch 0.
+class DeviceBlock(NamedTuple):
+    """Start units of a device's six actions for micro-batch 0, in the order of the passes."""
 
-    ``steps`` are the distances from device to device in the four passes, ``turns`` the distances
-    from the end of a pass to the start of the next, on the device where they meet.
+    forward_down: int
+    forward_up: int
+    input_up: int
+    input_down: int
+    weight_up: int
+    weight_down: int
+
+    @property
+    def peak(self) -> int:
+        """Most activations of one stage and micro-batch held at once, the block being repeated."""
+        lives = ((self.forward_down, self.weight_down), (self.forward_up, self.weight_up))
+        return max(
+            sum((unit - first) // PERIOD - (unit - last - 1) // PERIOD for first, last in lives)
+            for unit in range(PERIOD)
+        )
+
+
+def block_of(devices: int, steps: Sequence[int], turns: Sequence[int]) -> list[DeviceBlock] | None:
+    """The block on each device, or None where two actions of a device would share a unit.
+
+    ``steps`` are the distances in units from device to device in the four passes (F down, F up,
+    I down, I up), ``turns`` the distances from the end of a pass to the start of the next, on the
+    device where they meet.
     """
     first_up = (devices - 1) * steps[0] + turns[0]
     first_back = first_up + (devices - 1) * steps[1] + turns[1]
     last_back = first_back + (devices - 1) * steps[2] + turns[2]
-    return [
-        [
+    blocks = []
+    for device in range(devices):
+        above = devices - 1 - device
+        passes = (
             device * steps[0],
-            first_up + (devices - 1 - device) * steps[1],
+            first_up + above * steps[1],
             first_back + device * steps[2],
-            last_back + (devices - 1 - device) * steps[3],
-        ]
-        for device in range(devices)
-    ]
+            last_back + above * steps[3],
+        )
+        taken = {unit % PERIOD for unit in passes}
+        if len(taken) < len(passes):
+            return None
+        weights = []
+        for unit in passes[2:]:
+            weights.append(next(u for u in range(unit + 1, unit + 7) if u % PERIOD not in taken))
+            taken.add(weights[-1] % PERIOD)
+        blocks.append(DeviceBlock(*passes, *weights))
+    return blocks
 
 
-def fitting_block(devices: int, steps: Sequence[int]) -> list[list[int]]:
-    """The block with the shortest turns in which no device has two actions in one unit."""
-    choices = sorted(
-        ((a, b, c) for a in range(1, 7) for b in range(1, 7) for c in range(1, 7)),
-        key=lambda turns: (sum(turns), turns),
-    )
-    for turns in choices:
-        starts = block_starts(devices, steps, turns)
-        if all(len({unit % PERIOD for unit in row}) == 4 for row in starts):
-            return starts
-    raise ScheduleError(f"no building block with steps {tuple(steps)} fits {devices} devices")
+def smallest_block(devices: int, steps: Sequence[int]) -> list[DeviceBlock]:
+    """Of the blocks with these steps one with the least peak, then with the shortest turns.
+
+    The turn at the loss counts first: simulated, the bubble is then shortest.
+    """
+    found = []
+    for turns in product(range(1, PERIOD + 1), repeat=3):
+        block = block_of(devices, steps, turns)
+        if block is not None:
+            peak = max(row.peak for row in block)
+            found.append((peak, turns[1], sum(turns), turns, block))
+    if not found:
+        raise ScheduleError(f"no building block with steps {tuple(steps)} fits {devices} devices")
+    return min(found)[-1]
 
 
 def repeat_block(
     name: str, *, num_stages: int, num_microbatches: int, steps: Sequence[int]
 ) -> Schedule:
-    """Repeat the block over all micro-batches and read off each device's order."""
+    """Repeat the block over all micro-batches, and order the W's after the last forwards."""
     require_even_stages(name, num_stages)
     devices = num_stages // 2
     shape = v_shape(num_stages, num_microbatches)
-    orders = [
-        _device_order(row, (device, num_stages - 1 - device), num_microbatches)
-        for device, row in enumerate(fitting_block(devices, steps))
-    ]
-    return schedule_of(name, shape, orders)
+    units: dict[tuple[int, Kind], int] = {}
+    for device, row in enumerate(smallest_block(devices, steps)):
+        down, up = device, num_stages - 1 - device
+        units |= {
+            (down, Kind.F): row.forward_down,
+            (up, Kind.F): row.forward_up,
+            (up, Kind.I): row.input_up,
+            (down, Kind.I): row.input_down,
+            (up, Kind.W): row.weight_up,
+            (down, Kind.W): row.weight_down,
+        }
+
+    def unit(action: Action) -> int:
+        return units[action.stage, action.kind] + PERIOD * (action.microbatch or 0)
+
+    edges: list[tuple[Action, Action]] = []
+    for device in range(devices):
+        actions = [
+            Action(stage, kind, m)
+            for stage in (device, num_stages - 1 - device)
+            for kind in (Kind.F, Kind.I, Kind.W)
+            for m in range(num_microbatches)
+        ]
+        edges += _kept_order(sorted(actions, key=unit))
+    policy = Policy(
+        priority=lambda action: (float(action.kind is Kind.W), float(unit(action))),
+        extra=tuple(edges),
+        patience=1.0,
+    )
+    return list_schedule(name, shape, Durations(F=1.0, I=1.0, W=1.0), policy)
 
 
-def _device_order(
-    row: Sequence[int], stages: tuple[int, int], num_microbatches: int
-) -> list[Action]:
-    down, up = stages
-    timed = [
-        (row[0], Action(down, Kind.F, 0)),
-        (row[1], Action(up, Kind.F, 0)),
-        (row[2], Action(up, Kind.I, 0)),
-        (row[3], Action(down, Kind.I, 0)),
-    ]
-    taken = {unit % PERIOD for unit in row}
-    for stage, input_unit in ((up, row[2]), (down, row[3])):
-        unit = input_unit + 1
-        while unit % PERIOD in taken:
-            unit += 1
-        taken.add(unit % PERIOD)
-        timed.append((unit, Action(stage, Kind.W, 0)))
-    every = [
-        (unit + PERIOD * m, action._replace(microbatch=m))
-        for m in range(num_microbatches)
-        for unit, action in timed
-    ]
-    return [action for _, action in sorted(every)]
+def _kept_order(order: Sequence[Action]) -> Iterator[tuple[Action, Action]]:
+    """The whole order up to the last forward; after it, that of the input gradients."""
+    last = max(place for place, action in enumerate(order) if action.kind is Kind.F)
+    rest = order[last + 1 :]
+    yield from pairwise(order[: last + 1])
+    yield from pairwise([order[last], *(action for action in rest if action.kind is Kind.I)])
+    yield from ((order[last], action) for action in rest if action.kind is Kind.W)

@@ -95,7 +95,8 @@ def chimera(
     if way is Concatenation.MERGED:
         shape = chimera_shape(num_stages, num_microbatches, num_pipelines)
         costs = durations or Durations(F=1.0, I=1.0, W=1.0)
-        return merged_orders("chimera", shape, costs, max_activations or num_stages)
+        cap = num_stages if max_activations is None else max_activations
+        return merged_orders("chimera", shape, costs, cap)
     span = 1 if way is Concatenation.DIRECT else 2
     total = num_microbatches * (2 if way is Concatenation.BACKWARD_HALVING else 1)
     require(

@@ -18,6 +18,7 @@ before.
 
 from dataclasses import dataclass
 
+from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
 from autopar.schedules.schedule import Resource, Schedule, Step
 
@@ -193,9 +194,29 @@ def _carried(
     return edges
 
 
-def action_graph(schedule: Schedule) -> ActionGraph:
-    """Number the steps of a schedule and find what each waits for; missing needs are left out."""
+def _check_actions(schedule: Schedule) -> None:
+    """The numbers by which actions are found; ``verify`` has looked at them before."""
     shape = schedule.shape
+    stages, replicas, batches = shape.num_stages, shape.num_replicas, shape.num_microbatches
+    for device, items in enumerate(schedule.devices):
+        for action, *_ in items:
+            first = action.microbatch or 0
+            inside = 0 <= action.stage < stages and 0 <= action.replica < replicas
+            if not inside or first < 0 or first + action.span > batches:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}, device {device}: there is no {action} among "
+                    f"{stages} stages, {replicas} replicas and {batches} micro-batches; call "
+                    "verify(schedule)"
+                )
+
+
+def action_graph(schedule: Schedule) -> ActionGraph:
+    """Number the steps of a schedule and find what each waits for; missing needs are left out.
+
+    Raises ScheduleError for an action that the shape does not have; ``verify`` shows where it is.
+    """
+    shape = schedule.shape
+    _check_actions(schedule)
     index = ActionIndex(shape.num_stages, shape.num_microbatches)
     steps: list[Step] = []
     device: list[int] = []

@@ -6,26 +6,57 @@ closed formulas are tested with F = 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 PerStage = float | Sequence[float]
 
 
+def is_number(value: Any) -> "TypeIs[float]":
+    """True for whole and floating-point numbers, NumPy's too; False for True, False and text."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def per_stage(value: PerStage, num_stages: int, name: str) -> list[float]:
-    """One value a stage. Raises ScheduleError on a wrong length or a negative value."""
-    values = [value] * num_stages if isinstance(value, (int, float)) else list(value)
+    """One value a stage. Raises ScheduleError on a wrong length or anything but numbers >= 0."""
+    if is_number(value):
+        values = [value] * num_stages
+    elif isinstance(value, str) or not hasattr(value, "__len__"):
+        raise ScheduleError(f"{name}={value!r}: give one number for all stages, or one a stage")
+    else:
+        values = list(value)
     if len(values) != num_stages:
         raise ScheduleError(
             f"{name} has {len(values)} entries for {num_stages} stages: give one number for all "
             "stages, or one a stage"
         )
-    if any(not 0 <= entry < inf for entry in values):
-        raise ScheduleError(f"{name}={values}: a cost is a finite number >= 0")
+    if any(not is_number(entry) or not 0 <= entry < inf for entry in values):
+        raise ScheduleError(f"{name}={value!r}: a cost is a finite number >= 0")
     return values
+
+
+def _check_fields(costs: "Durations | Memory") -> None:
+    """Whatever the number of stages will be, costs are finite numbers >= 0."""
+    for item in fields(costs):
+        value = getattr(costs, item.name)
+        if value is not None:
+            count = len(value) if hasattr(value, "__len__") else 1
+            per_stage(value, count, f"{type(costs).__name__}.{item.name}")
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    if any(type(size) is not int or size < 1 for size in sizes):
+        raise ScheduleError(
+            f"sizes={list(sizes)!r}: each stage takes a whole number of stages >= 1"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +77,9 @@ class Durations:
     O: PerStage = 0.0  # noqa: E741
     L: PerStage = 0.0
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
     def table(self, num_stages: int) -> dict[Kind, list[float]]:
         """Seconds by kind and stage. Raises ScheduleError on wrong lengths."""
         table = {
@@ -63,6 +97,7 @@ class Durations:
 
     def grouped(self, sizes: Sequence[int]) -> "Durations":
         """The durations of stages made of ``sizes`` adjacent stages each: sums."""
+        _check_sizes(sizes)
         num_stages = sum(sizes)
         table = self.table(num_stages)
         return Durations(
@@ -86,11 +121,12 @@ class Link:
     bandwidth_bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < inf:
-            raise ScheduleError(f"latency_s={self.latency_s}: a latency is a finite number >= 0")
-        if not self.bandwidth_bytes_per_s > 0:
+        latency_s, bandwidth = self.latency_s, self.bandwidth_bytes_per_s
+        if not is_number(latency_s) or not 0 <= latency_s < inf:
+            raise ScheduleError(f"latency_s={latency_s!r}: a latency is a finite number >= 0")
+        if not is_number(bandwidth) or not bandwidth > 0:
             raise ScheduleError(
-                f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}: a bandwidth is a number > 0"
+                f"bandwidth_bytes_per_s={bandwidth!r}: a bandwidth is a number > 0, inf if free"
             )
 
 
@@ -111,8 +147,22 @@ class Links:
     def __post_init__(self) -> None:
         Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
         given = self.message_bytes
-        count = 1 if isinstance(given, (int, float)) else len(given)
-        per_stage(given, count, "Links.message_bytes")
+        per_stage(given, len(given) if hasattr(given, "__len__") else 1, "Links.message_bytes")
+        for pair, link in self.between.items():
+            whole = isinstance(pair, tuple) and all(type(device) is int for device in pair)
+            if not whole or len(pair) != 2 or pair[0] == pair[1] or not isinstance(link, Link):
+                raise ScheduleError(
+                    f"Links.between[{pair!r}]={link!r}: the key is a pair of different devices, "
+                    "the value a Link, for example {(0, 1): Link(latency_s=1e-5)}"
+                )
+
+    def check_devices(self, num_devices: int) -> None:
+        """Raise ScheduleError where ``between`` names a device that there is not."""
+        for pair in self.between:
+            if not all(0 <= device < num_devices for device in pair):
+                raise ScheduleError(
+                    f"Links.between[{pair}]: the devices of this schedule are 0..{num_devices - 1}"
+                )
 
     def link(self, source: int, target: int) -> Link:
         default = Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
@@ -120,15 +170,14 @@ class Links:
 
     def boundary_bytes(self, num_stages: int) -> list[float]:
         """Bytes across the boundary after each stage; the last stage's entry is unused."""
-        if isinstance(self.message_bytes, (int, float)):
-            return [self.message_bytes] * num_stages
-        given = list(self.message_bytes)
-        if len(given) == num_stages - 1:
-            given.append(0.0)
+        given = self.message_bytes
+        if not is_number(given) and len(given) == num_stages - 1:
+            given = (*given, 0.0)
         return per_stage(given, num_stages, "Links.message_bytes")
 
     def grouped(self, sizes: Sequence[int]) -> "Links":
         """The links of stages made of ``sizes`` adjacent stages each."""
+        _check_sizes(sizes)
         boundary = self.boundary_bytes(sum(sizes))
         kept, end = [], 0
         for size in sizes:
@@ -159,8 +208,12 @@ class Memory:
     gradient_bytes: PerStage = 0.0
     weight_bytes: PerStage = 0.0
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
     def grouped(self, sizes: Sequence[int]) -> "Memory":
         """The memory of stages made of ``sizes`` adjacent stages each: sums."""
+        _check_sizes(sizes)
         num_stages = sum(sizes)
 
         def sums(value: PerStage, name: str) -> tuple[float, ...]:
@@ -182,19 +235,45 @@ class Memory:
 class CoRun:
     """How two compute streams of one device slow each other down.
 
-    An action that alone fills the share ``occupancy`` (0..1) of the device shares it with another:
-    both then run ``max(1, sum of the two) * (1 + interference)`` times slower. Two actions of
-    occupancy 1 gain nothing from co-running; two of at most 1/2 hide each other entirely.
+    An action that alone fills the share ``occupancy`` (0..1; by kind, one number or one a stage)
+    of the device shares it with another: both then run ``max(1, sum of the two) * (1 +
+    interference)`` times slower. Two actions of occupancy 1 gain nothing from co-running; two of at
+    most 1/2 hide each other entirely. With ``end_together`` the shorter of the two is stretched, so
+    that both end when the longer one does: kernels of the two take turns, as in DualPipe's pair of
+    a forward and a backward.
+
+    Raises ScheduleError on shares outside 0..1 and a negative or unbounded interference.
     """
 
     occupancy: Mapping[Kind, PerStage] = field(default_factory=dict)
     default_occupancy: float = 1.0
     interference: float = 0.0
+    end_together: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_number(self.interference) or not 0 <= self.interference < inf:
+            raise ScheduleError(
+                f"CoRun.interference={self.interference!r}: a finite number >= 0, 0.05 for 5%"
+            )
+        shares: dict[str, PerStage] = {"default_occupancy": self.default_occupancy}
+        for kind, value in self.occupancy.items():
+            if not isinstance(kind, Kind):
+                raise ScheduleError(f"CoRun.occupancy[{kind!r}]: the key is a Kind, Kind.W")
+            shares[f"occupancy[{kind.value}]"] = value
+        for name, value in shares.items():
+            count = len(value) if hasattr(value, "__len__") else 1
+            if any(share > 1 for share in per_stage(value, count, f"CoRun.{name}")):
+                raise ScheduleError(f"CoRun.{name}={value!r}: a share of the device is in 0..1")
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raise ScheduleError where shares a stage are too few or too many."""
+        for kind, value in self.occupancy.items():
+            per_stage(value, num_stages, f"CoRun.occupancy[{kind.value}]")
 
     def share(self, action: Action) -> float:
         """The share of the device that the action fills alone."""
         value = self.occupancy.get(action.kind, self.default_occupancy)
-        return value if isinstance(value, (int, float)) else value[action.stage]
+        return value if is_number(value) else value[action.stage]
 
     def slowdown(self, first: Action, second: Action) -> float:
         """How many times slower each of the two runs while both run."""

@@ -29,7 +29,7 @@ def to_csv(schedule: Schedule) -> str:
     for device, steps in enumerate(schedule.devices):
         for place, item in enumerate(steps):
             plain = item.action.kind in _KINDS and item.action.span == 1
-            if not plain or item.resource is not Resource.MAIN or item.lag:
+            if not plain or item.resource is not Resource.MAIN or item.lag or item.after:
                 raise ScheduleError(
                     f"device {device}, step {place}, {item}: the CSV format holds only F, I, W and "
                     "B of one micro-batch on the main stream"
@@ -49,7 +49,7 @@ def from_csv(text: str, *, name: str = "imported") -> Schedule:
     """
     orders = [
         [action for place, cell in enumerate(row) for action in _cell(cell, rank, place)]
-        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+        for rank, row in enumerate(_rows(text))
     ]
     owner: dict[int, int] = {}
     for rank, order in enumerate(orders):
@@ -61,11 +61,26 @@ def from_csv(text: str, *, name: str = "imported") -> Schedule:
                 )
     if set(owner) != set(range(len(owner))) or not owner:
         raise ScheduleError(f"the CSV names stages {sorted(owner)}: they are numbered from 0")
+    batches = {action.microbatch for order in orders for action in order}
+    if batches != set(range(len(batches))):
+        raise ScheduleError(
+            f"the CSV has {len(batches)} micro-batches, up to {max(m or 0 for m in batches)}: they "
+            "are numbered from 0, without gaps"
+        )
     shape = PipelineShape(
-        num_microbatches=1 + max(action.microbatch or 0 for order in orders for action in order),
+        num_microbatches=len(batches),
         placement=(tuple(owner[stage] for stage in range(len(owner))),),
     )
     return schedule_of(name, shape, orders)
+
+
+def _rows(text: str) -> list[list[str]]:
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is no CSV text: pass the content of the file")
+    try:
+        return list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(f"the text is no CSV: {error}") from error
 
 
 def _cell(cell: str, rank: int, place: int) -> list[Action]:

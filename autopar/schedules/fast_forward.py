@@ -33,11 +33,13 @@ def fast_forward(
     ``durations`` (default F = I = W = 1) and ``links`` decide which ready action comes first.
     """
     devices = num_devices if num_devices is not None else max(1, num_stages // 2)
+    require(group_size >= 1, f"group_size={group_size} holds no layer", "use group_size=1")
+    groups = -(-num_stages // group_size)
     require(
-        group_size >= 1 and 1 <= devices <= -(-num_stages // group_size),
+        1 <= devices <= groups,
         f"fast_forward needs at least one group of layers a device, got {num_stages} layers in "
-        f"groups of {group_size} on {devices} devices",
-        f"use group_size={max(1, num_stages // max(1, devices))}",
+        f"{groups} groups on {devices} devices",
+        f"use num_devices={min(max(devices, 1), groups)}",
     )
     limit = devices if in_flight is None else in_flight
     require(limit >= 1, f"in_flight={limit} lets nothing start", "use in_flight=num_devices")

@@ -13,12 +13,12 @@ def interleaved(
     *, num_stages: int, num_microbatches: int, num_devices: int | None = None
 ) -> Schedule:
     """``num_devices`` defaults to half the stages. N must fill whole rounds of N // (N // D)."""
-    devices = num_devices if num_devices is not None else num_stages // 2
+    devices = num_devices if num_devices is not None else max(1, num_stages // 2)
     require(
         devices > 0 and num_stages % devices == 0,
         f"interleaved needs num_stages to be a multiple of num_devices, got {num_stages} and "
         f"{devices}",
-        "pass num_devices=num_stages // 2",
+        f"pass num_devices={_largest_divisor(num_stages, devices)}",
     )
     rounds = max(1, num_microbatches // devices)
     require(
@@ -34,6 +34,10 @@ def interleaved(
         for device in range(devices)
     ]
     return schedule_of("interleaved", shape, orders)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(d for d in range(min(max(limit, 1), number), 0, -1) if number % d == 0)
 
 
 def _device_order(

@@ -93,6 +93,7 @@ def transfer_s(shape: PipelineShape, links: Links | None) -> Callable[[Action, i
     """Seconds from an action's end on one device to its value's arrival on another."""
     if links is None:
         return lambda action, source, target: 0.0
+    links.check_devices(shape.num_devices)
     boundary = links.boundary_bytes(shape.num_stages)
 
     def seconds(action: Action, source: int, target: int) -> float:

@@ -75,9 +75,10 @@ def multi_stream(
             if any(allowed(layer, item) for item in regions)
         }
     for layer, number in placement.items():
+        whole = type(layer) is int and type(number) is int
         require(
-            0 <= layer < num_stages and 0 <= number < len(regions),
-            f"placement {layer}: {number} names a layer or a region that does not exist",
+            whole and 0 <= layer < num_stages and 0 <= number < len(regions),
+            f"placement {layer!r}: {number!r} names a layer or a region that does not exist",
             f"layers are 0..{num_stages - 1}, regions 0..{len(regions) - 1}",
         )
         require(

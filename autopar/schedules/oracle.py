@@ -24,7 +24,7 @@ from ortools.sat.python import cp_model
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
-from autopar.schedules.durations import Durations, Links, Memory, per_stage
+from autopar.schedules.durations import Durations, Links, Memory, is_number, per_stage
 from autopar.schedules.fixed_order import static_bytes
 from autopar.schedules.list_scheduler import data_edges, transfer_s
 from autopar.schedules.schedule import PipelineShape, Schedule, schedule_of
@@ -151,6 +151,24 @@ def _unit_s(values: Sequence[float], resolution: int) -> float:
     return float(measure) if longest / measure <= resolution else longest / resolution
 
 
+def _check_limits(
+    shape: PipelineShape,
+    max_bytes: Sequence[float] | None,
+    time_limit_s: float,
+    num_workers: int,
+    resolution: int,
+) -> None:
+    if max_bytes is not None and len(max_bytes) != shape.num_devices:
+        raise ScheduleError(
+            f"max_bytes has {len(max_bytes)} entries for {shape.num_devices} devices: one each"
+        )
+    if not is_number(time_limit_s) or not 0 < time_limit_s < float("inf"):
+        raise ScheduleError(f"time_limit_s={time_limit_s!r}: a finite number of seconds > 0")
+    for name, value in (("num_workers", num_workers), ("resolution", resolution)):
+        if type(value) is not int or value < 1:
+            raise ScheduleError(f"{name}={value!r}: a whole number, at least 1")
+
+
 def optimal_schedule(
     shape: PipelineShape,
     durations: Durations,
@@ -166,8 +184,11 @@ def optimal_schedule(
 ) -> OracleResult:
     """The best order of F, I and W on every device of the shape.
 
-    Raises ScheduleError when CP-SAT proves that nothing fits under the cap.
+    ``max_bytes`` caps each device; ``resolution`` is the most integer units of the longest action.
+    Raises ScheduleError when CP-SAT proves that nothing fits under the cap, or on limits that are
+    out of range.
     """
+    _check_limits(shape, max_bytes, time_limit_s, num_workers, resolution)
     built = _Model(shape, durations, links, resolution)
     if max_bytes is not None:
         built.cap_memory(memory or Memory(), max_bytes)

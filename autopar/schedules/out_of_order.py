@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.schedules.action import Action, Kind
 from autopar.schedules.conventional import conventional
-from autopar.schedules.durations import CoRun, Durations, Memory
+from autopar.schedules.durations import CoRun, Durations, Memory, is_number
 from autopar.schedules.multi_stream import Phase, Region, allowed, multi_stream, regions_of
 from autopar.schedules.reverse_first_k import reverse_first_k
 from autopar.schedules.schedule import Schedule
@@ -34,7 +34,8 @@ class KPoint(NamedTuple):
 class Gain:
     """The best schedule of a kind beside the conventional one.
 
-    ``curve`` holds every k that was tried, in order (empty for multi_stream). ``speedup`` is the
+    ``curve`` holds every k that was tried, in order (empty for multi_stream), and ``best_k`` the
+    smallest with the best time that fits the memory cap (None for multi_stream). ``speedup`` is the
     conventional iteration's time over the best one's, at least 1.
     """
 
@@ -43,16 +44,11 @@ class Gain:
     best_s: float
     schedule: Schedule
     curve: tuple[KPoint, ...] = ()
+    best_k: int | None = None
 
     @property
     def speedup(self) -> float:
         return self.conventional_s / self.best_s if self.best_s else 1.0
-
-    @property
-    def best_k(self) -> int | None:
-        """The smallest k with the best time that fits; None for multi_stream."""
-        fitting = [point for point in self.curve if point.iteration_s <= self.best_s]
-        return min((point.k for point in fitting), default=None)
 
 
 class _Steady(NamedTuple):
@@ -104,8 +100,10 @@ def reverse_first_k_gain(
 ) -> Gain:
     """The best k under the memory cap, and the curve over all k (or over those searched).
 
-    Raises ScheduleError when not even the conventional order fits.
+    ``durations`` are seconds of each layer, ``G`` those of its gradients' reduction. Raises
+    ScheduleError when not even the conventional order fits.
     """
+    _check_num_layers(num_layers)
     held = memory or Memory()
     known: dict[int, KPoint] = {}
 
@@ -116,12 +114,7 @@ def reverse_first_k_gain(
         return known[k]
 
     baseline = steady_state(conventional(num_stages=num_layers, reduces=True), durations, held)
-    require(
-        baseline.peak_memory_bytes <= max_memory_bytes,
-        f"the conventional order needs {baseline.peak_memory_bytes} bytes, more than "
-        f"max_memory_bytes={max_memory_bytes}",
-        "raise the cap, or recompute activations",
-    )
+    _require_fits(baseline, max_memory_bytes)
 
     def cost(k: int) -> float:
         fits = point(k).peak_memory_bytes <= max_memory_bytes
@@ -140,6 +133,24 @@ def reverse_first_k_gain(
         best_s=min(cost(best), baseline.iteration_s),
         schedule=reverse_first_k(num_stages=num_layers, k=best),
         curve=tuple(known[k] for k in sorted(known)),
+        best_k=best,
+    )
+
+
+def _check_num_layers(num_layers: int) -> None:
+    require(
+        type(num_layers) is int and num_layers >= 1,
+        f"num_layers={num_layers!r} is no number of layers",
+        "give a whole number, at least 1",
+    )
+
+
+def _require_fits(conventional_order: _Steady, max_memory_bytes: float) -> None:
+    require(
+        is_number(max_memory_bytes) and conventional_order.peak_memory_bytes <= max_memory_bytes,
+        f"the conventional order needs {conventional_order.peak_memory_bytes} bytes, more than "
+        f"max_memory_bytes={max_memory_bytes!r}",
+        "raise the cap, or recompute activations",
     )
 
 
@@ -154,11 +165,14 @@ def multi_stream_gain(
 ) -> Gain:
     """The gain of a second stream for W's, placed by co-run speed-up under the memory cap.
 
-    Without ``region_size``, powers of two are tried and the best is kept.
+    ``durations`` are seconds of each layer. Without ``region_size``, powers of two are tried and
+    the best is kept. Raises ScheduleError when not even the conventional order fits.
     """
+    _check_num_layers(num_layers)
     held = memory or Memory()
     best = conventional(num_stages=num_layers)
     baseline = steady_state(best, durations, held, co_run)
+    _require_fits(baseline, max_memory_bytes)
     best_s = baseline.iteration_s
     sizes = [2**power for power in range(num_layers.bit_length())]
     for size in sizes if region_size is None else [region_size]:

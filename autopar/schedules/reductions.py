@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
-from autopar.schedules.durations import Durations, Links
+from autopar.schedules.durations import Durations, Links, is_number
 from autopar.schedules.schedule import Resource, Schedule, Step, step
 from autopar.schedules.simulator import simulate
 from autopar.schedules.timeline import Interval, Timeline, covered_s
@@ -29,8 +29,13 @@ def with_reductions(
 
     A reduction is eager when, issued right after its stage's last W or B, at least
     ``hidden_share`` of its time falls into its devices' idle time before their last compute
-    action; all others are issued at the end of their device's list.
+    action; all others are issued at the end of their device's list. Raises ScheduleError when the
+    schedule already reduces, or for a share outside 0..1.
     """
+    if not is_number(hidden_share) or not 0 <= hidden_share <= 1:
+        raise ScheduleError(
+            f"hidden_share={hidden_share!r}: a share of a reduction's time, in 0..1"
+        )
     if schedule.shape.reduces:
         raise ScheduleError(f"schedule {schedule.name!r} already reduces its gradients")
     shape = schedule.shape

@@ -9,7 +9,8 @@ step's ``after`` hold a step back. ``lag`` 1 means that the step belongs to the 
 iteration: a weight gradient placed beside the next iteration's forward.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -45,6 +46,9 @@ DEFAULT_RESOURCE = {
     Kind.RECV_F: Resource.RECV,
     Kind.RECV_B: Resource.RECV,
 }
+
+
+_WHOLE = re.compile("0|[1-9][0-9]{0,8}")
 
 
 class Step(NamedTuple):
@@ -83,6 +87,8 @@ def step(
 
 def parse_step(text: str) -> Step:
     """Read a step's text, ``0W0@side~1>2F0``, back exactly. Raises ScheduleError."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is not a step: write it as text, for example '2F0'")
     rest, _, after_text = text.partition(">")
     rest, _, lag_text = rest.partition("~")
     action_text, _, resource_text = rest.partition("@")
@@ -100,6 +106,10 @@ def parse_step(text: str) -> Step:
     if str(parsed) != text:
         raise ScheduleError(f"{text!r} is not a step in its canonical form, {str(parsed)!r}")
     return parsed
+
+
+def _all_whole(values: Iterable[object]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +131,17 @@ class PipelineShape:
     offloaded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise ScheduleError(f"num_microbatches={self.num_microbatches}: at least 1 is needed")
-        if not self.placement or not self.placement[0]:
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"num_microbatches={self.num_microbatches!r}: a whole number, at least 1"
+            )
+        rows = self.placement if isinstance(self.placement, tuple) else ()
+        if not all(isinstance(row, tuple) and _all_whole(row) for row in (rows or [None])):
+            raise ScheduleError(
+                f"placement={self.placement!r}: give a tuple of whole-number devices, one a stage, "
+                "for each replica, ((0, 1, 2, 3),)"
+            )
+        if not rows[0]:
             raise ScheduleError("placement is empty: give one device per stage, ((0, 1, 2, 3),)")
         if len({len(row) for row in self.placement}) > 1:
             raise ScheduleError(
@@ -133,6 +151,8 @@ class PipelineShape:
         devices = {device for row in self.placement for device in row}
         if devices != set(range(len(devices))):
             raise ScheduleError(f"placement uses devices {sorted(devices)}: number them from 0")
+        if not isinstance(self.replica_of, tuple) or not _all_whole(self.replica_of):
+            raise ScheduleError(f"replica_of={self.replica_of!r}: a tuple of whole numbers")
         if self.replica_of and len(self.replica_of) != self.num_microbatches:
             raise ScheduleError(
                 f"replica_of has {len(self.replica_of)} entries for "
@@ -140,6 +160,16 @@ class PipelineShape:
             )
         if any(not 0 <= replica < len(self.placement) for replica in self.replica_of):
             raise ScheduleError(f"replica_of names a replica outside 0..{len(self.placement) - 1}")
+        for name in ("recomputed", "offloaded"):
+            stages = getattr(self, name)
+            known = isinstance(stages, tuple) and _all_whole(stages)
+            if not known or stages != tuple(
+                sorted(set(range(self.num_stages)).intersection(stages))
+            ):
+                raise ScheduleError(
+                    f"{name}={stages!r}: a tuple of stages in ascending order, each once, of "
+                    f"0..{self.num_stages - 1}"
+                )
 
     @property
     def num_stages(self) -> int:
@@ -182,6 +212,11 @@ class Schedule:
     name: str
     shape: PipelineShape
     devices: tuple[tuple[Step, ...], ...]
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or [name.strip()] != name.splitlines():
+            raise ScheduleError(f"name={name!r}: a schedule's name is one line, 'my schedule'")
 
     @property
     def num_actions(self) -> int:
@@ -235,6 +270,8 @@ def format_schedule(schedule: Schedule) -> str:
 
 def parse_schedule(text: str) -> Schedule:
     """Read ``format_schedule``'s text back. Raises ScheduleError naming the line."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is not a schedule: pass the text of format_schedule")
     header: dict[str, str] = {}
     devices: list[tuple[Step, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -244,7 +281,7 @@ def parse_schedule(text: str) -> Schedule:
         if key.startswith("device "):
             if key != f"device {len(devices)}":
                 raise ScheduleError(f"line {number}: expected 'device {len(devices)}', got {key!r}")
-            devices.append(tuple(parse_step(item) for item in value.split()))
+            devices.append(_parse_steps(value, number))
         elif key in header:
             raise ScheduleError(f"line {number}: {key!r} is given twice")
         else:
@@ -254,20 +291,37 @@ def parse_schedule(text: str) -> Schedule:
     missing = {"name", "num_microbatches", "placement"} - set(header)
     if unknown or missing:
         raise ScheduleError(f"header: unknown keys {sorted(unknown)}, missing {sorted(missing)}")
-    try:
-        shape = PipelineShape(
-            num_microbatches=int(header["num_microbatches"]),
-            placement=tuple(
-                tuple(int(item) for item in row.split()) for row in header["placement"].split("|")
-            ),
-            replica_of=tuple(int(item) for item in header.get("replica_of", "").split()),
-            reduces=header.get("reduces") == "yes",
-            updates=header.get("updates") == "yes",
-            recomputed=tuple(int(item) for item in header.get("recomputed", "").split()),
-            offloaded=tuple(int(item) for item in header.get("offloaded", "").split()),
-        )
-    except ScheduleError:
-        raise
-    except ValueError as error:
-        raise ScheduleError(f"header: {error}") from error
+    for key in ("reduces", "updates"):
+        if header.get(key, "yes") != "yes":
+            raise ScheduleError(
+                f"header, {key}: {header[key]!r}: write 'yes' or leave the line out"
+            )
+    counts = _parse_numbers(header, "num_microbatches")
+    shape = PipelineShape(
+        num_microbatches=counts[0] if len(counts) == 1 else 0,
+        placement=tuple(
+            _parse_numbers({"placement": row}, "placement")
+            for row in header["placement"].split("|")
+        ),
+        replica_of=_parse_numbers(header, "replica_of"),
+        reduces="reduces" in header,
+        updates="updates" in header,
+        recomputed=_parse_numbers(header, "recomputed"),
+        offloaded=_parse_numbers(header, "offloaded"),
+    )
     return Schedule(name=header["name"], shape=shape, devices=tuple(devices))
+
+
+def _parse_steps(text: str, line: int) -> tuple[Step, ...]:
+    try:
+        return tuple(parse_step(item) for item in text.split())
+    except ScheduleError as error:
+        raise ScheduleError(f"line {line}: {error}") from error
+
+
+def _parse_numbers(header: Mapping[str, str], key: str) -> tuple[int, ...]:
+    """Whole numbers as ``format_schedule`` writes them; none where the key is absent."""
+    words = header.get(key, "").split()
+    if not all(_WHOLE.fullmatch(word) for word in words):
+        raise ScheduleError(f"header, {key}: {header[key]!r}: write whole numbers, '0 1 2'")
+    return tuple(int(word) for word in words)

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Kind
 from autopar.schedules.build import GENERATORS, build
-from autopar.schedules.durations import Durations, Links, Memory, per_stage
+from autopar.schedules.durations import Durations, Links, Memory, is_number, per_stage
 from autopar.schedules.fixed_order import FixedOrder, static_bytes
 from autopar.schedules.list_scheduler import Policy, kind_priority, list_schedule
 from autopar.schedules.local_search import improve
@@ -34,7 +34,9 @@ _MOST_WORK = 4_000_000  # moves times actions, a few seconds a restart
 class SearchProblem:
     """What to schedule. Costs are one number for all blocks or one a block; ``max_memory_bytes``
     caps each device. ``reduces`` adds gradient reductions of ``durations.G`` seconds a block.
-    ``generators`` restricts the candidates (default: all that fit the shape)."""
+    ``generators`` restricts the named candidates (default: all that fit the shape); list schedules
+    compete in any case. Raises ScheduleError on costs of another length than ``num_blocks``, and on
+    numbers out of range."""
 
     num_devices: int
     num_microbatches: int
@@ -47,10 +49,28 @@ class SearchProblem:
     generators: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_devices <= self.num_blocks:
+        for name in ("num_devices", "num_microbatches", "num_blocks"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ScheduleError(f"{name}={value!r}: a whole number, at least 1")
+        if self.num_devices > self.num_blocks:
             raise ScheduleError(
                 f"num_devices={self.num_devices}, num_blocks={self.num_blocks}: give each device "
                 "at least one block"
+            )
+        if not is_number(self.max_memory_bytes) or not self.max_memory_bytes >= 0:
+            raise ScheduleError(
+                f"max_memory_bytes={self.max_memory_bytes!r}: a number of bytes, inf for no cap"
+            )
+        self.durations.table(self.num_blocks)
+        self.memory.grouped((1,) * self.num_blocks)
+        if self.links is not None:
+            self.links.boundary_bytes(self.num_blocks)
+            self.links.check_devices(self.num_devices)
+        names = self.generators or ()
+        if isinstance(names, str) or any(name not in GENERATORS for name in names):
+            raise ScheduleError(
+                f"generators={names!r}: a tuple of some of the names {sorted(GENERATORS)}"
             )
 
 
@@ -127,8 +147,19 @@ def search_schedule(
     seconds to better the result and to raise the bound. Give ``Memory.weight_bytes`` if copies of
     the weights (Chimera, DualPipe) shall count.
 
-    Raises ScheduleError when nothing fits the memory cap.
+    Raises ScheduleError when nothing fits the memory cap, or on a negative count.
     """
+    for name, count in (
+        ("num_moves", num_moves),
+        ("num_starts", num_starts),
+        ("num_restarts", num_restarts),
+    ):
+        if type(count) is not int or count < 0:
+            raise ScheduleError(f"{name}={count!r}: a whole number, 0 for no local search")
+    if not is_number(exact_time_s) or not 0 <= exact_time_s < float("inf"):
+        raise ScheduleError(f"exact_time_s={exact_time_s!r}: a finite number of seconds >= 0")
+    if type(seed) is not int:
+        raise ScheduleError(f"seed={seed!r}: a whole number")
     candidates: list[Candidate] = []
     staged: dict[tuple[int, ...], _Staged] = {}
     for view in _views(problem):
@@ -233,11 +264,6 @@ def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _generated(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
     allowed = view.problem.generators
-    unknown = sorted(set(allowed or ()) - set(GENERATORS))
-    if unknown:
-        raise ScheduleError(
-            f"no schedule is called {unknown[0]!r}: use some of {sorted(GENERATORS)}"
-        )
     for name, options in _options(view):
         if allowed is not None and name not in allowed:
             continue

@@ -64,8 +64,12 @@ class _Run:
         self.num_nodes = len(graph.steps)
         self.num_iterations = num_iterations
         self.links = links
-        self.boundary = links.boundary_bytes(graph.schedule.shape.num_stages) if links else []
+        shape = graph.schedule.shape
+        if links is not None:
+            links.check_devices(shape.num_devices)
+        self.boundary = links.boundary_bytes(shape.num_stages) if links else []
         self.co_run = co_run or CoRun()
+        self.co_run.check_stages(shape.num_stages)
         self.intervals: list[Interval] = []
         self.events: list[tuple[float, int, int, int]] = []
         self.sequence = 0
@@ -294,18 +298,27 @@ class _Run:
             for member in (queue, self.partner[queue])
             if member in self.current
         ]
-        slowdown = 1.0
-        if len(running) == 2:
-            slowdown = self.co_run.slowdown(
-                *(self.graph.steps[instance % self.num_nodes].action for instance in running)
-            )
         for instance in running:
-            self.left[instance] -= (time - self.updated[instance]) * self.rate[instance]
+            done = (time - self.updated[instance]) * self.rate[instance]
+            self.left[instance] = max(0.0, self.left[instance] - done)
             self.updated[instance] = time
+        slowdowns = self._slowdowns(running) if len(running) == 2 else [1.0]
+        for instance, slowdown in zip(running, slowdowns):
             self.rate[instance] = 1.0 / slowdown
             self.version[instance] += 1
-            end = time + max(0.0, self.left[instance]) * slowdown
+            end = time + self.left[instance] * slowdown
             self._push(end, instance, self.version[instance])
+
+    def _slowdowns(self, pair: list[int]) -> list[float]:
+        """How many times slower each of two co-running instances runs from now on."""
+        both = self.co_run.slowdown(
+            *(self.graph.steps[instance % self.num_nodes].action for instance in pair)
+        )
+        lefts = [self.left[instance] for instance in pair]
+        if not self.co_run.end_together or not all(lefts):
+            return [both, both]
+        end_s = min(lefts) * (both - 1.0) + max(lefts)
+        return [end_s / left for left in lefts]
 
     def _raise_stuck(self) -> None:
         waiting = [

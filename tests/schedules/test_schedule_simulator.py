@@ -1,6 +1,7 @@
 """The simulator against longest paths computed apart, and against cases worked out by hand."""
 
 import itertools
+from dataclasses import replace
 
 import networkx as nx
 import pytest
@@ -188,6 +189,21 @@ def test_co_running_gains_what_the_device_has_left(
     costs = Durations(F=1.0, I=(5.0, 2.0), W=(0.0, 5.0))
     co_run = CoRun(default_occupancy=share, interference=interference)
     assert simulate(schedule, costs, co_run=co_run).makespan_s == pytest.approx(makespan_s)
+
+
+@pytest.mark.parametrize(("share", "pair_s"), [(0.5, 6.0), (0.75, 7.0), (1.0, 8.0)])
+def test_a_pair_that_ends_together_takes_as_long_and_gives_its_first_output_at_the_end(
+    share: float, pair_s: float
+) -> None:
+    """F of 2 s beside B of 6 s: all of F is slowed down, and so is as much of B."""
+    schedule = by_hand("0 0", "0F0 1F0 1B0 0B0 0F1@side>1F0 1F1 1B1 0B1", batches=2)
+    costs = Durations(F=2.0, B=6.0)
+    co_run = CoRun(default_occupancy=share)
+    apart = spans(simulate(schedule, costs, co_run=co_run))
+    joined = spans(simulate(schedule, costs, co_run=replace(co_run, end_together=True)))
+    assert apart["1B0"] == joined["1B0"] == (4.0, 4.0 + pair_s)
+    assert apart["0F1"] == (4.0, 4.0 + 2.0 * 2 * share)
+    assert joined["0F1"] == (4.0, 4.0 + pair_s)
 
 
 def test_a_step_waits_for_the_action_it_names() -> None:
