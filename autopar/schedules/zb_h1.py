@@ -1,4 +1,7 @@
-"""ZB-H1: zero bubble at 1F1B's memory. Bubble (D-1)(F+I-W) seconds, at most D activations."""
+"""ZB-H1: a third of 1F1B's bubble at its memory, at most D activations (Qi et al., ICLR 2024).
+
+Bubble (D-1)(F+I-W) seconds for W <= F and W <= I, inside each device's span and of the makespan.
+"""
 
 from autopar.schedules.schedule import Schedule
 from autopar.schedules.zero_bubble import delayed_weights

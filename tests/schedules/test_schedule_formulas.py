@@ -63,6 +63,15 @@ def test_zb_h2(depth: int, batches: int, costs: Durations) -> None:
     assert max(found.peak_activations) == 2 * depth - 1
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_zb_h2_idles_where_forwards_run_out_before_the_first_gradient(depth: int) -> None:
+    """No order does better: the first gradient is back after 2D-1 units, of which N are filled."""
+    for batches in range(depth, 2 * depth - 1):
+        found = timeline("zb_h2", depth, batches, UNIT)
+        assert found.bubble_s == pytest.approx(2 * depth - 1 - batches)
+        assert max(found.peak_activations) == batches
+
+
 @pytest.mark.parametrize(("depth", "batches"), [(4, 8), (6, 18), (8, 64), (16, 48)])
 def test_zb_v_has_no_bubble_at_equal_costs(depth: int, batches: int) -> None:
     found = timeline("zb_v", 2 * depth, batches, UNIT)
