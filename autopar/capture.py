@@ -26,6 +26,7 @@ from autopar.exported import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.graph import Graph, verify
 from autopar.torch_private import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensorMode,
     keyed_leaves,
     mark_no_grad_regions,
@@ -271,7 +272,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
 def _fails_without_export(step: _Step, args: Any, kwargs: Any) -> bool:
     try:
         step(*args, **kwargs)
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         return False
     except Exception:
         return True

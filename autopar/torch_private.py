@@ -14,6 +14,7 @@ from torch import nn
 # torch._subclasses.FakeTensorMode: tensors without data (2.11 to 2.13).
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "canonical_call",

@@ -122,6 +122,14 @@ def test_a_size_that_depends_on_values_is_refused_with_line_and_fix():
         capture(model, (torch.randn(4, 4),))
 
 
+def test_a_mask_that_chooses_rows_is_not_blamed_on_the_inputs():
+    def masked_loss(model: Odd, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model.linear(x)[x[:, 0] > 0], x.long()[x[:, 0] > 0, 0])
+
+    with pytest.raises(CaptureError):
+        capture(Odd(masked_loss), (torch.randn(4, 4),))
+
+
 def test_running_statistics_carry_no_gradient():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     graph = capture(model, (torch.randn(4, 4),), loss_fn=lambda y: y.sum()).graph
