@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import families, others, vision
+from tests.models import families, others, uneven, vision
 
 Batch = dict[str, Tensor]
 BATCH, SEQUENCE, VOCABULARY = 4, 8, 32
@@ -162,8 +162,16 @@ MORE_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }  # fmt: skip
 
 
+UNEVEN_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "odd_gpt2": (uneven.gpt2, uneven.odd_tokens),
+    "odd_llama": (uneven.llama, uneven.odd_tokens),
+    "odd_vit": (uneven.vit, uneven.odd_images),
+    "odd_layers": (uneven.Odd, uneven.odd_vectors),
+}
+
+
 def build(name: str) -> tuple[nn.Module, Callable[[int], Any]]:
     """A freshly seeded model of the zoo in train mode, and its batch maker (seed to batch)."""
-    make, batch = {**MODELS, **MORE_MODELS}[name]
+    make, batch = {**MODELS, **MORE_MODELS, **UNEVEN_MODELS}[name]
     torch.manual_seed(0)
     return make().train(), batch

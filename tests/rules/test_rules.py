@@ -50,7 +50,7 @@ def test_every_choice_equals_the_unsplit_op(target):
     dtypes = [torch.bfloat16] if "._grouped_mm" in target else dtypes
     dtypes += [torch.int64] if target in INTEGER_TOO else []
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data(), st.sampled_from(MESHES), st.sampled_from(dtypes), st.integers(0, 2**31))
     def check(data, mesh, dtype, seed):
         new = New(dtype, torch.Generator().manual_seed(seed))

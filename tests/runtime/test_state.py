@@ -30,17 +30,18 @@ M4 = Mesh(("z",), (4,))
 
 
 class Tied(nn.Module):
-    """Tied weights, a frozen parameter, an unused one, a scalar one and a changing buffer."""
+    """Tied weights, sizes that do not divide, a changing buffer; a parameter that is frozen, one
+    that is unused and a scalar one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(12, 8)
+        self.embedding = nn.Embedding(11, 8)
         self.qkv = nn.Linear(8, 24)
         self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 12, bias=False)
+        self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor(0.5))
-        self.unused = nn.Parameter(torch.ones(4))
+        self.unused = nn.Parameter(torch.ones(7))
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def make_model() -> Tied:
 
 def make_batch(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids, labels = torch.randint(0, 12, (2, 8), generator=generator)
+    ids, labels = torch.randint(0, 11, (2, 8), generator=generator)
     return {"ids": ids, "labels": labels}
 
 
@@ -73,6 +74,7 @@ STORED: dict[str, tuple[Mesh, dict[str, Placements]]] = {
             "embedding.weight": (S(0), S(1)),
             "norm.weight": (S(0), S(0, 2)),
             "norm.bias": (R, S(0)),
+            "unused": (S(0), S(0, 2)),
         },
     ),
     "4": (M4, {"qkv.weight": (S(0),), "embedding.weight": (S(0),), "unused": (S(0),)}),
