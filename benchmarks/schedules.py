@@ -44,32 +44,34 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def scale() -> list[Row]:
-    """Build, verify and simulate 64 stages and 512 micro-batches."""
-    rows = []
+    """Build, verify and simulate 64 stages and 512 micro-batches; the fastest of three runs."""
+    schedules: tuple[tuple[str, Row], ...] = (
+        ("1f1b", {}),
+        ("zb_h1", {}),
+        ("chimera", {"num_pipelines": 4}),
+    )
+    return [
+        min((scaled(name, options) for _ in range(3)), key=lambda row: row["total_s"])
+        for name, options in schedules
+    ]
+
+
+def scaled(name: str, options: Row) -> Row:
+    """One run: wall seconds of each part, and processor seconds of all."""
     links = Links(latency_s=0.01, bandwidth_bytes_per_s=100.0, message_bytes=1.0)
-    for name, options in (("1f1b", {}), ("zb_h1", {}), ("chimera", {"num_pipelines": 4})):
-        cpu = time.process_time()
-        build_s, schedule = timed(
-            lambda name=name, options=options: build(
-                name, num_stages=64, num_microbatches=512, **options
-            )
-        )
-        verify_s, _ = timed(lambda schedule=schedule: verify(schedule))
-        simulate_s, _ = timed(
-            lambda schedule=schedule: simulate(schedule, Durations(F=1, I=1, W=1), links)
-        )
-        rows.append(
-            {
-                "schedule": name,
-                "actions": schedule.num_actions,
-                "build_s": build_s,
-                "verify_s": verify_s,
-                "simulate_s": simulate_s,
-                "total_s": round(build_s + verify_s + simulate_s, 3),
-                "total_cpu_s": round(time.process_time() - cpu, 3),
-            }
-        )
-    return rows
+    cpu = time.process_time()
+    build_s, schedule = timed(lambda: build(name, num_stages=64, num_microbatches=512, **options))
+    verify_s, _ = timed(lambda: verify(schedule))
+    simulate_s, _ = timed(lambda: simulate(schedule, Durations(F=1, I=1, W=1), links))
+    return {
+        "schedule": name,
+        "actions": schedule.num_actions,
+        "build_s": build_s,
+        "verify_s": verify_s,
+        "simulate_s": simulate_s,
+        "total_s": round(build_s + verify_s + simulate_s, 3),
+        "total_cpu_s": round(time.process_time() - cpu, 3),
+    }
 
 
 def bubbles() -> list[Row]:
@@ -89,10 +91,13 @@ def bubbles() -> list[Row]:
         ("v_half", 2, {}),
         ("v_min", 2, {}),
         ("dualpipe", 1, {}),
+        ("dualpipe", 1, {"overlap": True}),
     ):
         schedule = build(name, num_stages=8 * per_device, num_microbatches=32, **options)
         unit = 1 / per_device
-        found = simulate(schedule, Durations(F=unit, I=unit, W=unit))
+        # a pair on two streams takes F + B, in turns
+        co_run = CoRun(end_together=True)
+        found = simulate(schedule, Durations(F=unit, I=unit, W=unit), co_run=co_run)
         rows.append(
             {
                 "schedule": name,
