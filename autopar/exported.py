@@ -281,12 +281,14 @@ class ProgramReader:
             if value["kind"] in (ValueKind.PARAMETER, ValueKind.INPUT, ValueKind.BUFFER):
                 used.add(index)
         new_index = {old: new for new, old in enumerate(sorted(used))}
+        loss, outputs = user[0], [i for i in user[1:] if i is not None]
+        if loss is not None:
+            self._stop_gradients_beside(loss, ops)
         values = tuple(
             Value(index=new_index[old], **{**self.values[old], "fixed": old in fixed})
             for old in sorted(used)
         )
         new_ops = tuple(_renumber(op, i, new_index) for i, op in enumerate(ops))
-        loss, outputs = user[0], [i for i in user[1:] if i is not None]
         return Graph(
             values=values,
             ops=new_ops,
@@ -300,6 +302,21 @@ class ProgramReader:
                 (v.name, self.constants[v.name]) for v in values if v.kind is ValueKind.CONSTANT
             ),
         )
+
+    def _stop_gradients_beside(self, loss: int, ops: Sequence[dict[str, Any]]) -> None:
+        """No gradient comes back through what the loss does not depend on (further outputs).
+
+        Were it computed, it would be zero, and a zero gradient is not none: it lets an optimizer
+        decay its parameter. Parameters themselves stay as the model has them.
+        """
+        reached = {loss}
+        for op in reversed(ops):
+            outputs = [o for o in op["outputs"] if o is not None]
+            if any(o in reached and self.values[o]["differentiable"] for o in outputs):
+                reached.update(_op_inputs(op))
+        for index, value in enumerate(self.values):
+            if value["kind"] is ValueKind.ACTIVATION and index not in reached:
+                value["differentiable"] = False
 
     def _propagate_fixed(self, mutated: set[int]) -> set[int]:
         fixed = {

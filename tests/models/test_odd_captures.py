@@ -130,6 +130,39 @@ def test_a_mask_that_chooses_rows_is_not_blamed_on_the_inputs():
         capture(Odd(masked_loss), (torch.randn(4, 4),))
 
 
+class TwoHeads(nn.Module):
+    """The loss is of one head; the other is an output only, or read without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layers(num_layers: int) -> nn.Sequential:  # long enough for a block of its own
+            return nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
+
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.side, self.teacher = layers(6), layers(6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x).relu()
+        side, target, out = self.side(y), self.teacher(y), self.head(y)
+        return {"side": side * 2, "loss": (out - target.detach()).square().mean()}
+
+
+def test_what_the_loss_does_not_depend_on_gets_no_gradient():
+    model = TwoHeads().double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    captured = capture(model, {"x": x})
+    model(x)["loss"].backward()
+    expected = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert expected == {"body.weight", "body.bias", "head.weight", "head.bias"}
+    analysis = Analysis(captured.graph)
+    for seed in range(NUM_SEEDS):
+        strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
+        assert set(lockstep_steps(strategy, captured, state_of(model), [{"x": x}]).gradients) == (
+            expected
+        )
+
+
 def test_running_statistics_carry_no_gradient():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     graph = capture(model, (torch.randn(4, 4),), loss_fn=lambda y: y.sum()).graph
