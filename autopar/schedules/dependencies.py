@@ -23,6 +23,8 @@ from autopar.schedules.action import Action, Kind
 from autopar.schedules.schedule import Resource, Schedule, Step
 
 ABSENT = -1
+_TO_NEXT = (Kind.SEND_F, Kind.RECV_B)  # exchanged with the next stage
+_TO_PREVIOUS = (Kind.SEND_B, Kind.RECV_F)
 
 
 class ActionIndex:
@@ -91,9 +93,9 @@ class ActionGraph:
 def peer_of(schedule: Schedule, action: Action) -> int:
     """The other device of a send or a receive; -1 for every other action."""
     kind, shape = action.kind, schedule.shape
-    if kind is Kind.SEND_F or kind is Kind.RECV_B:
+    if kind in _TO_NEXT:
         stage = action.stage + 1
-    elif kind is Kind.SEND_B or kind is Kind.RECV_F:
+    elif kind in _TO_PREVIOUS:
         stage = action.stage - 1
     else:
         return -1
@@ -194,14 +196,26 @@ def _carried(
     return edges
 
 
+def check_device_count(schedule: Schedule) -> None:
+    """Raise ScheduleError unless there is a list of steps for each device of the placement."""
+    if len(schedule.devices) != schedule.shape.num_devices:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} lists {len(schedule.devices)} devices, its placement "
+            f"uses {schedule.shape.num_devices}"
+        )
+
+
 def _check_actions(schedule: Schedule) -> None:
     """The numbers by which actions are found; ``verify`` has looked at them before."""
     shape = schedule.shape
     stages, replicas, batches = shape.num_stages, shape.num_replicas, shape.num_microbatches
+    check_device_count(schedule)
     for device, items in enumerate(schedule.devices):
         for action, *_ in items:
             first = action.microbatch or 0
-            inside = 0 <= action.stage < stages and 0 <= action.replica < replicas
+            last = stages - 1 if action.kind in _TO_NEXT else stages
+            inside = (action.kind in _TO_PREVIOUS) <= action.stage < last
+            inside = inside and 0 <= action.replica < replicas
             if not inside or first < 0 or first + action.span > batches:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, device {device}: there is no {action} among "

@@ -63,8 +63,9 @@ def _check_sizes(sizes: Sequence[int]) -> None:
 class Durations:
     """Seconds of each kind of action for one micro-batch: one number, or one a stage.
 
-    ``B`` defaults to I + W and ``R`` to F. ``G`` is the whole reduction of a stage's gradients.
-    An action over several micro-batches takes the sum of their times.
+    ``B`` defaults to I + W and ``R`` to F; a schedule that splits backwards needs I and W. ``G`` is
+    the whole reduction of a stage's gradients. An action over several micro-batches takes the sum
+    of their times.
     """
 
     F: PerStage
@@ -93,6 +94,17 @@ class Durations:
         table[Kind.R] = (
             table[Kind.F] if self.R is None else per_stage(self.R, num_stages, "Durations.R")
         )
+        return table
+
+    def split_table(self, num_stages: int) -> dict[Kind, list[float]]:
+        """``table`` for schedules that split backwards; raises where I and W were not given."""
+        table = self.table(num_stages)
+        for i, w, b in zip(table[Kind.I], table[Kind.W], table[Kind.B]):
+            if b and not i and not w:
+                raise ScheduleError(
+                    f"Durations(B={self.B!r}) says nothing about I and W, into which backwards are "
+                    "split here: give both, Durations(F=1.0, I=1.0, W=1.0)"
+                )
         return table
 
     def grouped(self, sizes: Sequence[int]) -> "Durations":

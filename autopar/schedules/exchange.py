@@ -42,8 +42,9 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, *, name: str = "imported") -> Schedule:
-    """Read one row a rank; empty cells are idle, an overlapped pair is its two actions in turn.
+    """Read one row a rank; an overlapped pair is its two actions in turn.
 
+    Empty cells are idle, and empty lines are skipped.
     Stages, micro-batches and placement are read off the actions; call ``verify`` on the result.
     Raises ScheduleError naming the rank and cell of anything that is no action.
     """
@@ -78,7 +79,7 @@ def _rows(text: str) -> list[list[str]]:
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is no CSV text: pass the content of the file")
     try:
-        return list(csv.reader(io.StringIO(text), strict=True))
+        return [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
         raise ScheduleError(f"the text is no CSV: {error}") from error
 

@@ -125,7 +125,8 @@ class _Run:
             for microbatch in range(shape.num_microbatches)
             for stage in range(shape.num_stages)
         ]
-        table = durations.table(shape.num_stages)
+        costs = durations.split_table if policy.split else durations.table
+        table = costs(shape.num_stages)
         self.cost = [table[action.kind][action.stage] for action in self.actions]
         self.device = [shape.placement[item.replica][item.stage] for item in self.actions]
         self.keys = [policy.priority(action) for action in self.actions]

@@ -35,7 +35,11 @@ class Region:
 
 def regions_of(num_stages: int, region_size: int) -> tuple[Region, ...]:
     """All regions in the order in which the main stream runs them."""
-    require(region_size >= 1, f"region_size={region_size} holds no layer", "use region_size=1")
+    require(
+        type(region_size) is int and region_size >= 1,
+        f"region_size={region_size!r} is no number of layers",
+        "use region_size=1",
+    )
     starts = range(0, num_stages, region_size)
     spans = [(start, min(start + region_size, num_stages) - 1) for start in starts]
     backward = [

@@ -54,7 +54,7 @@ class _Model:
     ) -> None:
         self.shape = shape
         self.model = cp_model.CpModel()
-        table = durations.table(shape.num_stages)
+        table = durations.split_table(shape.num_stages)
         seconds = {
             shape.action(stage, kind, m): table[kind][stage]
             for kind in _KINDS

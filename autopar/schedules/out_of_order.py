@@ -202,7 +202,7 @@ def place_weights(
     soonest, and the last in the next forward, which leaves the early ones to the layers that have
     no other. A layer that finds none stays on the main stream.
     """
-    table = durations.table(num_layers)
+    table = durations.split_table(num_layers)
     regions = regions_of(num_layers, region_size)
     free = [
         sum(table[_main_kind(region)][layer] for layer in _layers(region)) for region in regions

@@ -217,6 +217,14 @@ class Schedule:
         name = self.name
         if not isinstance(name, str) or [name.strip()] != name.splitlines():
             raise ScheduleError(f"name={name!r}: a schedule's name is one line, 'my schedule'")
+        rows = self.devices if isinstance(self.devices, tuple) else (None,)
+        if not all(isinstance(row, tuple) for row in rows) or not all(
+            isinstance(item, Step) for row in self.devices for item in row
+        ):
+            raise ScheduleError(
+                f"schedule {name!r}: devices is a tuple with a tuple of steps for each device, "
+                "((step(parse_action('0F0')), step(parse_action('0B0'))),)"
+            )
 
     @property
     def num_actions(self) -> int:

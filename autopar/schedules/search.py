@@ -36,7 +36,7 @@ class SearchProblem:
     caps each device. ``reduces`` adds gradient reductions of ``durations.G`` seconds a block.
     ``generators`` restricts the named candidates (default: all that fit the shape); list schedules
     compete in any case. Raises ScheduleError on costs of another length than ``num_blocks``, and on
-    numbers out of range."""
+    numbers out of range. Backwards are split, so ``durations`` gives I and W."""
 
     num_devices: int
     num_microbatches: int
@@ -62,7 +62,11 @@ class SearchProblem:
             raise ScheduleError(
                 f"max_memory_bytes={self.max_memory_bytes!r}: a number of bytes, inf for no cap"
             )
-        self.durations.table(self.num_blocks)
+        if not isinstance(self.durations, Durations):
+            raise ScheduleError(
+                f"durations={self.durations!r}: pass Durations(F=1.0, I=1.0, W=1.0)"
+            )
+        self.durations.split_table(self.num_blocks)
         self.memory.grouped((1,) * self.num_blocks)
         if self.links is not None:
             self.links.boundary_bytes(self.num_blocks)

@@ -37,6 +37,10 @@ def simulate(
     Raises ScheduleError when a cost has the wrong length, or when the schedule cannot be played
     to its end; ``verify`` says why.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"{schedule!r} is no Schedule: make one with build(name, ...)")
+    if not isinstance(durations, Durations):
+        raise ScheduleError(f"durations={durations!r}: pass Durations(F=1.0, I=1.0, W=1.0)")
     if type(num_iterations) is not int or num_iterations < 1:
         raise ScheduleError(f"num_iterations={num_iterations!r}: a whole number, at least 1")
     run = _Run(action_graph(schedule), durations, links, co_run, num_iterations)
@@ -81,7 +85,9 @@ class _Run:
         self._prepare_co_run()
 
     def _prepare_costs(self, durations: Durations) -> None:
-        table = durations.table(self.graph.schedule.shape.num_stages)
+        splits = any(item.action.kind is Kind.I for item in self.graph.steps)
+        costs = durations.split_table if splits else durations.table
+        table = costs(self.graph.schedule.shape.num_stages)
         self.cost = [
             table[item.action.kind][item.action.stage] * item.action.span
             if item.action.kind in table

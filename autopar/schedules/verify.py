@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
-from autopar.schedules.dependencies import ABSENT, ActionGraph, action_graph, peer_of
+from autopar.schedules.dependencies import (
+    ABSENT,
+    ActionGraph,
+    action_graph,
+    check_device_count,
+    peer_of,
+)
 from autopar.schedules.schedule import PipelineShape, Resource, Schedule, Step
 
 _COMPUTE = (Resource.MAIN, Resource.SIDE)
@@ -39,11 +45,9 @@ class Violation(NamedTuple):
 
 def verify(schedule: Schedule) -> None:
     """Raise ScheduleError for the first rule that the schedule breaks."""
-    if len(schedule.devices) != schedule.shape.num_devices:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} lists {len(schedule.devices)} devices, its placement "
-            f"uses {schedule.shape.num_devices}"
-        )
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"{schedule!r} is no Schedule: make one with build(name, ...)")
+    check_device_count(schedule)
     for step_rule in STEP_RULES:
         _raise_first(schedule, step_rule(schedule))
     graph = action_graph(schedule)

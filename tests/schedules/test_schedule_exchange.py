@@ -20,7 +20,7 @@ from autopar.schedules.schedule import schedule_of
 from autopar.torch_private import pipeline_csv, validate_pipeline_csv
 
 EXPORTED = tuple(name for name in PLAIN if name != "dualpipe")
-COSTS = (Durations(F=1, I=1, W=1), Durations(F=2, I=2, W=1), Durations(F=1, B=2))
+COSTS = (Durations(F=1, I=1, W=1), Durations(F=2, I=2, W=1), Durations(F=1, I=1, W=1, B=2.5))
 
 
 @settings(deadline=None, max_examples=60)

@@ -278,6 +278,44 @@ def test_actions_that_the_shape_lacks_are_not_simulated(steps: str) -> None:
     refused(r"call verify\(schedule\)", simulate, schedule, UNIT)
 
 
+@pytest.mark.parametrize("steps", ["0F0 0SEND_F0 0B0", "0F0 0RECV_F0 0B0", "0F0 0SEND_B0 0B0"])
+def test_messages_to_stages_that_do_not_exist_are_not_simulated(steps: str) -> None:
+    schedule = parse_schedule(ONE_STAGE + f"device 0: {steps}\n")
+    refused(r"call verify\(schedule\)", simulate, schedule, UNIT, Links())
+
+
+@pytest.mark.parametrize("devices", ["", "device 0: 0F0\ndevice 1: 0B0\n"])
+def test_every_device_has_one_list(devices: str) -> None:
+    schedule = parse_schedule(ONE_STAGE + devices)
+    refused("lists . devices, its placement uses 1", simulate, schedule, UNIT)
+    refused("lists . devices, its placement uses 1", verify, schedule)
+
+
+def test_lists_are_tuples_of_steps() -> None:
+    for devices in (list(CHAIN.devices), tuple(map(list, CHAIN.devices)), (("0F0",),), None):
+        refused("a tuple of steps for each device", replace, CHAIN, devices=devices)
+
+
+@pytest.mark.parametrize("value", [None, {"F": 1}, 1.0, "1f1b"])
+def test_schedules_and_durations_are_of_their_types(value: Any) -> None:
+    refused("is no Schedule", verify, value)
+    refused("is no Schedule", simulate, value, UNIT)
+    refused("durations=.*: pass Durations", simulate, CHAIN, value)
+    refused("durations=.*: pass Durations", replace, PROBLEM, durations=value)
+
+
+def test_split_backwards_need_the_times_of_both_parts() -> None:
+    """Else I and W would count as nothing, and any split schedule would win."""
+    whole = Durations(F=1, B=2)
+    assert simulate(CHAIN, whole).makespan_s == 7 * 3
+    split = build("zb_h1", num_stages=4, num_microbatches=4)
+    refused("says nothing about I and W", simulate, split, whole)
+    refused("says nothing about I and W", replace, PROBLEM, durations=whole)
+    refused("says nothing about I and W", optimal_schedule, CHAIN.shape, whole)
+    counts = {"num_stages": 4, "num_microbatches": 4}
+    refused("says nothing about I and W", build, "fast_forward", **counts, durations=whole)
+
+
 def test_an_order_that_does_not_fit_is_refused_by_both_gains() -> None:
     memory = Memory(activation_bytes=10.0)
     for value in (29.0, math.nan, "30"):
