@@ -67,7 +67,9 @@ def block_of(devices: int, steps: Sequence[int], turns: Sequence[int]) -> list[D
             return None
         weights = []
         for unit in passes[2:]:
-            weights.append(next(u for u in range(unit + 1, unit + 7) if u % PERIOD not in taken))
+            weights.append(
+                next(u for u in range(unit + 1, unit + PERIOD + 1) if u % PERIOD not in taken)
+            )
             taken.add(weights[-1] % PERIOD)
         blocks.append(DeviceBlock(*passes, *weights))
     return blocks
