@@ -1,15 +1,7 @@
 """What the user may force, forbid or pin; each constraint narrows the choices of the search.
 
-``Force("zero3", axis="dp")`` and ``Forbid("tensor_parallel")`` speak of the known strategies as
-rows of the placement table, one mesh axis at a time:
-
-==================  ===================  ====================  ==================
-strategy            parameters stored    parameters needed     inputs
-==================  ===================  ====================  ==================
-data_parallel       R                    R or V                S on the batch
-zero3               S where possible     R or V                S on the batch
-tensor_parallel     as needed            S where possible      R
-==================  ===================  ====================  ==================
+``Force("zero3", axis="dp")`` and ``Forbid("tensor_parallel")`` speak of the known strategies, one
+mesh axis at a time; `autopar.parallelism` has the table of them.
 """
 
 from __future__ import annotations
@@ -18,26 +10,18 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
 from autopar.errors import ConstraintError
-from autopar.graph import ValueKind
 from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, State, parse_placement
-from autopar.pricing import Array, OpTable, PlacementTable, ValueTable
+from autopar.parallelism import Mask, Masks, Parallelism, forbid_masks, force_masks
+from autopar.placement import Placements, parse_placement
+from autopar.pricing import Array, OpTable, ValueTable
 from autopar.problem import NodeKind, PricedGraph
 from autopar.rules import parse_choice
 
-
-class Parallelism(StrEnum):
-    """The known strategies, by their usual names."""
-
-    DATA_PARALLEL = "data_parallel"
-    ZERO3 = "zero3"
-    TENSOR_PARALLEL = "tensor_parallel"
+FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_PARALLEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +37,17 @@ class Force:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Never split what this strategy would split, on one mesh axis or on all."""
+    """Never split what this strategy would split, on one mesh axis or on all.
+
+    ``parallelism`` is ``data_parallel`` (the batch), ``zero3`` (parameters as stored) or
+    ``tensor_parallel`` (parameters as used).
+    """
 
     parallelism: str
     axis: str | None = None
 
     def __post_init__(self) -> None:
-        _check_parallelism(self.parallelism)
+        _check_parallelism(self.parallelism, FORBIDDABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +86,6 @@ class MemoryBudget:
 
 Constraint = Force | Forbid | Pin | MemoryBudget
 
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
-"""Which choices of one node are allowed."""
-
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -116,44 +101,63 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _check_parallelism(name: str) -> None:
-    if name not in list(Parallelism):
-        known = ", ".join(Parallelism)
-        raise ConstraintError(f"unknown strategy {name!r}; known are: {known}")
+def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Parallelism)) -> None:
+    if name not in known:
+        raise ConstraintError(f"unknown strategy {name!r}; known are: {', '.join(known)}")
 
 
 def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Array, ...]:
     """Node costs with +inf where a constraint forbids a choice.
 
-    Raises ConstraintError where one names nothing, or leaves a node without any choice.
+    Nodes that share their costs and what is left of them share the narrowed costs too, so that
+    the search still sees what repeats. Raises ConstraintError where a constraint names nothing,
+    or leaves a node without any choice.
     """
-    costs = [np.array(c) for c in priced.costs]
-    by_name: list[list[str]] = [[] for _ in costs]
+    given: dict[int, list[tuple[str, Mask]]] = {}
     for constraint in constraints:
         if isinstance(constraint, MemoryBudget):
             continue
-        masks = _masks(priced, constraint)
-        for node, mask in masks.items():
-            costs[node][~mask] = np.inf
-            by_name[node].append(str(constraint))
-            if not np.isfinite(costs[node]).any():
-                raise ConstraintError(
-                    f"nothing is left to choose for {priced.nodes[node].kind} "
-                    f"{priced.nodes[node].name!r} under {' and '.join(by_name[node])}; drop one"
-                )
-    return tuple(
-        original if not by_name[n] else costs[n] for n, original in enumerate(priced.costs)
+        for node, mask in _masks(priced, constraint).items():
+            given.setdefault(node, []).append((str(constraint), mask))
+            _check_choices(priced, node, given[node])
+    together = {node: np.logical_and.reduce([m for _, m in each]) for node, each in given.items()}
+    return narrowed(priced, together)
+
+
+def _check_choices(priced: PricedGraph, node: int, given: Sequence[tuple[str, Mask]]) -> None:
+    """Raise ConstraintError where nothing is left, naming the last and the one it contradicts."""
+    if np.logical_and.reduce([mask for _, mask in given]).any():
+        return
+    name, last = given[-1]
+    clash = [other for other, mask in given[:-1] if not (mask & last).any()]
+    named = [name] if not last.any() else [*(clash[:1] or [n for n, _ in given[:-1]]), name]
+    decision = priced.nodes[node]
+    raise ConstraintError(
+        f"nothing is left to choose for {decision.kind} {decision.name!r} under "
+        f"{' and '.join(named)}; drop one"
     )
 
 
-def _masks(priced: PricedGraph, constraint: Constraint) -> dict[int, Mask]:
+def narrowed(priced: PricedGraph, masks: Masks) -> tuple[Array, ...]:
+    """Node costs with +inf outside the masks, equal ones as one array."""
+    shared: dict[tuple[int, bytes], Array] = {}
+    costs = list(priced.costs)
+    for node, mask in masks.items():
+        key = (id(costs[node]), mask.tobytes())
+        if key not in shared:
+            shared[key] = np.where(mask, costs[node], np.inf)
+        costs[node] = shared[key]
+    return tuple(costs)
+
+
+def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:
     if isinstance(constraint, Pin):
         return _pin_masks(priced, constraint)
     assert isinstance(constraint, Force | Forbid)
-    masks: dict[int, Mask] = {}
+    masks: Masks = {}
     mesh = priced.pricing.mesh
     for axis in _axes(mesh, constraint.axis):
-        make = _force_masks if isinstance(constraint, Force) else _forbid_masks
+        make = force_masks if isinstance(constraint, Force) else forbid_masks
         for node, mask in make(priced, Parallelism(constraint.parallelism), axis).items():
             masks[node] = masks[node] & mask if node in masks else mask
     return masks
@@ -170,129 +174,7 @@ def _axes(mesh: Mesh, name: str | None) -> tuple[int, ...]:
     return (mesh.axis_names.index(name),)
 
 
-def _on_axis(table: PlacementTable, axis: int, allowed: object) -> Mask:
-    assert callable(allowed)
-    distinct = np.array([bool(allowed(p[axis])) for p in table.distinct])
-    return distinct[table.index]
-
-
-def _is_split(placement: Placement) -> bool:
-    return placement.state is State.SHARD
-
-
-def _is_whole(placement: Placement) -> bool:
-    return placement.state in (State.REPLICATE, State.VARYING)
-
-
-def _force_masks(priced: PricedGraph, parallelism: Parallelism, axis: int) -> dict[int, Mask]:
-    if parallelism is not Parallelism.TENSOR_PARALLEL:
-        _check_batch(priced, parallelism, axis)
-    masks = {}
-    for node, table in zip(range(len(priced.nodes)), priced.tables):
-        masks[node] = _node_mask(priced, node, table, parallelism, axis)
-    return {node: mask for node, mask in masks.items() if not mask.all()}
-
-
-def _check_batch(priced: PricedGraph, parallelism: Parallelism, axis: int) -> None:
-    """Raise ConstraintError where no input can be split along its first dimension."""
-    graph, mesh = priced.pricing.graph, priced.pricing.mesh
-    inputs = [graph.values[i] for i in graph.inputs if graph.values[i].shape]
-    size = mesh.axis_sizes[axis]
-    if inputs and all(v.shape[0] % size for v in inputs):
-        first = inputs[0]
-        raise ConstraintError(
-            f"{parallelism} on axis {mesh.axis_names[axis]!r} splits the batch in {size} equal "
-            f"parts, but input {first.name!r} has shape {first.shape}: {first.shape[0]} is not "
-            f"divisible by {size}. Use a batch of "
-            f"{first.shape[0] // size * size or size} or {(first.shape[0] // size + 1) * size}"
-        )
-
-
-def _node_mask(
-    priced: PricedGraph, node: int, table: OpTable | ValueTable, kind: Parallelism, axis: int
-) -> Mask:
-    values = priced.pricing.graph.values
-    decision = priced.nodes[node]
-    if isinstance(table, OpTable):
-        return _op_mask(priced, decision.index, table, kind, axis)
-    value = values[decision.index]
-    if value.kind is ValueKind.INPUT:
-        return _input_mask(table, kind, axis)
-    if value.kind is not ValueKind.PARAMETER:
-        return np.ones(len(table.placements.index), dtype=bool)
-    if decision.kind == NodeKind.RELAY:
-        if kind is Parallelism.TENSOR_PARALLEL:
-            return np.ones(len(table.placements.index), dtype=bool)
-        return _on_axis(table.placements, axis, _is_whole)
-    if kind is Parallelism.DATA_PARALLEL:
-        return _on_axis(table.placements, axis, lambda p: not _is_split(p))
-    if kind is Parallelism.ZERO3:
-        return _prefer(_on_axis(table.placements, axis, _is_split))
-    return np.ones(len(table.placements.index), dtype=bool)
-
-
-def _input_mask(table: ValueTable, kind: Parallelism, axis: int) -> Mask:
-    if kind is Parallelism.TENSOR_PARALLEL:
-        return _on_axis(table.placements, axis, lambda p: not _is_split(p))
-    return _prefer(_on_axis(table.placements, axis, lambda p: _is_split(p) and p.dim == 0))
-
-
-def _op_mask(priced: PricedGraph, index: int, table: OpTable, kind: Parallelism, axis: int) -> Mask:
-    """Weights are used whole and the batch is split where it can be (data parallelism), or
-    weights are split where they can be (tensor parallelism)."""
-    graph = priced.pricing.graph
-    op = graph.ops[index]
-    mask = np.ones(len(table.choices), dtype=bool)
-    if kind is not Parallelism.TENSOR_PARALLEL:
-        batch = priced.pricing.analysis.batch_splits[index]
-        along = np.array([c.splits[axis] == batch for c in table.choices])
-        mask &= along if along.any() else np.array([c.splits[axis] is None for c in table.choices])
-    weights = [
-        (position, value)
-        for position, value in enumerate(op.inputs)
-        if graph.values[value].kind is ValueKind.PARAMETER
-    ]
-    for position, value in weights:
-        if kind is Parallelism.TENSOR_PARALLEL and len(graph.values[value].shape) >= 2:
-            mask &= _prefer(_on_axis(table.needs[position], axis, _is_split))
-    return mask if mask.any() else np.ones(len(table.choices), dtype=bool)
-
-
-def _weights_whole(priced: PricedGraph, index: int, table: OpTable, axis: int) -> Mask:
-    """Choices that use every parameter whole."""
-    graph = priced.pricing.graph
-    mask = np.ones(len(table.choices), dtype=bool)
-    for position, value in enumerate(graph.ops[index].inputs):
-        if graph.values[value].kind is ValueKind.PARAMETER:
-            mask &= _on_axis(table.needs[position], axis, _is_whole)
-    return mask
-
-
-def _prefer(mask: Mask) -> Mask:
-    """The mask where it leaves something, else everything."""
-    return mask if mask.any() else np.ones_like(mask)
-
-
-def _forbid_masks(priced: PricedGraph, parallelism: Parallelism, axis: int) -> dict[int, Mask]:
-    """No weight split (tensor), no parameter stored split (zero3), or no batch split (data)."""
-    graph = priced.pricing.graph
-    masks = {}
-    for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
-        if isinstance(table, OpTable):
-            if parallelism is Parallelism.TENSOR_PARALLEL:
-                masks[node] = _weights_whole(priced, decision.index, table, axis)
-            continue
-        value = graph.values[decision.index]
-        if decision.kind != NodeKind.STORED:
-            continue
-        if value.kind is ValueKind.INPUT and parallelism is Parallelism.DATA_PARALLEL:
-            masks[node] = _on_axis(table.placements, axis, lambda p: not _is_split(p))
-        if value.kind is ValueKind.PARAMETER and parallelism is Parallelism.ZERO3:
-            masks[node] = _on_axis(table.placements, axis, lambda p: not _is_split(p))
-    return masks
-
-
-def _pin_masks(priced: PricedGraph, pin: Pin) -> dict[int, Mask]:
+def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
     graph = priced.pricing.graph
     masks = {}
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):

@@ -21,7 +21,7 @@ from autopar.placement import Placements, format_placements, parse_placement
 from autopar.rules import parse_choice
 from autopar.strategy import Analysis, Assignment, Strategy
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,18 +74,36 @@ class Prediction(_Struct, frozen=True):
     memory_peak_at: str
 
 
+class KnownStrategy(_Struct, frozen=True):
+    """A well-known strategy by the plan's own prices, on the mesh that suits it best.
+
+    ``memory_bytes`` is counted node by node, without any limit. ``executable`` says whether the
+    runtime can run it on that mesh; where not, ``note`` says why. See `autopar.baselines`.
+    """
+
+    time_s: float
+    memory_bytes: int
+    mesh: str
+    executable: bool
+    note: str = ""
+
+
 class SearchReport(_Struct, frozen=True):
     """How good the plan is known to be, and what else was considered.
 
-    ``considered`` maps each mesh to the seconds of its best strategy; ``baselines`` the well-known
-    strategies to their seconds, by the same prices and without any limit on memory.
+    ``estimated_bytes`` is the plan's memory counted as that of ``baselines``, node by node, to be
+    compared with theirs. ``considered`` maps each mesh to the seconds of its best strategy,
+    ``baselines`` the well-known strategies to theirs, and ``missing`` those that this model, batch
+    or number of devices does not have to the reason.
     """
 
     status: str
     bound_s: float
     gap: float
+    estimated_bytes: int
     considered: dict[str, float]
-    baselines: dict[str, float]
+    baselines: dict[str, KnownStrategy]
+    missing: dict[str, str]
 
 
 class Plan(_Struct, frozen=True):

@@ -7,24 +7,28 @@ that exceeds the devices' memory the search is repeated under a budget.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.baselines import Baselines, price_baselines
 from autopar.capture import Captured
-from autopar.constraints import Constraint, Force, MemoryBudget, narrow
+from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
 from autopar.cost_models.estimate import weakest
 from autopar.errors import ConstraintError, InputError
+from autopar.graph import ValueKind
 from autopar.lowering import RankProgram, lower
 from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.mesh import Mesh
-from autopar.plan import Plan, Prediction, SearchReport, make_plan
+from autopar.placement import local_shape
+from autopar.plan import KnownStrategy, Plan, Prediction, SearchReport, make_plan
 from autopar.pricing import OPTIMIZER_STATES, OpTable, Pricing
-from autopar.problem import PricedGraph, price_graph
-from autopar.search import Problem, Solution, Status, solve
+from autopar.problem import Candidate, NodeKind, PricedGraph, price_graph
+from autopar.search import OPTIMAL_GAP, Status, relative_gap, solve
 from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
@@ -33,19 +37,6 @@ SEARCH_LIMIT_S = 60.0
 BUDGET_GAP = 1e-3
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """The best strategy on one mesh."""
-
-    mesh: Mesh
-    priced: PricedGraph
-    solution: Solution
-
-    def strategy(self) -> Strategy:
-        pricing = self.priced.pricing
-        return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,65 +112,54 @@ def make_planned(
                 f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
                 "MemoryBudget; write constraints=[autopar.Force('zero3')]"
             )
-    analysis = Analysis(captured.graph)
-    compute = compute or RooflineModel(cluster.device)
-    communication = CommunicationModel(cluster)
-    candidates = []
-    for candidate_mesh in candidate_meshes(cluster, mesh):
-        progress(f"search on mesh {candidate_mesh}")
-        pricing = Pricing(analysis, candidate_mesh, cluster, compute, communication)
-        candidates.append(_search(price_graph(pricing), constraints, None))
-    baselines = _baselines([c.priced for c in candidates], progress)
+    candidates = search_meshes(
+        Analysis(captured.graph),
+        cluster,
+        candidate_meshes(cluster, mesh),
+        constraints=constraints,
+        compute=compute,
+        progress=progress,
+    )
+    progress("price the known strategies")
+    baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
     return _finish(captured, cluster, candidates, constraints, device_type, progress, baselines)
 
 
-# Well-known strategies, by the parallelism of each mesh axis, outermost first.
-BASELINES: Mapping[str, tuple[str, ...]] = {
-    "data parallel": ("data_parallel",),
-    "ZeRO-3": ("zero3",),
-    "tensor parallel": ("tensor_parallel",),
-    "data x tensor parallel": ("data_parallel", "tensor_parallel"),
-    "ZeRO-3 x tensor parallel": ("zero3", "tensor_parallel"),
-}
+def search_meshes(
+    analysis: Analysis,
+    cluster: Cluster,
+    meshes: Sequence[Mesh],
+    *,
+    constraints: Sequence[Constraint] = (),
+    compute: ComputeModel | None = None,
+    progress: Progress = lambda _: None,
+) -> list[Candidate]:
+    """The best strategy on each mesh, memory left out; raises ConstraintError for none."""
+    compute = compute or RooflineModel(cluster.device)
+    communication = CommunicationModel(cluster)
+    found = []
+    for mesh in meshes:
+        progress(f"search on mesh {mesh}")
+        pricing = Pricing(analysis, mesh, cluster, compute, communication)
+        found.append(_search(price_graph(pricing), constraints, None))
+    return found
 
 
-def _baselines(priced: Sequence[PricedGraph], progress: Progress) -> dict[str, float]:
-    """Seconds of each well-known strategy on the mesh that suits it best, by the same prices.
-
-    One that the model or the batch rules out is left out.
-    """
-    progress("price the known strategies")
-    found: dict[str, float] = {}
-    for graph in priced:
-        axes = graph.pricing.mesh.axis_names
-        for name, kinds in BASELINES.items():
-            if len(kinds) != len(axes):
-                continue
-            forced = [Force(kind, axis=axis) for kind, axis in zip(kinds, axes)]
-            try:
-                cost = _search(graph, forced, None).solution.cost
-            except ConstraintError:
-                continue
-            found[name] = _round(min(cost, found.get(name, cost)))
-    return {name: found[name] for name in BASELINES if name in found}
+def cheapest(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; among equals (within rounding) fewer axes, then a fixed order."""
+    return min(candidates, key=_rank)
 
 
 def _search(
     priced: PricedGraph, constraints: Sequence[Constraint], budget_bytes: float | None
 ) -> Candidate:
-    problem = Problem(
-        narrow(priced, constraints),
-        priced.edges,
-        priced.memory if budget_bytes is not None else None,
-        budget_bytes,
-        node_names=[f"{node.kind} {node.name} {node.index}" for node in priced.nodes],
-    )
+    problem = priced.problem(narrow(priced, constraints), budget_bytes)
     gap = 0.0 if budget_bytes is None else BUDGET_GAP
     solution = solve(problem, time_limit_s=SEARCH_LIMIT_S, gap=gap)
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
-    return Candidate(mesh=priced.pricing.mesh, priced=priced, solution=solution)
+    return Candidate(priced=priced, solution=solution)
 
 
 def _finish(
@@ -189,15 +169,22 @@ def _finish(
     constraints: Sequence[Constraint],
     device_type: str,
     progress: Progress,
-    baselines: dict[str, float],
+    baselines: Baselines,
 ) -> Planned:
     """Lower the cheapest; under a memory limit, search again with what the count has taught."""
     budget = _memory_budget(cluster, constraints)
-    best = min(candidates, key=_rank)
+    # A known strategy stands in where it is faster: the search ran out of time, or under a budget
+    # its estimate of memory was too cautious. It obeys no constraint but the budget.
+    free = all(isinstance(constraint, MemoryBudget) for constraint in constraints)
+    rivals = baselines.executable() if free else []
+    searched: Sequence[Candidate] = candidates
+    best = cheapest([*candidates, *rivals[:1]])
     progress(f"lower on mesh {best.mesh}")
     program, memory = _lowered(best, device_type)
     if memory.peak_bytes > budget:
-        best, program, memory = _fit(candidates, best, memory, budget, constraints, device_type)
+        progress(f"search within {budget:,} bytes")
+        fit = _fit(candidates, rivals, best, memory, budget, constraints, device_type)
+        searched, best, program, memory = fit.searched, fit.best, fit.program, fit.memory
     strategy = best.strategy()
     strategy.verify()
     plan = make_plan(
@@ -205,7 +192,7 @@ def _finish(
         captured,
         cluster,
         _predict(best, memory),
-        _report(best, candidates, baselines),
+        _report(best, candidates, searched, baselines),
         _redundant(best),
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
@@ -216,21 +203,34 @@ def _lowered(best: Candidate, device_type: str) -> tuple[RankProgram, ProgramMem
     return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """A strategy whose counted memory fits, and the searches that bound how good it is."""
+
+    searched: Sequence[Candidate]
+    best: Candidate
+    program: RankProgram
+    memory: ProgramMemory
+
+
 def _fit(
     candidates: Sequence[Candidate],
+    rivals: Sequence[Candidate],
     best: Candidate,
     memory: ProgramMemory,
     budget: int,
     constraints: Sequence[Constraint],
     device_type: str,
-) -> tuple[Candidate, RankProgram, ProgramMemory]:
-    """The cheapest strategy whose counted memory fits, by searching under estimated budgets.
+) -> _Fit:
+    """The cheapest strategy whose counted memory fits: searched for, or the best rival that does.
 
     The search counts by node (an estimate), the program by liveness (the truth), so the estimated
     budget is corrected by their ratio until the truth fits.
     """
+    searched: Sequence[Candidate] = candidates
+    found: _Fit | None = None
     smallest = memory
-    estimated = _estimated_bytes(best)
+    estimated = best.estimated_bytes
     infeasible = 0.0
     for _ in range(MAX_BUDGET_TRIALS):
         target = max(estimated * budget / memory.peak_bytes * 0.98, infeasible)
@@ -242,17 +242,42 @@ def _fit(
             infeasible = target
             estimated = max(estimated, infeasible * 1.01)
             continue
-        best = min(feasible, key=_rank)
+        searched, best = tried, cheapest(feasible)
         program, memory = _lowered(best, device_type)
         if memory.peak_bytes <= budget:
-            return best, program, memory
+            found = _Fit(searched=tried, best=best, program=program, memory=memory)
+            break
         smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
-        estimated = min(target, _estimated_bytes(best))
-    raise _too_small(budget, smallest)
+        estimated = min(target, best.estimated_bytes)
+    for rival in rivals:
+        if found is not None and rival.solution.cost >= found.best.solution.cost:
+            break
+        if _resident_bytes(rival) > budget:
+            continue
+        program, memory = _lowered(rival, device_type)
+        if memory.peak_bytes <= budget:
+            return _Fit(searched=searched, best=rival, program=program, memory=memory)
+        smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
+    if found is None:
+        raise _too_small(budget, smallest)
+    return found
+
+
+def _resident_bytes(candidate: Candidate) -> float:
+    """What a strategy holds all the time: parameters and optimizer state. No peak is below it."""
+    priced = candidate.priced
+    graph, total = priced.pricing.graph, 0.0
+    assignment = priced.assignment(candidate.solution.assignment)
+    for decision in priced.nodes:
+        value = graph.values[decision.index]
+        if decision.kind == NodeKind.STORED and value.kind is ValueKind.PARAMETER:
+            shape = local_shape(value.shape, assignment.stored[value.index], candidate.mesh)
+            copies = 1 + OPTIMIZER_STATES if value.differentiable else 1
+            total += copies * math.prod(shape) * value.dtype.itemsize
+    return total
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
-    """Cheapest first; among equals (within rounding) fewer axes, then a fixed order."""
     return (
         float(f"{candidate.solution.cost:.9g}"),
         candidate.mesh.num_axes,
@@ -271,11 +296,6 @@ def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
         f"needs {memory.peak_bytes:,} bytes (at {memory.peak_at}). Use more devices, a "
         "smaller batch, or a larger MemoryBudget"
     )
-
-
-def _estimated_bytes(candidate: Candidate) -> float:
-    picks = zip(candidate.priced.memory, candidate.solution.assignment)
-    return float(sum(memory[pick] for memory, pick in picks))
 
 
 def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
@@ -315,17 +335,33 @@ def _round(seconds: float) -> float:
 
 
 def _report(
-    best: Candidate, candidates: Sequence[Candidate], baselines: dict[str, float]
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    searched: Sequence[Candidate],
+    baselines: Baselines,
 ) -> SearchReport:
-    solution = best.solution
+    cost = best.solution.cost
+    bound = min(cost, *(c.solution.bound for c in searched))
+    gap = relative_gap(cost, bound)
     return SearchReport(
-        status=str(solution.status),
-        bound_s=_round(solution.bound),
-        gap=_round(solution.gap),
+        status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
+        bound_s=_round(bound),
+        gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
+        estimated_bytes=round(best.estimated_bytes),
         considered={
             str(c.mesh): _round(c.solution.cost) for c in candidates if c.solution.assignment
         },
-        baselines=baselines,
+        baselines={
+            name: KnownStrategy(
+                time_s=_round(known.time_s),
+                memory_bytes=round(known.memory_bytes),
+                mesh=str(known.mesh),
+                executable=known.candidate is not None,
+                note=known.note,
+            )
+            for name, known in baselines.found.items()
+        },
+        missing=dict(baselines.missing),
     )
 
 

@@ -16,10 +16,13 @@ from enum import StrEnum
 import numpy as np
 
 from autopar.graph import Value, ValueKind
+from autopar.mesh import Mesh
+from autopar.node_memory import NodeMemory
 from autopar.placement import Placements, R
 from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
 from autopar.rules import Choice
-from autopar.strategy import Assignment
+from autopar.search import Problem, Solution
+from autopar.strategy import Assignment, Strategy
 
 
 class NodeKind(StrEnum):
@@ -50,6 +53,18 @@ class PricedGraph:
     memory: tuple[Array, ...]
     edges: dict[tuple[int, int], Array]
 
+    def problem(
+        self, costs: Sequence[Array] | None = None, budget_bytes: float | None = None
+    ) -> Problem:
+        """The numbers for the search: with other node costs, or within a budget of memory."""
+        return Problem(
+            self.costs if costs is None else costs,
+            self.edges,
+            self.memory if budget_bytes is not None else None,
+            budget_bytes,
+            node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
+        )
+
     def assignment(self, solution: Sequence[int]) -> Assignment:
         """A search solution as decisions."""
         analysis = self.pricing.analysis
@@ -68,6 +83,28 @@ class PricedGraph:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The best strategy on one mesh, under whatever narrowed the search."""
+
+    priced: PricedGraph
+    solution: Solution
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.priced.pricing.mesh
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Memory of one device as the search counts it, node by node."""
+        picks = zip(self.priced.memory, self.solution.assignment)
+        return float(sum(memory[pick] for memory, pick in picks))
+
+    def strategy(self) -> Strategy:
+        pricing = self.priced.pricing
+        return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))
+
+
 def price_graph(pricing: Pricing) -> PricedGraph:
     """Build the problem: every op that is not fixed, every parameter and input, every relay."""
     return _Builder(pricing).build()
@@ -78,6 +115,7 @@ class _Builder:
         self.pricing = pricing
         self.analysis = pricing.analysis
         self.graph = pricing.graph
+        self.node_memory = NodeMemory(pricing)
         self.nodes: list[Node] = []
         self.tables: list[OpTable | ValueTable] = []
         self.op_node: dict[int, int] = {}
@@ -104,9 +142,17 @@ class _Builder:
             nodes=tuple(self.nodes),
             tables=tuple(self.tables),
             costs=costs,
-            memory=tuple(t.memory_bytes for t in self.tables),
+            memory=tuple(self._memory(node) for node in range(len(self.nodes))),
             edges=self._merged(),
         )
+
+    def _memory(self, node: int) -> Array:
+        decision, table = self.nodes[node], self.tables[node]
+        if isinstance(table, OpTable):
+            return self.node_memory.op(self.graph.ops[decision.index], table)
+        if decision.kind == NodeKind.RELAY:
+            return self.node_memory.relay(self.graph.values[decision.index], table)
+        return table.memory_bytes
 
     def _add(self, kind: NodeKind, index: int, name: str, table: OpTable | ValueTable) -> int:
         self.nodes.append(Node(kind=kind, index=index, name=name))

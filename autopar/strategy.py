@@ -10,7 +10,7 @@ consumers with the same need share one redistribution, forward and backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,15 +48,29 @@ class Analysis:
     @cached_property
     def batch_splits(self) -> tuple[Split | None, ...]:
         """Per op, its split along the batch (the first dimension of the inputs), if it has one."""
-        graph = self.graph
-        batch = next((graph.values[i].shape[0] for i in graph.inputs if graph.values[i].shape), 0)
-        digits: dict[int, tuple[int, int]] = {
-            i: (0, 1) for i in graph.inputs if graph.values[i].shape[:1] == (batch,)
-        }
-        return tuple(self._batch_split(op, digits) for op in graph.ops)
+        shaped = [i for i in self.graph.inputs if self.graph.values[i].shape]
+        return self._splits_along(0, shaped)
 
-    def _batch_split(self, op: Op, digits: dict[int, tuple[int, int]]) -> Split | None:
-        """Find the batch among an op's dimensions, and note it for the op's outputs."""
+    @cached_property
+    def sequence_splits(self) -> tuple[Split | None, ...]:
+        """Per op, its split along the sequence: the second dimension of inputs of token ids."""
+        values = self.graph.values
+        ids = [
+            i
+            for i in self.graph.inputs
+            if len(values[i].shape) == 2 and not values[i].dtype.is_floating_point
+        ]
+        return self._splits_along(1, ids)
+
+    def _splits_along(self, dim: int, inputs: Sequence[int]) -> tuple[Split | None, ...]:
+        """Per op, its split along one dimension of the inputs that agree with the first on it."""
+        values = self.graph.values
+        size = values[inputs[0]].shape[dim] if inputs else 0
+        digits = {i: (dim, 1) for i in inputs if values[i].shape[dim] == size}
+        return tuple(self._split_along(op, digits) for op in self.graph.ops)
+
+    def _split_along(self, op: Op, digits: dict[int, tuple[int, int]]) -> Split | None:
+        """Find the digit among an op's dimensions, and note it for the op's outputs."""
         space = self.spaces[op.index]
         if space is None:
             return None

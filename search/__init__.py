@@ -2,10 +2,19 @@
 
 from autopar.search.api import solve
 from autopar.search.constraints import Constraint, Forbid, Force, Pin
-from autopar.search.problem import Method, Problem, SearchError, Solution, Status
+from autopar.search.problem import (
+    Method,
+    Problem,
+    SearchError,
+    Solution,
+    Status,
+    relative_gap,
+)
+from autopar.search.solver import OPTIMAL_GAP
 from autopar.search.variants import solve_each
 
 __all__ = [
+    "OPTIMAL_GAP",
     "Constraint",
     "Forbid",
     "Force",
@@ -15,6 +24,7 @@ __all__ = [
     "SearchError",
     "Solution",
     "Status",
+    "relative_gap",
     "solve",
     "solve_each",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,21 @@ class Problem:
         return budgets is None or all(
             used <= budget for used, budget in zip(self.memory(assignment), budgets)
         )
+
+    def with_node_costs(self, node_costs: Sequence[Array]) -> Problem:
+        """The same problem with other costs of the same nodes; nothing else is checked again."""
+        other = object.__new__(Problem)
+        for each in fields(Problem):
+            object.__setattr__(other, each.name, getattr(self, each.name))
+        costs = _node_tables(self, node_costs, "cost", allow_inf=True)
+        for node, cost in enumerate(costs):
+            if len(cost) != self.num_choices(node):
+                raise SearchError(
+                    f"the cost of node {self.name(node)!r} has {len(cost)} choices, "
+                    f"must have {self.num_choices(node)}"
+                )
+        object.__setattr__(other, "node_costs", costs)
+        return other
 
     def check_assignment(self, assignment: Sequence[int]) -> None:
         """Raise ``SearchError`` unless there is one valid choice for every node."""

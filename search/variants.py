@@ -7,7 +7,6 @@ out, as a known strategy does). Out: one ``Solution`` a variant, equal to what `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.search.api import solve
 from autopar.search.elimination import best_program
@@ -43,7 +42,7 @@ def solve_each(
     )
     found = []
     for costs in variants:
-        variant = replace(problem, node_costs=costs)
+        variant = problem.with_node_costs(costs)
         if not suits:
             found.append(solve(variant, time_limit_s=time_limit_s))
             continue

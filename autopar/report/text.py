@@ -6,6 +6,13 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 
+from autopar.baselines import (
+    ALONG_DATA,
+    ALONG_TENSORS,
+    MARKOV_CHAIN,
+    ONE_WEIRD_TRICK,
+    name_of,
+)
 from autopar.plan import Plan
 
 MAX_ROWS = 14
@@ -111,11 +118,62 @@ def _meshes(plan: Plan) -> Rows:
 
 
 def _baselines(plan: Plan) -> Rows:
-    step_s = plan.prediction.step_time_s
-    return [
-        (name, f"{format_seconds(time_s)}  ({time_s / step_s:.2f} x the plan)")
-        for name, time_s in plan.search.baselines.items()
+    """One row a kind of data parallelism, one column a kind of tensor parallelism."""
+    known = plan.search.baselines
+    columns = [
+        tensor
+        for tensor in ("", *ALONG_TENSORS)
+        if any(name_of(data, tensor) in known for data in (*ALONG_DATA, "") if data or tensor)
     ]
+    header = [f"x {tensor}" if tensor else "alone" for tensor in columns]
+    rows = [("by seconds, and by the plan", _cells(header))]
+    for data in (*ALONG_DATA, ""):
+        names = [name_of(data, tensor) for tensor in columns]
+        if any(name in known for name in names):
+            cells = [_price(plan, name) for name in names]
+            rows.append((data or "no data parallelism", _cells(cells)))
+    rows += [
+        (name, _price(plan, name)) for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN) if name in known
+    ]
+    if any(not each.executable for each in known.values()):
+        rows.append(("*", "priced by formula only: see autopar.baselines"))
+    return [*rows, *_fastest(plan), *_missing(plan)]
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"{text:<22}" for text in texts).rstrip()
+
+
+def _price(plan: Plan, name: str) -> str:
+    known = plan.search.baselines.get(name)
+    if known is None:
+        return "-"
+    mark = "" if known.executable else "*"
+    ratio = known.time_s / plan.prediction.step_time_s
+    return f"{format_seconds(known.time_s)} {ratio:.2f}x{mark}"
+
+
+def _fastest(plan: Plan) -> Rows:
+    """The fastest that the runtime can run, with its memory beside the plan's."""
+    known = plan.search.baselines
+    names = [name for name, each in known.items() if each.executable and name != MARKOV_CHAIN]
+    if not names:
+        return []
+    name = min(names, key=lambda name: known[name].time_s)
+    mine = format_bytes(plan.search.estimated_bytes)
+    theirs = format_bytes(known[name].memory_bytes)
+    text = f"{name} on {known[name].mesh}; counted by node it needs {theirs}, the plan {mine}"
+    return [("fastest to run", text)]
+
+
+def _missing(plan: Plan) -> Rows:
+    """What this model does not have, one row a reason; combinations go with what they lack."""
+    grouped: dict[str, list[str]] = {}
+    for name, reason in sorted(plan.search.missing.items(), key=lambda item: len(item[0])):
+        names = grouped.setdefault(reason, [])
+        if not any(name.startswith(f"{each} x ") or name.endswith(f" x {each}") for each in names):
+            names.append(name)
+    return [("not here", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()]
 
 
 def format_plan(plan: Plan) -> str:

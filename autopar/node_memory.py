@@ -1,0 +1,146 @@
+"""What each decision keeps in a device's memory, counted node by node, for searches in a budget.
+
+In: the choices of a node. Out: bytes for each. A search needs memory that adds up over nodes, so
+this is an estimate; the plan's own memory is counted by liveness over its lowered program
+(`autopar.lowering.memory`), and the planner corrects the estimate by that count.
+
+- A stored parameter counts its gradient and optimizer state, an op the parameters as it uses them.
+- An op counts the values that its derivative reads: operands in the placement that the op needs
+  (so gathered ones count whole), or its output. A value with a relay counts there, once.
+- Views, sums and copies keep nothing: their derivatives read no value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autopar.graph import Op, Value, ValueKind
+from autopar.placement import local_shape
+from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
+
+_KEEPS_NOTHING = frozenset({
+    "add", "sub", "neg", "sum", "mean", "cat", "stack", "clone", "contiguous", "_to_copy", "to",
+    "copy", "expand", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "permute",
+    "transpose", "t", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
+    "flatten", "unflatten", "pad", "constant_pad_nd", "embedding", "index", "where",
+    "masked_fill", "detach", "alias", "slice_scatter", "select_scatter", "roll", "flip",
+    "repeat", "repeat_interleave", "cumsum", "narrow", "movedim", "lift_fresh",
+    "upsample_nearest2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d",
+})  # fmt: skip
+_KEEPS_OUTPUT = frozenset({
+    "relu", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp",
+    "sqrt", "rsqrt", "reciprocal",
+})  # fmt: skip
+_PRODUCTS = frozenset({
+    "mul", "div", "linear", "addmm", "baddbmm", "mm", "bmm", "matmul", "mv", "conv1d", "conv2d",
+    "conv3d", "convolution", "conv_transpose2d",
+})  # fmt: skip
+# Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, a
+# recurrent layer its gates and states of every step.
+_OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0, "lstm": 6.0, "gru": 5.0}
+_ATTENTION = "scaled_dot_product_attention"
+_DROPOUT = frozenset({"dropout", "native_dropout"})
+
+
+class NodeMemory:
+    """Bytes of every choice of a node; nodes that keep the same share one array."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self.analysis = pricing.analysis
+        self.values = pricing.graph.values
+        self.known: dict[Any, Array] = {}
+
+    def op(self, op: Op, table: OpTable) -> Array:
+        """Parameters as used, operands and outputs that the derivative reads."""
+        operands = tuple(
+            (position, index)
+            for position, index in enumerate(op.inputs)
+            if index not in self.analysis.relayed
+            and (
+                self.values[index].kind is ValueKind.PARAMETER or self._keeps_operand(op, position)
+            )
+        )
+        outputs = tuple(
+            (position, share)
+            for position, share in self._kept_outputs(op)
+            if op.outputs[position] not in self.analysis.relayed
+        )
+        key = (id(table), tuple(position for position, _ in operands), outputs)
+        if key not in self.known:
+            total = np.zeros(len(table.choices))
+            for position, index in operands:
+                total += self._bytes(self.values[index], table.needs[position])
+            for position, share in outputs:
+                index_of_output = op.outputs[position]
+                assert index_of_output is not None
+                value = self.values[index_of_output]
+                total += share * self._bytes(value, table.supplies[position])
+            self.known[key] = total
+        return self.known[key]
+
+    def relay(self, value: Value, table: ValueTable) -> Array:
+        """The value in its relay's placement, if a derivative reads it (or it is a parameter)."""
+        ops = self.pricing.graph.ops
+        kept = value.kind is ValueKind.PARAMETER or any(
+            self._keeps_operand(ops[op], position)
+            for op, position in self.analysis.consumers[value.index]
+        )
+        if not kept and value.index in self.analysis.producers:
+            op, position = self.analysis.producers[value.index]
+            kept = any(position == each for each, _ in self._kept_outputs(ops[op]))
+        key = (id(table), kept, value.dtype)
+        if key not in self.known:
+            size = self._bytes(value, table.placements)
+            self.known[key] = size if kept else np.zeros_like(size)
+        return self.known[key]
+
+    def _bytes(self, value: Value, table: PlacementTable) -> Array:
+        mesh = self.pricing.mesh
+        sizes = [math.prod(local_shape(value.shape, p, mesh)) for p in table.distinct]
+        found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
+        return found
+
+    def _keeps_operand(self, op: Op, position: int) -> bool:
+        """Whether the derivative of ``op`` reads this operand, an activation."""
+        value = self.values[op.inputs[position]]
+        if value.kind is not ValueKind.ACTIVATION or value.fixed:
+            return False
+        flows = self.analysis.differentiable(op)
+        name = _name(op)
+        if not any(flows) or name in _KEEPS_NOTHING | _KEEPS_OUTPUT | _DROPOUT:
+            return False
+        if name in _PRODUCTS:
+            return any(flow for other, flow in enumerate(flows) if other != position)
+        return value.dtype.is_floating_point
+
+    def _kept_outputs(self, op: Op) -> tuple[tuple[int, float], ...]:
+        """(output, share of its bytes) that the derivative of ``op`` reads, if no consumer does."""
+        if not op.outputs or op.outputs[0] is None or not any(self.analysis.differentiable(op)):
+            return ()
+        name = _name(op)
+        value = self.values[op.outputs[0]]
+        if name in _DROPOUT:
+            return ((0, 1 / value.dtype.itemsize),)
+        if name in _OUTPUT_SHARE:
+            return ((0, _OUTPUT_SHARE[name]),)
+        kept = name in _KEEPS_OUTPUT or name == _ATTENTION
+        if not kept or self._read_by_consumer(value):
+            return ()
+        return ((0, 1.0),)
+
+    def _read_by_consumer(self, value: Value) -> bool:
+        ops = self.pricing.graph.ops
+        uses = self.analysis.consumers.get(value.index, ())
+        return value.index not in self.analysis.relayed and any(
+            self._keeps_operand(ops[op], position) for op, position in uses
+        )
+
+
+def _name(op: Op) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    parts = op.target_name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]

@@ -1,0 +1,253 @@
+"""Plans against every known strategy, by the same prices: networks x devices x kinds of device.
+
+    python benchmarks/strategies.py [--networks alexnet gpt2] [--instances FOLDER] [--fresh]
+
+Each cell searches every mesh of up to two axes exactly, offline, and prices the strategies of
+`autopar.baselines`. The global batch is the same for any number of devices. For PaSE's four
+networks the speed-up over data parallelism stands beside the paper's, and beside what the authors'
+own cost model says of their own graphs (FOLDER holds these instances as .npz), with a reason where
+they differ by more than a quarter. benchmarks/results/strategies.json keeps the cells; a cell that
+is there is not made again unless --fresh is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from networks import NETWORKS, PASE, captured
+
+from search import processor_name
+
+ROOT = Path(__file__).parent
+RESULT = ROOT / "results" / "strategies.json"
+DEVICES = (4, 8, 16, 32, 64)
+PRESETS = ("1080ti", "2080ti", "a100-80", "h100-sxm")
+DEVICES_PER_NODE = 8
+MARKOV_STEPS_PER_NODE = 3_000  # search.mcmc's own; planning itself takes fewer
+
+# Speed-up over data parallelism in the paper's figure 6, read off the bars, at 4 to 64 devices.
+PAPER = {
+    ("alexnet", "1080ti"): (1.65, 1.75, 1.85, 1.44, 1.41),
+    ("alexnet", "2080ti"): (3.54, 4.01, 4.00, 2.78, 1.76),
+    ("inception_v3", "1080ti"): (1.03, 1.08, 1.07, 1.09, 1.12),
+    ("inception_v3", "2080ti"): (1.01, 1.09, 1.10, 1.12, 1.18),
+    ("rnnlm", "1080ti"): (1.85, 1.76, 1.45, 1.41, 1.36),
+    ("rnnlm", "2080ti"): (2.03, 2.41, 1.68, 1.62, 1.33),
+    ("transformer", "1080ti"): (1.03, 1.02, 1.55, 1.50, 1.43),
+    ("transformer", "2080ti"): (1.00, 1.83, 1.75, 1.60, 2.70),
+}
+INSTANCES = {"inception_v3": "inception3"}
+CLOSE = 0.25
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Make the missing cells, then the summary; exit status 1 if a plan was ever worse."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--instances", type=Path, default=ROOT.parent / "tests" / "search" / "data")
+    parser.add_argument("--fresh", action="store_true", help="make every cell anew")
+    arguments = parser.parse_args()
+    known = {} if arguments.fresh or not RESULT.exists() else json.loads(RESULT.read_text())
+    cells = {(c["network"], c["preset"], c["devices"]): c for c in known.get("cells", [])}
+    for network in arguments.networks:
+        wanted = [
+            (preset, count)
+            for preset in PRESETS
+            for count in DEVICES
+            if (network, preset, count) not in cells
+        ]
+        if not wanted:
+            continue
+        analysis = analysed(network)
+        for preset, count in wanted:
+            cells[network, preset, count] = cell(network, analysis, preset, count)
+            show(cells[network, preset, count])
+            write(list(cells.values()), arguments.instances)
+    write(list(cells.values()), arguments.instances)
+    worse = [each for each in cells.values() if not each["never_worse"]]
+    print(f"{len(cells)} cells; a plan is worse than a strategy that can be run in {len(worse)}")
+    return 1 if worse else 0
+
+
+def analysed(network: str) -> Any:
+    from autopar.strategy import Analysis
+
+    return Analysis(captured(network).graph)
+
+
+def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
+    """One network on so many devices of one kind: the plan and every known strategy."""
+    from autopar.cost_models import Cluster
+
+    from autopar import baselines
+    from autopar.planner import candidate_meshes, cheapest, search_meshes
+
+    baselines.MARKOV_STEPS_PER_NODE = MARKOV_STEPS_PER_NODE
+    inner = min(count, DEVICES_PER_NODE)
+    cluster = Cluster.preset(preset, nodes=count // inner, devices_per_node=inner)
+    start = time.perf_counter()
+    candidates = search_meshes(analysis, cluster, candidate_meshes(cluster, None))
+    best = cheapest(candidates)
+    searched = time.perf_counter()
+    known = baselines.price_baselines([c.priced for c in candidates], best)
+    plan_s = best.solution.cost
+    found = {
+        name: {
+            "time_s": float(f"{each.time_s:.6g}"),
+            "over_plan": round(each.time_s / plan_s, 4),
+            "mesh": str(each.mesh),
+            "can_be_run": each.candidate is not None,
+        }
+        for name, each in known.found.items()
+    }
+    run = [name for name, each in found.items() if each["can_be_run"]]
+    formula = [name for name in found if name not in run]
+    best_run = min(run, key=lambda name: found[name]["time_s"])
+    best_formula = min(formula, key=lambda name: found[name]["time_s"], default=None)
+    return {
+        "network": network,
+        "preset": preset,
+        "devices": count,
+        "plan_s": float(f"{plan_s:.6g}"),
+        "mesh": str(best.mesh),
+        "gap": max(0.0, round(1 - min(c.solution.bound for c in candidates) / plan_s, 9)),
+        "price_and_search_s": round(searched - start, 2),
+        "baselines_s": round(time.perf_counter() - searched, 2),
+        "best_that_can_be_run": best_run,
+        "best_by_formula": best_formula,
+        "never_worse": known.found[best_run].time_s >= plan_s * (1 - 1e-9),
+        "baselines": found,
+        "missing": dict(known.missing),
+    }
+
+
+def show(row: Row) -> None:
+    """One line a cell."""
+    times = {name: each["over_plan"] for name, each in row["baselines"].items()}
+    best, formula = row["best_that_can_be_run"], row["best_by_formula"]
+    print(
+        f"{row['network']:13} {row['devices']:3} {row['preset']:9} "
+        f"plan {row['plan_s'] * 1e3:9.2f} ms  data x{times.get('data parallel', math.nan):.2f}  "
+        f"best {best} x{times[best]:.3f}  formula x{times.get(formula, math.nan):.3f}  "
+        f"{row['price_and_search_s']:.1f} + {row['baselines_s']:.1f} s",
+        flush=True,
+    )
+
+
+def write(cells: list[Row], instances: Path) -> None:
+    """The table with its summary, machine and versions."""
+    packages = ("torch", "transformers", "numpy", "ortools")
+    document = {
+        "machine": {
+            "processor": processor_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+        },
+        "versions": {name: version(name) for name in packages},
+        "summary": summary(cells),
+        "pase": pase_rows(cells, instances),
+        "cells": cells,
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def summary(cells: list[Row]) -> Row:
+    """Over all cells: how far each strategy is from the plan, and how often plans were worse."""
+    ratios: dict[str, list[float]] = {}
+    for row in cells:
+        for name, each in row["baselines"].items():
+            ratios.setdefault(name, []).append(each["over_plan"])
+    formula = [
+        row["baselines"][row["best_by_formula"]]["over_plan"]
+        for row in cells
+        if row["best_by_formula"]
+    ]
+    return {
+        "num_cells": len(cells),
+        "num_exact": sum(row["gap"] <= 1e-9 for row in cells),
+        "num_worse_than_one_that_can_be_run": sum(not row["never_worse"] for row in cells),
+        "num_worse_than_one_by_formula": sum(ratio < 1 - 1e-9 for ratio in formula),
+        "least_over_plan_by_formula": min(formula, default=None),
+        "over_plan": {
+            name: {
+                "least": min(each),
+                "median": round(float(np.median(each)), 4),
+                "most": max(each),
+                "num_cells": len(each),
+            }
+            for name, each in ratios.items()
+        },
+    }
+
+
+def pase_rows(cells: list[Row], instances: Path) -> list[Row]:
+    """PaSE's networks: our speed-up over data parallelism, the paper's, and its cost model's."""
+    rows = []
+    for row in cells:
+        paper = PAPER.get((row["network"], row["preset"]))
+        data = row["baselines"].get("data parallel")
+        if row["network"] not in PASE or paper is None or data is None:
+            continue
+        published = paper[DEVICES.index(row["devices"])]
+        ours = data["over_plan"]
+        rows.append(
+            {
+                "network": row["network"],
+                "preset": row["preset"],
+                "devices": row["devices"],
+                "speed_up": ours,
+                "paper": published,
+                "authors_model": authors_speed_up(instances, row["network"], row["devices"]),
+                "ratio": round(ours / published, 3),
+                "differs": abs(ours / published - 1) > CLOSE,
+                "plan_mesh": row["mesh"],
+            }
+        )
+    return rows
+
+
+def authors_speed_up(folder: Path, network: str, count: int) -> float | None:
+    """Data parallelism over the optimum in the authors' own graph and prices, if it is there.
+
+    Their data parallelism splits every layer on its first dimension that takes all devices: the
+    batch, which stands first, behind at most a stack or the layers of an LSTM. None where a layer
+    cannot be split so far, as their convolutions, which keep four images a device.
+    """
+    path = folder / f"{INSTANCES.get(network, network)}_p{count}.npz"
+    if not path.exists():
+        return None
+    with np.load(path) as data:
+        found = [_on_the_batch(data[f"conf_{i}"], count) for i in range(int(data["n_nodes"]))]
+        if None in found:
+            return None
+        chosen = [int(pick) for pick in found if pick is not None]
+        cost = math.fsum(float(data[f"node_{i}"][pick]) for i, pick in enumerate(chosen))
+        cost += math.fsum(
+            float(data[f"edge_{i}_{j}"][chosen[i], chosen[j]]) for i, j in data["edges"]
+        )
+        return round(cost / float(data["optimal_cost"]), 3)
+
+
+def _on_the_batch(configurations: Any, count: int) -> int | None:
+    wide = np.flatnonzero(configurations.max(axis=0) == count)
+    wanted = np.ones(configurations.shape[1], dtype=int)
+    wanted[wide[:1]] = count
+    found = np.flatnonzero((configurations == wanted).all(axis=1))
+    return int(found[0]) if len(wide) and len(found) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The known strategies are what they are called, priced as plans are, and never better."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.search import solve
+
+from autopar import planner
+from autopar.baselines import (
+    ALONG_DATA,
+    ALONG_TENSORS,
+    DATA,
+    GATHERED_TWICE,
+    HYBRID,
+    KEYS,
+    MARKOV_CHAIN,
+    ONE_WEIRD_TRICK,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    name_of,
+    price_baselines,
+)
+from autopar.capture import capture
+from autopar.constraints import Force, MemoryBudget, narrow
+from autopar.graph import ValueKind
+from autopar.lowering import lower
+from autopar.lowering.memory import program_memory
+from autopar.mesh import Mesh
+from autopar.placement import R, State
+from autopar.planner import make_planned
+from autopar.pricing import Pricing
+from autopar.problem import Candidate, price_graph
+from autopar.strategy import Analysis
+from tests.models.zoo import build
+
+A100 = Cluster.preset("a100-80", nodes=2, devices_per_node=2)
+DENSE = {"aten.linear.default", "aten.addmm.default"}
+
+
+def captured_of(name: str):
+    model, make_batch = build(name)
+    return capture(model, make_batch(0))
+
+
+def priced_on(name: str, *sizes: int, cluster: Cluster = A100):
+    pricing = Pricing(
+        Analysis(captured_of(name).graph),
+        Mesh(("x", "y", "z")[: len(sizes)], sizes),
+        cluster,
+        RooflineModel(cluster.device),
+        CommunicationModel(cluster),
+    )
+    return price_graph(pricing)
+
+
+def forced(priced, *kinds: str) -> Candidate:
+    axes = priced.pricing.mesh.axis_names
+    costs = narrow(priced, [Force(kind, axis=axis) for kind, axis in zip(kinds, axes)])
+    return Candidate(priced=priced, solution=solve(priced.problem(costs)))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm", "alexnet"])
+def test_every_known_strategy_has_a_price_or_a_reason(name):
+    plan = make_planned(captured_of(name), A100).plan
+    assert {*plan.search.baselines, *plan.search.missing} == {name_of(*key) for key in KEYS}
+    assert not set(plan.search.baselines) & set(plan.search.missing)
+    text = str(plan)
+    for known in (DATA, ZERO1, ZERO2, ZERO3, GATHERED_TWICE, HYBRID, "tensor", MARKOV_CHAIN):
+        assert known in text
+    for reason in plan.search.missing.values():
+        assert reason
+        assert reason in text
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm", "alexnet"])
+@pytest.mark.parametrize("preset", ["1080ti", "h100-sxm"])
+def test_the_plan_is_never_worse_than_what_can_be_run(name, preset):
+    cluster = Cluster.preset(preset, nodes=2, devices_per_node=2)
+    plan = make_planned(captured_of(name), cluster).plan
+    executable = {k: each for k, each in plan.search.baselines.items() if each.executable}
+    assert {DATA, ZERO3, HYBRID, "tensor parallel", MARKOV_CHAIN} <= set(executable)
+    for known, each in executable.items():
+        assert plan.prediction.step_time_s <= each.time_s * (1 + 1e-7), known
+
+
+@pytest.fixture(scope="module", params=["gpt2", "alexnet"])
+def tight(request):
+    """A graph, what each known strategy needs by count, and a budget that few of them keep."""
+    captured = captured_of(request.param)
+    executable = price_baselines([priced_on(request.param, 4)]).executable()
+    known = [(candidate.solution.cost, counted_bytes(candidate)) for candidate in executable]
+    budget = int(1.05 * min(size for _, size in known))
+    assert any(size > budget for _, size in known)
+    return captured, known, budget
+
+
+def counted_bytes(candidate: Candidate) -> int:
+    return program_memory(lower(candidate.strategy()), num_optimizer_states=2).peak_bytes
+
+
+def test_under_a_budget_the_plan_is_never_worse_than_what_fits(tight):
+    captured, known, budget = tight
+    plan = make_planned(captured, A100, constraints=[MemoryBudget(budget)]).plan
+    assert sum(plan.prediction.memory_bytes.values()) <= budget
+    best = min(cost for cost, size in known if size <= budget)
+    assert plan.prediction.step_time_s <= best * (1 + 1e-7)
+    assert plan.prediction.step_time_s >= plan.search.bound_s * (1 - 1e-7)
+
+
+def test_a_known_strategy_stands_in_where_the_search_finds_none(tight, monkeypatch):
+    captured, known, budget = tight
+    monkeypatch.setattr(planner, "MAX_BUDGET_TRIALS", 0)
+    plan = make_planned(captured, A100, constraints=[MemoryBudget(budget)]).plan
+    assert sum(plan.prediction.memory_bytes.values()) <= budget
+    best = min(cost for cost, size in known if size <= budget)
+    assert plan.prediction.step_time_s <= best * (1 + 1e-7)
+    times = [each.time_s for each in plan.search.baselines.values() if each.executable]
+    assert any(plan.prediction.step_time_s == pytest.approx(t, rel=1e-7) for t in times)
+    assert plan.search.status == "FEASIBLE"
+
+
+def test_a_known_strategy_does_not_stand_in_for_other_constraints(tight, monkeypatch):
+    captured, _, budget = tight
+    monkeypatch.setattr(planner, "MAX_BUDGET_TRIALS", 0)
+    constraints = [MemoryBudget(budget), Force("data_parallel")]
+    with pytest.raises(planner.ConstraintError, match="no strategy was found that fits"):
+        make_planned(captured, A100, constraints=constraints)
+
+
+def test_data_parallelism_splits_the_batch_and_nothing_else():
+    candidate = forced(priced_on("gpt2", 4), "data_parallel")
+    strategy = candidate.strategy()
+    for value in strategy.graph.parameters:
+        assert strategy.supply(value) == (R,)
+    for op in strategy.graph.ops:
+        for index, need in zip(op.inputs, strategy.needs(op)):
+            if strategy.graph.values[index].kind is ValueKind.PARAMETER:
+                assert need[0].state is not State.SHARD
+    for index in strategy.graph.inputs:
+        assert str(strategy.supply(strategy.graph.values[index])[0]) == "S0"
+
+
+def test_megatron_communicates_twice_a_layer_and_direction():
+    """Shoeybi et al. 2019, figure 4: two all-reduces forward and two backward."""
+    program = lower(forced(priced_on("gpt2", 4), "megatron").strategy())
+    counts = layer_collectives(program)
+    assert counts == {("F", "all_reduce"): 2, ("I", "all_reduce"): 2}
+
+
+def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead():
+    """Korthikanti et al. 2022, figure 5: each all-reduce becomes a gather and a scatter.
+
+    Backward the gathered inputs are kept, so nothing is gathered again for the weights; what the
+    norms' weights sum over the sequence comes besides.
+    """
+    program = lower(forced(priced_on("gpt2", 4), "megatron_sequence").strategy())
+    counts = layer_collectives(program)
+    assert counts == {
+        ("F", "all_gather"): 2,
+        ("F", "reduce_scatter"): 2,
+        ("I", "all_gather"): 2,
+        ("I", "reduce_scatter"): 2,
+    }
+
+
+def layer_collectives(program) -> Counter[tuple[str, str]]:
+    """Of one transformer layer, in the passes through its ops."""
+    calls = [c for c in program.collectives() if c.phase != "G"]
+    layers = sorted({c.where for c in calls if "h.0" in c.where or "h.1" in c.where})
+    assert layers
+    return Counter((c.phase, c.kind) for c in calls if c.where == layers[0])
+
+
+def test_one_weird_trick_splits_convolutions_on_the_batch_and_dense_layers_by_weight():
+    candidate = forced(priced_on("alexnet", 4), "one_weird_trick")
+    strategy = candidate.strategy()
+    seen = Counter()
+    for op in strategy.graph.ops:
+        if len(op.inputs) < 2:
+            continue
+        weights = [
+            need[0].state
+            for index, need in zip(op.inputs, strategy.needs(op))
+            if len(strategy.graph.values[index].shape) >= 2
+            and strategy.graph.values[index].kind is ValueKind.PARAMETER
+        ]
+        if "conv" in op.target_name:
+            seen["convolution"] += 1
+            assert str(strategy.needs(op)[0][0]) == "S0"
+            assert weights == [State.VARYING]
+        elif op.target_name in DENSE:
+            seen["dense"] += 1
+            assert weights == [State.SHARD]
+    assert seen == {"convolution": 5, "dense": 3}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "alexnet"])
+def test_zero_1_by_formula_costs_what_zero_3_gathered_once_does(name):
+    """Both all-gather every parameter and reduce-scatter every gradient once a step."""
+    found = price_baselines([priced_on(name, 4)]).found
+    assert found[ZERO1].time_s == pytest.approx(found[ZERO3].time_s, rel=1e-9)
+    assert found[ZERO2].time_s == found[ZERO1].time_s
+    assert found[ZERO2].memory_bytes == pytest.approx(found[ZERO3].memory_bytes, rel=1e-9)
+
+
+def test_the_stages_of_zero_keep_what_their_paper_says():
+    """Rajbhandari et al. 2020: state, then gradients, then parameters are kept in N parts."""
+    priced = priced_on("mlp", 4)
+    found = price_baselines([priced]).found
+    size = sum(v.size_bytes for v in priced.pricing.graph.parameters)
+    saved = [found[DATA].memory_bytes - found[each].memory_bytes for each in (ZERO1, ZERO2)]
+    assert saved == pytest.approx([2 * size * 3 / 4, 3 * size * 3 / 4])
+    assert found[GATHERED_TWICE].memory_bytes < found[ZERO3].memory_bytes
+
+
+def test_gathering_twice_adds_one_gather_of_every_parameter():
+    priced = priced_on("mlp", 4)
+    found = price_baselines([priced]).found
+    model = CommunicationModel(A100)
+    gathers = [
+        model.estimate("all_gather", v.size_bytes, (0, 1, 2, 3)).time_s
+        for v in priced.pricing.graph.parameters
+    ]
+    added = found[GATHERED_TWICE].time_s - found[ZERO3].time_s
+    assert added == pytest.approx(math.fsum(gathers), rel=1e-9)
+
+
+def test_three_axes_by_formula_agree_with_the_search_on_them():
+    cluster = Cluster.preset("a100-80", nodes=2, devices_per_node=4)
+    by_formula = price_baselines([priced_on("mlp", 4, 2, cluster=cluster)]).found
+    searched = price_baselines([priced_on("mlp", 2, 2, 2, cluster=cluster)]).found
+    name = name_of(HYBRID, "tensor parallel")
+    assert by_formula[name].candidate is None
+    assert searched[name].candidate is not None
+    assert str(by_formula[name].mesh) == str(searched[name].mesh)
+    assert searched[name].time_s == pytest.approx(by_formula[name].time_s, rel=0.02)
+
+
+def test_the_markov_chain_is_between_data_parallelism_and_the_plan():
+    priced = priced_on("gpt2", 4)
+    plan = Candidate(priced=priced, solution=solve(priced.problem()))
+    found = price_baselines([priced], plan).found
+    assert plan.solution.cost <= found[MARKOV_CHAIN].time_s <= found[DATA].time_s
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "missing", "reason"),
+    [
+        ("mlp", 4, ONE_WEIRD_TRICK, "no convolution"),
+        ("gpt2", 8, DATA, "4 is too far from a multiple of 8"),
+        ("lstm", 4, "Megatron", "no attention"),
+        ("vit", 4, "Megatron + sequence", "no norm has a sequence"),
+        ("gpt2", 8, "Megatron", "heads of an attention cannot be split in 8"),
+    ],
+)
+def test_what_a_model_does_not_have_is_said_and_not_faked(name, size, missing, reason):
+    cluster = Cluster.preset("v100", nodes=1, devices_per_node=size)
+    found = price_baselines([priced_on(name, size, cluster=cluster)])
+    assert missing not in found.found
+    assert reason in found.missing[missing]
+    for data in ALONG_DATA:
+        assert name_of(data, missing) not in found.found or missing not in ALONG_TENSORS
+
+
+def test_a_strategy_that_the_model_lacks_cannot_be_forced_either():
+    with pytest.raises(planner.ConstraintError, match="no attention"):
+        make_planned(captured_of("lstm"), A100, mesh={"x": 4}, constraints=[Force("megatron")])
