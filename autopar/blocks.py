@@ -16,6 +16,8 @@ from autopar.graph import Block, Op, Value
 
 MIN_OPS = 5
 FIXED = "fixed"
+TOTALS = "totals"
+"""The block of what means divide by, where there are micro-batches: see autopar.microbatches."""
 
 
 def cut_into_blocks(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Block, ...]:

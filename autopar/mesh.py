@@ -14,6 +14,9 @@ from functools import lru_cache
 
 from autopar.errors import DeviceError
 
+MICROBATCH = "microbatch"
+"""The axis in time: its positions are computed one after the other, by the same devices."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -42,6 +45,22 @@ class Mesh:
     @property
     def num_axes(self) -> int:
         return len(self.axis_sizes)
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh without an axis in time."""
+        if MICROBATCH not in self.axis_names:
+            return self
+        assert self.axis_names[0] == MICROBATCH
+        return Mesh(self.axis_names[1:], self.axis_sizes[1:])
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.axis_sizes[0] if MICROBATCH in self.axis_names else 1
+
+    def is_sequential(self, axis: int) -> bool:
+        """Whether the axis is one in time."""
+        return self.axis_names[axis] == MICROBATCH
 
     def size(self, axes: Sequence[int]) -> int:
         """Number of ranks in one group over ``axes`` (given by position)."""

@@ -46,6 +46,12 @@ class Analysis:
         )
 
     @cached_property
+    def batch_size(self) -> int:
+        """Size of the first dimension of the first input that has one, or 0."""
+        graph = self.graph
+        return next((graph.values[i].shape[0] for i in graph.inputs if graph.values[i].shape), 0)
+
+    @cached_property
     def batch_splits(self) -> tuple[Split | None, ...]:
         """Per op, its split along the batch (the first dimension of the inputs), if it has one."""
         shaped = [i for i in self.graph.inputs if self.graph.values[i].shape]

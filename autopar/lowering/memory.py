@@ -154,12 +154,17 @@ class _Play:
         for value in block.interface.parameters:
             parameter = self.parameter_of[value]
             if parameter.first_block == position and parameter.trainable:
-                size = self._bytes(parameter.shape, parameter.stored, parameter.dtype.itemsize)
-                self.live[Category.GRADIENTS] += size
+                self.live[Category.GRADIENTS] += self._gradient_bytes(parameter)
             self._release(value, position, Category.COMMUNICATION)
         self.live[Category.ACTIVATIONS] -= memory.saved
         for value in block.interface.inputs:
             self._release(value, position, Category.ACTIVATIONS)
+
+    def _gradient_bytes(self, parameter: ParameterProgram) -> int:
+        """As it is stored; while micro-batches are accumulated, as it is used."""
+        timed = self.program.num_microbatches > 1
+        placements = parameter.used if timed else parameter.stored
+        return self._bytes(parameter.shape, placements, parameter.dtype.itemsize)
 
     def _cotangent_bytes(self, kernel: Kernel) -> int:
         metas: list[TensorMeta] = [kernel.output_metas[i] for i in kernel.cotangents]

@@ -9,15 +9,18 @@ per distinct parameter redistribution, and the list of blocks and parameters tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopar.blocks import FIXED
+from autopar.blocks import FIXED, TOTALS
 from autopar.collectives import COLLECTIVES, RAW_OPS, move
+from autopar.errors import PlanError
 from autopar.graph import Block, Graph, Value, ValueKind
+from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
 from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
 from autopar.lowering.shard import (
     BlockInterface,
@@ -26,7 +29,7 @@ from autopar.lowering.shard import (
     block_signature,
 )
 from autopar.mesh import Mesh
-from autopar.placement import Placements, format_placements, local_shape
+from autopar.placement import Placement, Placements, R, State, format_placements, local_shape
 from autopar.strategy import Strategy
 
 
@@ -59,13 +62,32 @@ class BufferProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProgram:
-    """One tensor input and the part of it that a rank reads."""
+    """One tensor input and the part of it that a rank reads.
+
+    ``microbatch`` is the split into micro-batches, ``placements`` that of one micro-batch.
+    """
 
     value: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: Placements
+    microbatch: Placement | None = None
+
+    def part(self, num_microbatches: int) -> tuple[int, ...]:
+        """Shape of one micro-batch of it, whole."""
+        shape = list(self.shape)
+        if self.microbatch is not None:
+            shape[self.microbatch.dim] //= num_microbatches
+        return tuple(shape)
+
+
+class Role(StrEnum):
+    """When a block runs: in every micro-batch; once and for all; or in front of a step."""
+
+    EVERY = "every"
+    FIXED = "fixed"
+    TOTALS = "totals"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +97,7 @@ class BlockProgram:
     name: str
     kernel: int
     interface: BlockInterface
-    is_fixed: bool
+    role: Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +110,14 @@ class OutputProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """Everything a rank runs in one step; see the module's docstring."""
+    """Everything a rank runs in one step; see the module's docstring.
+
+    ``totals`` are values summed over the micro-batches before the first one is computed.
+    """
 
     mesh: Mesh
+    num_microbatches: int
+    totals: tuple[OutputProgram, ...]
     kernels: tuple[Kernel, ...]
     blocks: tuple[BlockProgram, ...]
     parameters: tuple[ParameterProgram, ...]
@@ -135,6 +162,7 @@ class _Lowering:
         self.kernels: list[Kernel] = []
         self.known: dict[str, int] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
+        self.totals: list[OutputProgram] = []
 
     def lower(self) -> RankProgram:
         graph = self.graph
@@ -150,15 +178,18 @@ class _Lowering:
                     name=block.name,
                     kernel=kernel,
                     interface=interface,
-                    is_fixed=block.name == FIXED,
+                    role=self._role(block),
                 )
             )
+            self._check_microbatches(block, self.kernels[kernel])
         parameters = tuple(self._parameter(v, blocks) for v in graph.parameters)
         loss = None if graph.loss is None else self._output(graph.loss)
         outputs = () if self.training else tuple(self._output(i) for i in graph.outputs)
         buffers = self._buffers()
         return RankProgram(
-            mesh=self.strategy.mesh,
+            mesh=self.strategy.mesh.devices,
+            num_microbatches=self.strategy.mesh.num_microbatches,
+            totals=tuple(self.totals),
             kernels=tuple(self.kernels),
             blocks=tuple(blocks),
             parameters=parameters,
@@ -216,8 +247,35 @@ class _Lowering:
                 self.device,
                 training=self.training,
             )
+            if block.name == TOTALS:
+                kernel = self._before_sums(interface, kernel)
             self.known[key] = self._add(kernel)
         return self.known[key]
+
+    def _role(self, block: Block) -> Role:
+        return {FIXED: Role.FIXED, TOTALS: Role.TOTALS}.get(block.name, Role.EVERY)
+
+    def _before_sums(self, interface: BlockInterface, kernel: Kernel) -> Kernel:
+        """The kernel of the totals without their sums over micro-batches, which are noted."""
+        forward, summed = before_sums(kernel.forward, self.strategy.mesh.num_microbatches)
+        for position, module in summed.items():
+            meta = kernel.output_metas[position]
+            sums = replace(
+                kernel, forward=module, num_outputs=1, output_metas=(meta,), cotangents=()
+            )
+            self.totals.append(
+                OutputProgram(value=interface.outputs[position], kernel=self._add(sums))
+            )
+        return replace(kernel, forward=forward)
+
+    def _check_microbatches(self, block: Block, kernel: Kernel) -> None:
+        for _, module in _graphs(kernel):
+            for node in _calls(module):
+                if spans_microbatches(node):
+                    raise PlanError(
+                        f"block {block.name!r} needs several micro-batches at once "
+                        f"({_operator(node)}); use num_microbatches=1"
+                    )
 
     def _add(self, kernel: Kernel) -> int:
         self.kernels.append(kernel)
@@ -245,7 +303,7 @@ class _Lowering:
                 self.device,
                 training=self.training,
             )
-            self.known[key] = self._add(kernel)
+            self.known[key] = self._add(accumulated(kernel, mesh.num_microbatches))
         return self.known[key]
 
     def _parameter(self, value: Value, blocks: Sequence[BlockProgram]) -> ParameterProgram:
@@ -257,8 +315,8 @@ class _Lowering:
             name=value.target or value.name,
             shape=value.shape,
             dtype=value.dtype,
-            stored=stored,
-            used=used,
+            stored=self._on_devices(stored),
+            used=self._on_devices(used),
             trainable=value.differentiable,
             kernel=self._move_kernel(value, stored, used, differentiable=value.differentiable),
             first_block=users[0] if users else -1,
@@ -278,13 +336,23 @@ class _Lowering:
             for v in (*self.graph.buffers, *self.graph.of_kind(ValueKind.CONSTANT))
         )
 
+    def _on_devices(self, placements: Placements) -> Placements:
+        """Without the axis in time."""
+        return placements[-self.strategy.mesh.devices.num_axes :]
+
     def _input(self, value: Value) -> InputProgram:
+        mesh, placements = self.strategy.mesh, self.strategy.supply(value)
+        microbatch = placements[0] if mesh.num_microbatches > 1 else R
+        placements = self._on_devices(placements)
+        if microbatch.state is State.SHARD:
+            placements = tuple(_inside(p, microbatch, mesh.num_microbatches) for p in placements)
         return InputProgram(
             value=value.index,
             name=value.name,
             shape=value.shape,
             dtype=value.dtype,
-            placements=self.strategy.supply(value),
+            placements=placements,
+            microbatch=microbatch if microbatch.state is State.SHARD else None,
         )
 
     def _output(self, index: int) -> OutputProgram:
@@ -294,6 +362,14 @@ class _Lowering:
             value, strategy.interface(value), strategy.replicated, differentiable=False
         )
         return OutputProgram(value=index, kernel=kernel)
+
+
+def _inside(placement: Placement, cut: Placement, num: int) -> Placement:
+    """A placement of the whole as one of a part that ``cut`` leaves."""
+    if placement.state is not State.SHARD or placement.dim != cut.dim:
+        return placement
+    behind = placement.outer >= cut.outer * num
+    return placement._replace(outer=placement.outer // num) if behind else placement
 
 
 def _graphs(kernel: Kernel) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -91,7 +91,12 @@ class _BlockMachine:
             device=self.device,
         )
         choice = strategy.assignment.choices[op.index]
-        split_axes = tuple(a for a, split in enumerate(choice.splits) if split is not None)
+        mesh = strategy.mesh
+        split_axes = tuple(
+            mesh.devices.axis_names.index(mesh.axis_names[a])
+            for a, split in enumerate(choice.splits)
+            if split is not None and not mesh.is_sequential(a)
+        )
         # Random ops draw equal numbers on replicas and different ones on shards: see
         # autopar.runtime.randomness, which reads this from the traced nodes.
         with annotate({"split_axes": split_axes}):

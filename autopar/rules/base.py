@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,9 +56,10 @@ class Space:
     sum once. ``reduced``: dimensions over which the op reduces inside, so that outputs without
     them come out complete. ``plain``: dimensions that take the contiguous split only. ``padded``:
     dimensions that may be split into parts that do not divide them; ``clean``: those of them where
-    zeros behind the end stay zeros by themselves, in outputs and gradients. ``anchor``: whether a
-    split of this op is worth carrying to its neighbours (products, attention), or the op only goes
-    along (element-wise ops, views).
+    zeros behind the end stay zeros by themselves, in outputs and gradients. ``linear``: operands
+    that may be partial sums, the outputs then being partial sums too. ``anchor``: whether a split
+    of this op is worth carrying to its neighbours (products, attention), or the op only goes along
+    (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]
@@ -71,6 +72,7 @@ class Space:
     plain: frozenset[str] = frozenset()
     padded: frozenset[str] = frozenset()
     clean: frozenset[str] = frozenset()
+    linear: frozenset[int] = frozenset()
     anchor: bool = False
 
     def splittable(self) -> tuple[str, ...]:
@@ -130,6 +132,9 @@ def parse_choice(text: str) -> Choice:
     return Choice(tuple(splits))
 
 
+LINEAR_SPLIT = Split("+")
+"""The part of an op that is linear: of partial sums it makes a partial sum."""
+
 Bases = Mapping[str, tuple[int, ...]]
 """Per dimension, the further digits (beside 1) at which it may be split."""
 
@@ -150,12 +155,12 @@ def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
     names = list(space.sizes)
     allowed = set(space.splittable())
     for split in choice.splits:
-        if split is None:
+        if split is None or (split == LINEAR_SPLIT and space.linear):
             continue
         if split.dim not in allowed or (split.base != 1 and split.dim in space.plain):
             return False
     placements = tuple(
-        R if split is None else S(names.index(split.dim), outer)
+        R if split is None or split == LINEAR_SPLIT else S(names.index(split.dim), outer)
         for split, outer in zip(choice.splits, _outers(choice, mesh))
     )
     if not is_valid(placements, tuple(space.sizes.values()), mesh):
@@ -198,15 +203,18 @@ def needs(
 ) -> tuple[Placements, ...]:
     """Per operand, what the op needs under ``choice``."""
     if space is None:
-        return tuple((R,) * mesh.num_axes for _ in differentiable)
+        return tuple(_whole(mesh, flows) for flows in differentiable)
     outers = _outers(choice, mesh)
     result = []
     for operand, layout in enumerate(space.inputs):
         placements = []
-        for split, outer in zip(choice.splits, outers):
+        whole = _whole(mesh, differentiable[operand])
+        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
             found = _locate(space, layout, split, outer)
             if split is None:
-                placements.append(R)
+                placements.append(whole[axis])
+            elif split == LINEAR_SPLIT and operand in space.linear:
+                placements.append(P)
             elif found is not None:
                 placements.append(found)
             elif operand in space.partial_inputs and split.dim in space.sums:
@@ -221,20 +229,28 @@ def supplies(
     space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int
 ) -> tuple[Placements, ...]:
     """Per output, what the op supplies under ``choice``."""
+    whole = _whole(mesh, True)
     if space is None:
-        return tuple((R,) * mesh.num_axes for _ in range(num_outputs))
+        return (whole,) * num_outputs
     outers = _outers(choice, mesh)
     result = []
     for layout in space.outputs:
         placements = []
-        for split, outer in zip(choice.splits, outers):
+        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
             found = _locate(space, layout, split, outer)
             if split is None or (found is None and split.dim in space.reduced):
-                placements.append(R)
+                placements.append(whole[axis])
             else:
                 placements.append(found if found is not None else P)
         result.append(tuple(placements))
     return tuple(result)
+
+
+def _whole(mesh: Mesh, flows: bool) -> Placements:
+    """A value that an op does not split: replicated; along an axis in time varying, so that its
+    gradient is accumulated there.
+    """
+    return tuple(V if flows and mesh.is_sequential(a) else R for a in range(mesh.num_axes))
 
 
 def _locate(space: Space, layout: Layout, split: Split | None, outer: int) -> Placement | None:
@@ -439,7 +455,31 @@ def space_of(op: Op, values: Sequence[Value]) -> Space | None:
     if rule is None or all(o is None or values[o].fixed for o in op.outputs):
         return None
     outputs = tuple(None if o is None else values[o] for o in op.outputs)
-    return rule.space(op, tuple(values[i] for i in op.inputs), outputs)
+    space = rule.space(op, tuple(values[i] for i in op.inputs), outputs)
+    return None if space is None else replace(space, linear=linear_operands(op))
+
+
+_LINEAR = frozenset(
+    {
+        "add", "sub", "neg", "sum", "mean", "clone", "contiguous", "_to_copy", "to", "view",
+        "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose",
+        "t", "permute", "expand", "slice", "narrow", "select", "stack", "cat", "alias",
+    }
+)  # fmt: skip
+"""Linear in all operands together."""
+
+
+def linear_operands(op: Op) -> frozenset[int]:
+    """Operands that may be partial sums together, the outputs then being partial sums.
+
+    A constant that is added is no sum over anything, so ``x + 1`` has none.
+    """
+    name = op.target_name.split(".")[1]
+    if name in ("add", "sub") and len(op.inputs) < 2:
+        return frozenset()
+    if name in ("mul", "div"):
+        return frozenset({0})
+    return frozenset(range(len(op.inputs))) if name in _LINEAR else frozenset()
 
 
 def run_local(context: LocalContext, operands: Sequence[Tensor]) -> list[Any]:

@@ -140,7 +140,7 @@ def _cross_entropy_collectives(
     classes = choice.axes_of("c")
     rows = tuple(sorted(a for d in space.sizes if d != "c" for a in choice.axes_of(d)))
     result = []
-    if mesh.size(rows) > 1:
+    if mesh.size(rows) > 1 and _arguments(op.args, dict(op.kwargs))["reduction"] == MEAN:
         result.append(InternalCollective(kind="all_reduce", axes=rows, size_bytes=4))
     if mesh.size(classes) > 1:
         count = math.prod(s for d, s in space.sizes.items() if d != "c") // mesh.size(rows)

@@ -36,6 +36,9 @@ class ProcessMachine:
             bound = self._bound[module] = self._bind(module)
         return bound(*arguments)
 
+    def begin_microbatch(self, index: int) -> None:
+        self.communicator.microbatch = index
+
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
 

@@ -32,7 +32,7 @@ from autopar.collectives import (
     disassemble,
 )
 from autopar.errors import DeviceError
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCH, Mesh
 from autopar.runtime.parts import digit_slice
 
 LocalFunction = Callable[[Tensor], Tensor]
@@ -52,10 +52,35 @@ class Group:
     label: str
 
 
+class TimedGroup:
+    """Positions on the axis in time, and on device axes behind it; it never communicates."""
+
+    process_group = None
+
+    def __init__(self, communicator: Communicator, label: str) -> None:
+        axes = label.partition(",")[2]
+        self._communicator = communicator
+        self._devices = communicator.group(axes) if axes else None
+        self._num_devices = self._devices.size if self._devices else 1
+        self.size = communicator.num_microbatches * self._num_devices
+        self.label = label
+
+    @property
+    def index(self) -> int:
+        """That of the present micro-batch."""
+        inside = self._devices.index if self._devices else 0
+        return self._communicator.microbatch * self._num_devices + inside
+
+
+AnyGroup = Group | TimedGroup
+
+
 class Communicator:
     """This rank's groups of one mesh. Making it is collective: all ranks, the same labels."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, labels: Iterable[str]) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, labels: Iterable[str], num_microbatches: int = 1
+    ) -> None:
         if dist.get_world_size() != mesh.num_devices:
             raise DeviceError(
                 f"the mesh {mesh} has {mesh.num_devices} ranks but the process group has "
@@ -66,12 +91,16 @@ class Communicator:
         self.device = device
         self.rank = dist.get_rank()
         self.device_mesh = device_mesh(mesh, device.type)
-        self._groups: dict[str, Group] = {}
+        self.num_microbatches = num_microbatches
+        self.microbatch = 0
+        self._groups: dict[str, AnyGroup] = {}
         for label in sorted(set(labels)):
             self.group(label)
 
-    def group(self, label: str) -> Group:
+    def group(self, label: str) -> AnyGroup:
         """The group of a label; collective where it is new."""
+        if label not in self._groups and label.split(",")[0] == MICROBATCH:
+            self._groups[label] = TimedGroup(self, label)
         if label not in self._groups:
             axes = self.mesh.axes_of(label)
             if len(axes) == 1:
@@ -293,31 +322,31 @@ def _all_to_all(
     return all_to_all
 
 
-def _shard(group: Group, dim: int, outer: int) -> LocalFunction:
-    num, index = group.size, group.index
+def _shard(group: AnyGroup, dim: int, outer: int) -> LocalFunction:
+    num = group.size
     if dim == 0 and outer == 1:
 
         def shard_rows(x: Tensor) -> Tensor:
             size = x.shape[0] // num
-            return x.narrow(0, index * size, size)
+            return x.narrow(0, group.index * size, size)
 
         return shard_rows
 
     def shard(x: Tensor) -> Tensor:
-        return digit_slice(x, num, index, dim, outer).contiguous()
+        return digit_slice(x, num, group.index, dim, outer).contiguous()
 
     return shard
 
 
-def _unshard(group: Group, dim: int, outer: int) -> LocalFunction:
-    num, index = group.size, group.index
+def _unshard(group: AnyGroup, dim: int, outer: int) -> LocalFunction:
+    num = group.size
 
     def unshard(x: Tensor) -> Tensor:
         shape = x.shape
         inner = shape[dim] // outer
         split = (*shape[:dim], outer, num, inner, *shape[dim + 1 :])
         whole = x.new_zeros(split)
-        whole.select(dim + 1, index).copy_(
+        whole.select(dim + 1, group.index).copy_(
             x.reshape((*shape[:dim], outer, inner, *shape[dim + 1 :]))
         )
         return whole.view((*shape[:dim], shape[dim] * num, *shape[dim + 1 :]))
@@ -325,24 +354,23 @@ def _unshard(group: Group, dim: int, outer: int) -> LocalFunction:
     return unshard
 
 
-def _mask(group: Group) -> LocalFunction:
-    is_first = group.index == 0
-
+def _mask(group: AnyGroup) -> LocalFunction:
     def mask(x: Tensor) -> Tensor:
-        if is_first:
+        if group.index == 0:
             return x.contiguous()
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
     return mask
 
 
-def _axis_index(group: Group) -> LocalFunction:
-    made: dict[torch.device, Tensor] = {}
+def _axis_index(group: AnyGroup) -> LocalFunction:
+    made: dict[tuple[torch.device, int], Tensor] = {}
 
     def axis_index(like: Tensor) -> Tensor:
-        if like.device not in made:
-            made[like.device] = torch.tensor(group.index, device=like.device)
-        return made[like.device]
+        key = (like.device, group.index)
+        if key not in made:
+            made[key] = torch.tensor(group.index, device=like.device)
+        return made[key]
 
     return axis_index
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from autopar.capture import Captured, Signature
 from autopar.errors import InputError
 from autopar.lowering.program import RankProgram
-from autopar.placement import local_shape
 from autopar.runtime.checkpoint import Path
 from autopar.runtime.local import LocalRunner
 from autopar.runtime.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.parts import local_input_shape
 from autopar.runtime.rank import RankOptions
 from autopar.runtime.spmd import SpmdRunner, is_spmd
 from autopar.torch_private import pytree
@@ -259,7 +259,7 @@ def state_keys(
 
 def local_signature(signature: Signature, program: RankProgram) -> Signature:
     """The signature of a call with one rank's part of the batch."""
-    shapes = tuple(local_shape(i.shape, i.placements, program.mesh) for i in program.inputs)
+    shapes = tuple(local_input_shape(i, program) for i in program.inputs)
     return dataclasses.replace(signature, input_shapes=shapes)
 
 

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import fx
 
 from autopar.lowering.differentiate import Kernel, TensorMeta
-from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram
+from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram, Role
 
 T = TypeVar("T")
 
@@ -23,6 +23,10 @@ class Machine(Protocol[T]):
     """Runs graphs on values of type T."""
 
     def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
+
+    def begin_microbatch(self, index: int) -> None:
+        """Set the position on the axis in time for the graphs that follow."""
+        ...
 
     def add(self, left: T, right: T) -> T: ...
 
@@ -86,7 +90,10 @@ class Executor(Generic[T]):
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
     ) -> dict[int, T]:
         """The loss and outputs of a forward program, made whole, by value."""
-        run = _Pass(self, parameters, {**buffers, **inputs})
+        run = _Pass(self, parameters)
+        run.fix(buffers)
+        self.machine.begin_microbatch(0)
+        run.env = {**buffers, **inputs, **self.fixed}
         run.forward(keep_for_backward=False)
         wanted = [*self.program.outputs]
         if self.program.loss is not None:
@@ -96,41 +103,75 @@ class Executor(Generic[T]):
             result[output.value] = self._whole(output, run.env[output.value])
         return result
 
+    def _early(
+        self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
+    ) -> list[dict[int, T]]:
+        """Per micro-batch what the block of totals makes; the totals are those of all."""
+        early: list[dict[int, T]] = [{} for _ in batches]
+        for block in self.program.blocks:
+            if block.role is not Role.TOTALS:
+                continue
+            kernel = self.program.kernels[block.kernel]
+            for index, batch in enumerate(batches):
+                self.machine.begin_microbatch(index)
+                env = {**self.fixed, **buffers, **batch}
+                operands = [env[i] for i in block.interface.inputs]
+                results = self.machine.run(kernel.forward, operands)
+                early[index].update(zip(block.interface.outputs, results))
+        for total in self.program.totals:
+            summed = early[0][total.value]
+            for made in early[1:]:
+                summed = self.machine.add(summed, made[total.value])
+            summed = self._whole(total, summed)
+            for made in early:
+                made[total.value] = summed
+        return early
+
     def _whole(self, output: OutputProgram, value: T) -> T:
         if output.kernel is None:
             return value
         return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
 
     def step(
-        self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
+        self,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        batches: Sequence[Mapping[int, T]],
     ) -> StepResult[T]:
-        """Forward and backward of one batch in the conventional order."""
+        """Forward and backward of the micro-batches, one by one, in the conventional order."""
         program = self.program
         assert program.loss is not None
-        run = _Pass(self, parameters, {**buffers, **inputs})
-        run.forward(keep_for_backward=True)
-        loss = run.env[program.loss.value]
-        next_buffers = {
-            b.value: self._whole(b.following, run.env[b.following.value])
-            for b in program.buffers
-            if b.following is not None
-        }
-        run.backward(program.loss.value)
+        run = _Pass(self, parameters)
+        run.fix(buffers)
+        early = self._early(buffers, batches)
+        loss: T | None = None
+        following: dict[int, T] = {}
+        for index, batch in enumerate(batches):
+            self.machine.begin_microbatch(index)
+            run.env = {**buffers, **following, **batch, **early[index], **self.fixed}
+            run.forward(keep_for_backward=True)
+            part = run.env[program.loss.value]
+            loss = part if loss is None else self.machine.add(loss, part)
+            following.update(
+                (b.value, self._whole(b.following, run.env[b.following.value]))
+                for b in program.buffers
+                if b.following is not None
+            )
+            run.backward(program.loss.value, is_last=index == len(batches) - 1)
+        assert loss is not None
         loss = self._whole(program.loss, loss)
-        return StepResult(loss=loss, gradients=run.gradients, buffers=next_buffers)
+        return StepResult(loss=loss, gradients=run.gradients, buffers=following)
 
 
 class _Pass(Generic[T]):
     """The values alive during one pass over the program."""
 
-    def __init__(
-        self, executor: Executor[T], parameters: Mapping[int, T], env: dict[int, T]
-    ) -> None:
+    def __init__(self, executor: Executor[T], parameters: Mapping[int, T]) -> None:
         self.executor = executor
         self.machine = executor.machine
         self.program = executor.program
         self.stored = parameters
-        self.env = env
+        self.env: dict[int, T] = {}
         self.used: dict[int, T] = {}
         self.records: dict[int, _Record[T]] = {}
         self.cotangents: dict[int, T] = {}
@@ -140,20 +181,19 @@ class _Pass(Generic[T]):
 
     def forward(self, *, keep_for_backward: bool) -> None:
         for position, block in enumerate(self.program.blocks):
-            if block.is_fixed:
-                self._run_fixed(block)
-            else:
+            if block.role is Role.EVERY:
                 self._run_block(position, block, keep_for_backward)
             self._free(position, block)
 
-    def _run_fixed(self, block: BlockProgram) -> None:
+    def fix(self, buffers: Mapping[int, T]) -> None:
         """Blocks that depend on nothing but constants run in the first pass only."""
         fixed = self.executor.fixed
-        if not all(o in fixed for o in block.interface.outputs):
+        for block in self.program.blocks:
+            if block.role is not Role.FIXED or all(o in fixed for o in block.interface.outputs):
+                continue
             kernel = self.program.kernels[block.kernel]
-            operands = [self.env[i] for i in block.interface.inputs]
+            operands = [fixed[i] if i in fixed else buffers[i] for i in block.interface.inputs]
             fixed.update(zip(block.interface.outputs, self.machine.run(kernel.forward, operands)))
-        self.env.update((o, fixed[o]) for o in block.interface.outputs)
 
     def _run_block(self, position: int, block: BlockProgram, keep: bool) -> None:
         kernel = self.program.kernels[block.kernel]
@@ -188,7 +228,7 @@ class _Pass(Generic[T]):
             if self.executor._parameter_of[value].last_block == position:
                 self.used.pop(value, None)
 
-    def backward(self, loss: int) -> None:
+    def backward(self, loss: int, *, is_last: bool) -> None:
         for position in reversed(range(len(self.program.blocks))):
             block = self.program.blocks[position]
             kernel = self.program.kernels[block.kernel]
@@ -196,7 +236,8 @@ class _Pass(Generic[T]):
             if record is None or not kernel.cotangents:
                 continue
             self._run_backward(block, kernel, record, self._take(block, kernel, loss))
-            self._start_reductions(block, position)
+            if is_last:
+                self._start_reductions(block, position)
         for values, finish in self.reductions:
             self.gradients.update(zip(values, finish()))
         self.reductions.clear()

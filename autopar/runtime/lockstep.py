@@ -30,9 +30,9 @@ from autopar.collectives import (
 from autopar.graph import Graph
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCH, Mesh
 from autopar.runtime.executor import Executor, StepResult
-from autopar.runtime.parts import gather, reduced, scatter
+from autopar.runtime.parts import gather, microbatch_of, reduced, scatter
 from autopar.runtime.randomness import Dice, kept_generators, random_nodes, split_axes
 
 __all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
@@ -68,38 +68,40 @@ def _all_to_all(
     ]
 
 
-def _shard(parts: Shards, num: int, dim: int, outer: int) -> Shards:
-    return [disassemble(x, num, dim, outer)[i].clone() for i, x in enumerate(parts)]
-
-
-def _unshard(parts: Shards, num: int, dim: int, outer: int) -> Shards:
-    result = []
-    for i, x in enumerate(parts):
-        stack = x.new_zeros((num, *x.shape))
-        stack[i] = x
-        result.append(assemble(stack, dim, outer))
-    return result
-
-
-def _mask(parts: Shards, num: int) -> Shards:
-    return [x.clone() if i == 0 else torch.zeros_like(x) for i, x in enumerate(parts)]
-
-
-def _axis_index(parts: Shards, num: int) -> Shards:
-    return [torch.tensor(i) for i in range(num)]
-
-
 _COLLECTIVES: dict[Any, Collective] = {
     ALL_REDUCE: _all_reduce,
     ALL_REDUCE_MAX: _all_reduce_max,
     ALL_GATHER: _all_gather,
     REDUCE_SCATTER: _reduce_scatter,
     ALL_TO_ALL: _all_to_all,
+}
+
+
+def _shard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
+    return disassemble(x, num, dim, outer)[index].clone()
+
+
+def _unshard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
+    stack = x.new_zeros((num, *x.shape))
+    stack[index] = x
+    return assemble(stack, dim, outer)
+
+
+def _mask(x: Tensor, index: int, num: int) -> Tensor:
+    return x.clone() if index == 0 else torch.zeros_like(x)
+
+
+def _axis_index(x: Tensor, index: int, num: int) -> Tensor:
+    return torch.tensor(index)
+
+
+_LOCAL_OPS: dict[Any, Callable[..., Tensor]] = {
     SHARD: _shard,
     UNSHARD: _unshard,
     MASK: _mask,
     AXIS_INDEX: _axis_index,
 }
+"""Functions of one rank's part and of the rank's position in its group."""
 
 
 class LockstepMachine:
@@ -108,6 +110,10 @@ class LockstepMachine:
     def __init__(self, mesh: Mesh, seed: int = 0) -> None:
         self.mesh = mesh
         self.dice = Dice(mesh, seed)
+        self.microbatch = 0
+
+    def begin_microbatch(self, index: int) -> None:
+        self.microbatch = index
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}
@@ -149,12 +155,23 @@ class LockstepMachine:
     def _collective(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> Shards:
         source, label, *rest = node.args
         values = env[source]  # type: ignore[index]
+        if node.target in _LOCAL_OPS:
+            function = _LOCAL_OPS[node.target]
+            return [function(x, self._index(r, str(label)), *rest) for r, x in enumerate(values)]
         result: list[Any] = [None] * self.mesh.num_devices
         for group in self.mesh.groups(self.mesh.axes_of(str(label))):
             parts = [values[r] for r in group]
             for rank, part in zip(group, _COLLECTIVES[node.target](parts, *rest)):
                 result[rank] = part
         return result
+
+    def _index(self, rank: int, label: str) -> int:
+        """Position of a rank along the axes of a label, that in time being the present one."""
+        names = [name for name in label.split(",") if name != MICROBATCH]
+        axes = self.mesh.axes_of(",".join(names)) if names else ()
+        inside = self.mesh.index(rank, axes)
+        timed = MICROBATCH in label.split(",")
+        return self.microbatch * self.mesh.size(axes) + inside if timed else inside
 
     def add(self, left: Shards, right: Shards) -> Shards:
         return [a + b for a, b in zip(left, right)]
@@ -198,9 +215,10 @@ class LockstepRun:
             for b in program.buffers
         }
 
-    def _inputs(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
+    def _inputs(self, tensors: Sequence[Tensor], index: int = 0) -> dict[int, Shards]:
+        num = self.program.num_microbatches
         return {
-            i.value: scatter(t, i.placements, self.program.mesh)
+            i.value: scatter(microbatch_of(t, i, num, index), i.placements, self.program.mesh)
             for i, t in zip(self.program.inputs, tensors)
         }
 
@@ -208,7 +226,8 @@ class LockstepRun:
         """Forward and backward; buffers are updated, parameters are left to the caller."""
         self.machine.dice.begin_step(self.num_steps)
         with kept_generators(torch.device("cpu")):
-            result = self.executor.step(self.parameters, self.buffers, self._inputs(tensors))
+            batches = [self._inputs(tensors, i) for i in range(self.program.num_microbatches)]
+            result = self.executor.step(self.parameters, self.buffers, batches)
         self.buffers.update(result.buffers)
         self.num_steps += 1
         return result

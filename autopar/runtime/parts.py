@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autopar.collectives import assemble, pad_end
+from autopar.lowering.program import InputProgram, RankProgram
 from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, State, paddings
+from autopar.placement import Placement, Placements, State, local_shape, paddings
 
 
 def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
@@ -36,6 +37,20 @@ def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> 
             part, mesh.axis_sizes[axis], coordinate[axis], placement.dim, placement.outer
         )
     return part.contiguous()
+
+
+def microbatch_of(tensor: Tensor, source: InputProgram, num: int, index: int) -> Tensor:
+    """Micro-batch ``index`` of an input, or of one rank's part of it."""
+    cut = source.microbatch
+    return tensor if cut is None else digit_slice(tensor, num, index, cut.dim, cut.outer)
+
+
+def local_input_shape(source: InputProgram, program: RankProgram) -> tuple[int, ...]:
+    """Shape of one rank's part of an input, all its micro-batches together."""
+    part = list(local_shape(source.part(program.num_microbatches), source.placements, program.mesh))
+    if source.microbatch is not None:
+        part[source.microbatch.dim] *= program.num_microbatches
+    return tuple(part)
 
 
 def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError, OptimizerError
 from autopar.lowering.program import ParameterProgram, RankProgram
-from autopar.placement import local_shape
 from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
@@ -29,7 +28,7 @@ from autopar.runtime.optimizers import (
     make_optimizer,
     materialize_state,
 )
-from autopar.runtime.parts import is_split, local_part
+from autopar.runtime.parts import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.randomness import Dice, kept_generators
 
 
@@ -65,7 +64,9 @@ class RankRuntime:
         self.options = options
         self.device = device
         self.num_steps = 0
-        self.communicator = Communicator(program.mesh, device, labels_of(program))
+        self.communicator = Communicator(
+            program.mesh, device, labels_of(program), program.num_microbatches
+        )
         self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
         self.porter = Porter(self.communicator)
         self._executor: Executor[Tensor] = Executor(program, self.machine)
@@ -107,10 +108,13 @@ class RankRuntime:
         ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
         """
         optimizer = self._optimizer()
-        inputs = self.inputs(self.program, tensors, local=local)
+        batches = [
+            self.inputs(self.program, tensors, index, local=local)
+            for index in range(self.program.num_microbatches)
+        ]
         optimizer.zero_grad(set_to_none=True)
         with self._dice(self._is_random):
-            result = self._executor.step(self._by_value, self._buffers, inputs)
+            result = self._executor.step(self._by_value, self._buffers, batches)
         for value, parameter in self._trained:
             parameter.grad = result.gradients.get(value)
         self._buffers.update(result.buffers)
@@ -142,7 +146,7 @@ class RankRuntime:
         """The model's output tensors, whole, on every rank."""
         assert self._forward is not None, "set_forward_program comes first"
         program, executor, is_random = self._forward
-        inputs = self.inputs(program, tensors, local=local)
+        inputs = self.inputs(program, tensors, 0, local=local)
         with self._dice(is_random):
             values = executor.forward(self._by_value, self._buffers, inputs)
         return [values[output.value] for output in program.outputs]
@@ -157,20 +161,19 @@ class RankRuntime:
             yield
 
     def inputs(
-        self, program: RankProgram, tensors: Sequence[Tensor], *, local: bool
+        self, program: RankProgram, tensors: Sequence[Tensor], index: int, *, local: bool
     ) -> dict[int, Tensor]:
-        """This rank's part of each input, on its device."""
+        """This rank's part of each input in micro-batch ``index``, on its device."""
         mesh, rank = program.mesh, self.communicator.rank
         if local:
             check_local_inputs(program, tensors)
-            return {
-                i.value: t.to(self.device, non_blocking=True)
-                for i, t in zip(program.inputs, tensors)
-            }
-        return {
-            i.value: local_part(t, i.placements, mesh, rank).to(self.device, non_blocking=True)
-            for i, t in zip(program.inputs, tensors)
-        }
+        parts = {}
+        for i, tensor in zip(program.inputs, tensors):
+            part = microbatch_of(tensor, i, program.num_microbatches, index)
+            if not local:
+                part = local_part(part, i.placements, mesh, rank)
+            parts[i.value] = part.to(self.device, non_blocking=True)
+        return parts
 
     # --- state -----------------------------------------------------------------------------
 
@@ -336,7 +339,7 @@ def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
             "global batch without local=True"
         )
     for program_input, tensor in zip(program.inputs, tensors):
-        shape = local_shape(program_input.shape, program_input.placements, program.mesh)
+        shape = local_input_shape(program_input, program)
         if tuple(tensor.shape) != shape:
             raise InputError(
                 f"input {program_input.name!r} has shape {tuple(tensor.shape)}; with local=True "

@@ -1,0 +1,326 @@
+"""Cut the global batch into micro-batches that run one after another, with one update at the end.
+
+Micro-batches are an axis of the mesh in time instead of devices, `MICROBATCH`, in front of the
+others: a value split along it is there one part after the other, a partial sum along it is
+accumulated. `cut` adds this axis to a strategy that was found without it:
+
+- what has the batch is split on it, what does not is *varying*: computed anew for each micro-batch,
+  its gradient a partial sum, so that every gradient becomes a sum over micro-batches by itself;
+- sums over the batch are partial, and stay so through ops that are linear (`linear_operands`), so
+  the loss is the sum of the micro-batches' shares of it;
+- what a mean divides by (how many targets are not ignored) must be known before the first
+  micro-batch is finished: `with_explicit_totals` makes it a value of its own, computed from the
+  inputs alone in a block in front of the others.
+
+So the result is that of the whole batch, also for unevenly filled micro-batches. An op that needs
+the whole batch at once (batch norm with global statistics, a contrastive loss) is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.blocks import TOTALS
+from autopar.errors import PlanError
+from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind
+from autopar.mesh import MICROBATCH, Mesh
+from autopar.placement import P, Placement, Placements, R, S, State, V
+from autopar.rules import Choice, Split
+from autopar.rules.base import LINEAR_SPLIT, needs, rule_of, supplies
+from autopar.strategy import Assignment, Strategy
+
+_LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}
+_MEAN, _SUM = 1, 2
+
+
+# --- totals as values ---------------------------------------------------------------------------
+def with_explicit_totals(graph: Graph) -> Graph:
+    """The same computation, with the weight that each mean loss divides by as a value.
+
+    ``cross_entropy(x, target)`` becomes ``cross_entropy(x, target, reduction=sum) / total``. The
+    ops behind the totals form the block `TOTALS`.
+    """
+    return _Rewrite(graph).run()
+
+
+class _Rewrite:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = list(graph.values)
+        self.early: list[Op] = []
+        self.replaced: dict[int, list[Op]] = {}
+
+    def run(self) -> Graph:
+        graph = self.graph
+        totals = []
+        for op in graph.ops:
+            if op.target_name in _LOSSES and _argument(op, 3, "reduction", _MEAN) == _MEAN:
+                totals.append(self._rewrite(op))
+        if not totals:
+            return graph
+        moved = self._moved_ops()
+        fixed = [o for o in graph.ops if o.index not in moved and self._is_fixed(o)]
+        first = [*fixed, *(o for o in graph.ops if o.index in moved), *self.early]
+        return self._assembled(len(fixed), first, moved | {o.index for o in fixed})
+
+    def _is_fixed(self, op: Op) -> bool:
+        return all(o is None or self.values[o].fixed for o in op.outputs)
+
+    def _value(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, **more: Any) -> int:
+        index = len(self.values)
+        self.values.append(
+            Value(
+                index=index, name=name, kind=ValueKind.ACTIVATION, shape=shape, dtype=dtype, **more
+            )
+        )
+        return index
+
+    def _early(
+        self, near: Op, target: Any, args: tuple[Any, ...], like: int | None, **given: Any
+    ) -> int:
+        """One more op of the block of totals; its output has the shape of ``like``."""
+        source = None if like is None else self.values[like]
+        shape = given.get("shape", () if source is None else source.shape)
+        dtype = given.get("dtype", torch.float32 if source is None else source.dtype)
+        name = f"{near.name}_total{len(self.early)}"
+        output = self._value(name, shape, dtype)
+        self.early.append(
+            replace(
+                near, name=name, target=target, args=args,
+                kwargs=given.get("kwargs", ()), outputs=(output,),
+            )
+        )  # fmt: skip
+        return output
+
+    def _rewrite(self, op: Op) -> int | None:
+        """Sum instead of mean, then a division; returns the value of the total, if it is one."""
+        (loss,) = op.outputs
+        assert loss is not None
+        value = self.values[loss]
+        total = self._total(op, value.dtype)
+        summed = self._value(
+            f"{value.name}_sum", value.shape, value.dtype, differentiable=value.differentiable
+        )
+        args = list(op.args)
+        kwargs = dict(op.kwargs)
+        if len(args) > 3:
+            args[3] = _SUM
+        else:
+            kwargs["reduction"] = _SUM
+        divisor: Any = total if isinstance(total, float) else Ref(total)
+        self.replaced[op.index] = [
+            replace(op, args=tuple(args), kwargs=tuple(kwargs.items()), outputs=(summed,)),
+            replace(
+                op, name=f"{op.name}_mean", target=torch.ops.aten.div.Tensor,
+                args=(Ref(summed), divisor), kwargs=(),
+            ),
+        ]  # fmt: skip
+        return None if isinstance(total, float) else total
+
+    def _total(self, op: Op, dtype: torch.dtype) -> int | float:
+        """The weight of all rows: the sum of the classes' weights over rows that count."""
+        aten = torch.ops.aten
+        x, target = (self.values[i] for i in op.inputs[:2])
+        if target.dtype.is_floating_point:  # probabilities: every row counts
+            return float(
+                torch.Size(target.shape).numel() // target.shape[1 if len(x.shape) > 1 else 0]
+            )
+        ignored = _argument(op, 4, "ignore_index", -100)
+        ref = Ref(target.index)
+        valid = self._early(op, aten.ne.Scalar, (ref, ignored), target.index, dtype=torch.bool)
+        weight = _argument(op, 2, "weight", None)
+        if isinstance(weight, Ref):
+            classes = self.values[weight.index].shape[0]
+            column = self._early(
+                op, aten.view.default, (weight, (classes, 1)), weight.index, shape=(classes, 1)
+            )
+            known = self._early(op, aten.where.ScalarOther, (Ref(valid), ref, 0), target.index)
+            picked = self._early(
+                op, aten.embedding.default, (Ref(column), Ref(known)), column,
+                shape=(*target.shape, 1),
+            )  # fmt: skip
+            flat = self._early(op, aten.squeeze.dim, (Ref(picked), -1), picked, shape=target.shape)
+            counted = self._early(op, aten.mul.Tensor, (Ref(flat), Ref(valid)), flat)
+        else:
+            counted = self._early(
+                op, aten._to_copy.default, (Ref(valid),), valid, dtype=dtype,
+                kwargs=(("dtype", dtype),),
+            )  # fmt: skip
+        return self._early(op, aten.sum.default, (Ref(counted),), counted, shape=())
+
+    def _moved_ops(self) -> set[int]:
+        """Ops of the graph that the totals depend on, all of them computed from inputs alone."""
+        producers = {o: op for op in self.graph.ops for o in op.outputs if o is not None}
+        stack = [i for op in self.early for i in op.inputs]
+        moved: set[int] = set()
+        while stack:
+            value = self.graph.values[i] if (i := stack.pop()) < len(self.graph.values) else None
+            if value is None:
+                continue
+            if value.kind is ValueKind.PARAMETER or value.differentiable:
+                raise PlanError(
+                    f"the weight of a mean loss depends on {value.name!r}, which changes in "
+                    "training, so it is not known before the last micro-batch; use "
+                    "num_microbatches=1, or a loss with reduction='sum' divided by a constant"
+                )
+            op = producers.get(value.index)
+            if op is not None and op.index not in moved and not self._is_fixed(op):
+                moved.add(op.index)
+                stack.extend(op.inputs)
+        return moved
+
+    def _assembled(self, num_fixed: int, first: Sequence[Op], gone: set[int]) -> Graph:
+        ops: list[Op] = list(first)
+        runs: list[tuple[str, int]] = []
+        if num_fixed:
+            runs.append((self.graph.blocks[0].name, num_fixed))
+        runs.append((TOTALS, len(first)))
+        for block in self.graph.blocks:
+            for op in self.graph.block_ops(block):
+                if op.index not in gone:
+                    ops += self.replaced.get(op.index, [op])
+            if len(ops) > runs[-1][1]:
+                runs.append((block.name, len(ops)))
+        starts = [0, *(stop for _, stop in runs)]
+        return replace(
+            self.graph,
+            values=tuple(self.values),
+            ops=tuple(replace(op, index=i) for i, op in enumerate(ops)),
+            blocks=tuple(
+                Block(index=i, name=name, start=starts[i], stop=stop)
+                for i, (name, stop) in enumerate(runs)
+            ),
+        )
+
+
+def _argument(op: Op, position: int, name: str, default: Any) -> Any:
+    if len(op.args) > position:
+        return op.args[position]
+    return dict(op.kwargs).get(name, default)
+
+
+# --- the axis in time ---------------------------------------------------------------------------
+def cut(strategy: Strategy, num_microbatches: int) -> Strategy:
+    """``strategy`` with the axis `MICROBATCH` of that size in front of its mesh's axes.
+
+    Raises PlanError naming the first op that needs the whole batch at once, and where the batch
+    does not divide.
+    """
+    return _Cut(strategy, num_microbatches).run()
+
+
+class _Cut:
+    def __init__(self, strategy: Strategy, num: int) -> None:
+        self.strategy = strategy
+        self.analysis = strategy.analysis
+        self.graph = strategy.graph
+        self.num = num
+        self.mesh = Mesh((MICROBATCH,), (num,))
+        self.batch = self.analysis.batch_size
+        if self.batch % num:
+            raise PlanError(
+                f"a batch of {self.batch} cannot be cut into {num} micro-batches; num_microbatches "
+                "must divide it"
+            )
+        self.states: dict[int, Placement] = {}
+        self.totals: list[int] = []
+        self.splits: list[Split | None] = []
+
+    def run(self) -> Strategy:
+        graph, assignment = self.graph, self.strategy.assignment
+        self._start()
+        for block in graph.blocks:
+            for op in graph.block_ops(block):
+                self._follow(op, is_total=block.name == TOTALS)
+        if graph.loss is not None and self.states[graph.loss] != P:
+            raise PlanError(
+                "the loss is no sum over the batch, so micro-batches cannot be accumulated; use "
+                "num_microbatches=1"
+            )
+        old = assignment.mesh
+        mesh = Mesh((MICROBATCH, *old.axis_names), (self.num, *old.axis_sizes))
+        stored = {
+            i: (R, *p) if graph.values[i].kind is ValueKind.PARAMETER else self._behind(i, p)
+            for i, p in assignment.stored.items()
+        }
+        relays = {
+            i: self._behind(i, p)
+            for i, p in assignment.relays.items()
+            if self.states[i].state is not State.PARTIAL
+        }
+        replicated = (R,) * mesh.num_axes
+        result = Strategy(
+            self.analysis,
+            Assignment(
+                mesh=mesh,
+                choices=tuple(
+                    Choice((split, *choice.splits))
+                    for split, choice in zip(self.splits, assignment.choices)
+                ),
+                stored=stored,
+                relays={**relays, **dict.fromkeys(self.totals, replicated)},
+            ),
+        )
+        result.verify()
+        return result
+
+    def _start(self) -> None:
+        """Inputs that have the batch in front are split; all else is there whole."""
+        graph = self.graph
+        for value in graph.values:
+            has_batch = value.kind is ValueKind.INPUT and value.shape[:1] == (self.batch,)
+            self.states[value.index] = S(0) if has_batch else V
+
+    def _follow(self, op: Op, *, is_total: bool) -> None:
+        """Choose the op's part, and note the states of its outputs."""
+        space = self.analysis.spaces[op.index]
+        given = [self.states[i] for i in op.inputs]
+        split = self.analysis.batch_splits[op.index]
+        if all(p == V for p in given):
+            split = None
+        elif any(p == P for p in given):
+            split = LINEAR_SPLIT
+            if space is None or any(p == P and i not in space.linear for i, p in enumerate(given)):
+                raise self._needs_all(op)
+        elif split is None or space is None:
+            raise self._needs_all(op)
+        choice = Choice((split,))
+        flows = self.analysis.differentiable(op)
+        needed = needs(space, choice, self.mesh, flows)
+        if any(have not in (V, need[0]) for have, need in zip(given, needed)):
+            raise self._needs_all(op)
+        rule = rule_of(op)
+        if space is not None and rule is not None and rule.collectives is not None:
+            inputs = [self.graph.values[i] for i in op.inputs]
+            if any(c.axes for c in rule.collectives(op, space, choice, self.mesh, inputs)):
+                raise self._needs_all(op)
+        for output, made in zip(op.outputs, supplies(space, choice, self.mesh, len(op.outputs))):
+            if output is not None:
+                self.states[output] = V if made[0] == R else made[0]
+                if is_total and made[0] == P:  # summed before it is used
+                    self.totals.append(output)
+                    self.states[output] = V
+        self.splits.append(split)
+
+    def _needs_all(self, op: Op) -> PlanError:
+        where = f" at {op.location}" if op.location else ""
+        return PlanError(
+            f"op {op.name!r} ({op.target_name}){where} needs the whole batch at once, so it cannot "
+            "run on one micro-batch after another; use num_microbatches=1 (for batch norm, "
+            "batch_norm='local')"
+        )
+
+    def _behind(self, index: int, placements: Placements) -> Placements:
+        """Placements on the device axes, behind what the micro-batches split off."""
+        first = self.states[index]
+        result = [first]
+        for placement in placements:
+            same = placement.state is first.state is State.SHARD and placement.dim == first.dim
+            if same and first.outer <= placement.outer < first.outer * self.batch:
+                placement = S(placement.dim, placement.outer * self.num)
+            result.append(placement)
+        return tuple(result)
