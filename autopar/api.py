@@ -30,6 +30,7 @@ from autopar.cost_models import (
 )
 from autopar.errors import InputError, OptimizerError
 from autopar.lowering import lower
+from autopar.microbatches import lower_training
 from autopar.plan import Plan, strategy_of
 from autopar.planner import Progress, candidate_meshes, make_planned
 from autopar.pricing import calls_of
@@ -51,6 +52,7 @@ def plan(
     loss_fn: LossFn | None = None,
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
+    num_microbatches: int = 1,
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -65,6 +67,9 @@ def plan(
       targets are the last positional inputs, or the keyword inputs that bear its names.
     * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried.
     * ``constraints``: what to force, forbid, pin or keep within; see `autopar.constraints`.
+    * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
+      with one update at the end. The result is that of the whole batch; the memory for activations
+      is that of one part.
     * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
 
     Raises CaptureError, InputError or ConstraintError.
@@ -78,7 +83,13 @@ def plan(
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
         return make_planned(
-            captured, cluster, mesh=mesh, constraints=constraints, compute=compute, progress=say
+            captured,
+            cluster,
+            mesh=mesh,
+            constraints=constraints,
+            compute=compute,
+            num_microbatches=num_microbatches,
+            progress=say,
         ).plan
 
 
@@ -93,6 +104,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
+    num_microbatches: int = 1,
     profile_limit_s: float = 60.0,
     seed: int | None = None,
     progress: bool = False,
@@ -152,6 +164,7 @@ def compile(
                     mesh=mesh,
                     constraints=constraints,
                     compute=compute,
+                    num_microbatches=num_microbatches,
                     device_type=kind,
                     progress=say,
                 ).plan
@@ -175,7 +188,7 @@ def _start(
     kind = devices[0].type
     return Compiled(
         captured=captured,
-        program=lower(strategy, device_type=kind),
+        program=lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind),
         forward_program=lambda: lower(strategy, device_type=kind, training=False),
         plan=chosen,
         devices=devices,

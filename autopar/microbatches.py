@@ -2,7 +2,7 @@
 
 Micro-batches are an axis of the mesh in time instead of devices, `MICROBATCH`, in front of the
 others: a value split along it is there one part after the other, a partial sum along it is
-accumulated. `cut` adds this axis to a strategy that was found without it:
+accumulated. `Microbatches.cut` adds this axis to a strategy that was found without it:
 
 - what has the batch is split on it, what does not is *varying*: computed anew for each micro-batch,
   its gradient a partial sum, so that every gradient becomes a sum over micro-batches by itself;
@@ -25,16 +25,49 @@ from typing import Any
 import torch
 
 from autopar.blocks import TOTALS
-from autopar.errors import PlanError
+from autopar.capture import Captured
+from autopar.errors import InputError, PlanError
 from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind
+from autopar.lowering import RankProgram, lower
 from autopar.mesh import MICROBATCH, Mesh
-from autopar.placement import P, Placement, Placements, R, S, State, V
+from autopar.placement import P, Placement, Placements, R, S, State, V, is_valid, paddings
 from autopar.rules import Choice, Split
-from autopar.rules.base import LINEAR_SPLIT, needs, rule_of, supplies
-from autopar.strategy import Assignment, Strategy
+from autopar.rules.base import (
+    LINEAR_SPLIT,
+    is_valid_choice,
+    needs,
+    padded_dims,
+    rule_of,
+    supplies,
+)
+from autopar.strategy import Analysis, Assignment, Strategy
 
 _LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}
 _MEAN, _SUM = 1, 2
+
+
+def analysed(
+    captured: Captured, num_microbatches: int
+) -> tuple[Captured, Analysis, Microbatches | None]:
+    """A capture as its strategies see it: with explicit totals where there are micro-batches."""
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise InputError(f"num_microbatches must be an int, got {num_microbatches!r}")
+    if num_microbatches < 1:
+        raise InputError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    if num_microbatches == 1:
+        return captured, Analysis(captured.graph), None
+    captured = replace(captured, graph=with_explicit_totals(captured.graph))
+    analysis = Analysis(captured.graph)
+    return captured, analysis, Microbatches(analysis, num_microbatches)
+
+
+def lower_training(
+    strategy: Strategy, num_microbatches: int = 1, *, device_type: str = "cpu"
+) -> RankProgram:
+    """The training program of a strategy, one micro-batch after the other where there are any."""
+    if num_microbatches > 1:
+        strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
+    return lower(strategy, device_type=device_type)
 
 
 # --- totals as values ---------------------------------------------------------------------------
@@ -204,45 +237,70 @@ def _argument(op: Op, position: int, name: str, default: Any) -> Any:
 
 
 # --- the axis in time ---------------------------------------------------------------------------
-def cut(strategy: Strategy, num_microbatches: int) -> Strategy:
-    """``strategy`` with the axis `MICROBATCH` of that size in front of its mesh's axes.
+class Microbatches:
+    """What each op and value is along the axis in time, for one graph and number of micro-batches.
 
-    Raises PlanError naming the first op that needs the whole batch at once, and where the batch
-    does not divide.
+    ``graph`` is that of ``analysis``, made by `with_explicit_totals`. Raises PlanError naming the
+    first op that needs the whole batch at once, and where the batch does not divide.
     """
-    return _Cut(strategy, num_microbatches).run()
 
-
-class _Cut:
-    def __init__(self, strategy: Strategy, num: int) -> None:
-        self.strategy = strategy
-        self.analysis = strategy.analysis
-        self.graph = strategy.graph
-        self.num = num
-        self.mesh = Mesh((MICROBATCH,), (num,))
-        self.batch = self.analysis.batch_size
-        if self.batch % num:
-            raise PlanError(
-                f"a batch of {self.batch} cannot be cut into {num} micro-batches; num_microbatches "
-                "must divide it"
-            )
+    def __init__(self, analysis: Analysis, num_microbatches: int) -> None:
+        self.analysis = analysis
+        self.graph = analysis.graph
+        self.num = num_microbatches
+        self.mesh = Mesh((MICROBATCH,), (num_microbatches,))
         self.states: dict[int, Placement] = {}
         self.totals: list[int] = []
         self.splits: list[Split | None] = []
-
-    def run(self) -> Strategy:
-        graph, assignment = self.graph, self.strategy.assignment
+        self.batch = analysis.batch_size
+        if self.batch % num_microbatches:
+            raise PlanError(
+                f"a batch of {self.batch} cannot be cut into {num_microbatches} micro-batches; "
+                "num_microbatches must divide it"
+            )
         self._start()
-        for block in graph.blocks:
-            for op in graph.block_ops(block):
+        for block in self.graph.blocks:
+            for op in self.graph.block_ops(block):
                 self._follow(op, is_total=block.name == TOTALS)
-        if graph.loss is not None and self.states[graph.loss] != P:
+        if self.graph.loss is not None and self.states[self.graph.loss] != P:
             raise PlanError(
                 "the loss is no sum over the batch, so micro-batches cannot be accumulated; use "
                 "num_microbatches=1"
             )
-        old = assignment.mesh
-        mesh = Mesh((MICROBATCH, *old.axis_names), (self.num, *old.axis_sizes))
+
+    def mesh_of(self, devices: Mesh) -> Mesh:
+        """The axis in time in front of the axes of devices."""
+        return Mesh((MICROBATCH, *devices.axis_names), (self.num, *devices.axis_sizes))
+
+    def allows(self, op: int, choice: Choice, devices: Mesh) -> bool:
+        """Whether a micro-batch can be split as ``choice`` splits the whole batch."""
+        space, split, mesh = self.analysis.spaces[op], self.splits[op], self.mesh_of(devices)
+        whole = Choice((split, *choice.splits))
+        if space is None or split is None:
+            return True
+        return is_valid_choice(space, whole, mesh) and split.dim not in padded_dims(
+            space, whole, mesh
+        )
+
+    def allows_stored(self, value: int, placements: Placements, devices: Mesh) -> bool:
+        """The same of an input's placement."""
+        first, mesh = self.states[value], self.mesh_of(devices)
+        if first.state is not State.SHARD:
+            return True
+        shape, whole = self.graph.values[value].shape, self._behind(value, placements)
+        return is_valid(whole, shape, mesh) and not paddings(whole, shape, mesh)[first.dim]
+
+    def cut(self, strategy: Strategy) -> Strategy:
+        """``strategy`` with the axis in time; raises PlanError where a part would not divide."""
+        graph, assignment = self.graph, strategy.assignment
+        mesh = self.mesh_of(assignment.mesh)
+        for op, choice in zip(graph.ops, assignment.choices):
+            if not self.allows(op.index, choice, assignment.mesh):
+                raise PlanError(
+                    f"a batch of {self.batch} in {self.num} micro-batches leaves "
+                    f"{self.batch // self.num}, which op {op.name!r} cannot split as '{choice}' "
+                    f"on {assignment.mesh}; use fewer micro-batches or a larger batch"
+                )
         stored = {
             i: (R, *p) if graph.values[i].kind is ValueKind.PARAMETER else self._behind(i, p)
             for i, p in assignment.stored.items()
@@ -252,7 +310,6 @@ class _Cut:
             for i, p in assignment.relays.items()
             if self.states[i].state is not State.PARTIAL
         }
-        replicated = (R,) * mesh.num_axes
         result = Strategy(
             self.analysis,
             Assignment(
@@ -262,7 +319,7 @@ class _Cut:
                     for split, choice in zip(self.splits, assignment.choices)
                 ),
                 stored=stored,
-                relays={**relays, **dict.fromkeys(self.totals, replicated)},
+                relays={**relays, **dict.fromkeys(self.totals, (R,) * mesh.num_axes)},
             ),
         )
         result.verify()

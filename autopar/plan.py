@@ -17,9 +17,10 @@ from autopar.cost_models import Cluster
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.mesh import Mesh
+from autopar.microbatches import analysed
 from autopar.placement import Placements, format_placements, parse_placement
 from autopar.rules import parse_choice
-from autopar.strategy import Analysis, Assignment, Strategy
+from autopar.strategy import Assignment, Strategy
 
 SCHEMA_VERSION = 2
 
@@ -183,6 +184,7 @@ def make_plan(
     prediction: Prediction,
     search: SearchReport,
     redundant_ops: dict[str, int],
+    num_microbatches: int = 1,
 ) -> Plan:
     """A strategy as a plan."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -191,7 +193,7 @@ def make_plan(
         graph=_describe(graph, captured),
         cluster=cluster,
         mesh=MeshPlan(axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes),
-        schedule=SchedulePlan(),
+        schedule=SchedulePlan(num_microbatches=num_microbatches),
         prediction=prediction,
         search=search,
         redundant_ops=redundant_ops,
@@ -240,15 +242,14 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:
     """The strategy a plan describes, for the graph it was made for; raises PlanError."""
-    graph = captured.graph
-    mesh = plan.device_mesh
+    captured, analysis, _ = analysed(captured, plan.schedule.num_microbatches)
+    graph, mesh = captured.graph, plan.device_mesh
     _check_graph(plan, _describe(graph, captured))
     if num_devices is not None and num_devices != mesh.num_devices:
         raise PlanError(
             f"the plan is for {mesh.num_devices} devices ({mesh}), but there are {num_devices}; "
             "make a new plan, or pass as many devices"
         )
-    analysis = Analysis(graph)
     unknown = sorted(set(plan.ops) - {op.name for op in graph.ops})
     if unknown:
         raise PlanError(f"the plan splits op {unknown[0]!r}, which the graph does not have")

@@ -21,9 +21,10 @@ from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, Roofl
 from autopar.cost_models.estimate import weakest
 from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
-from autopar.lowering import RankProgram, lower
+from autopar.lowering import RankProgram
 from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.mesh import Mesh
+from autopar.microbatches import Microbatches, analysed, lower_training
 from autopar.placement import local_shape
 from autopar.plan import KnownStrategy, Plan, Prediction, SearchReport, make_plan
 from autopar.pricing import OPTIMIZER_STATES, OpTable, Pricing
@@ -92,12 +93,15 @@ def make_planned(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
+    num_microbatches: int = 1,
     device_type: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search every candidate mesh and lower the best strategy.
 
-    Raises ConstraintError where the constraints, or the memory, leave no strategy.
+    A step of several micro-batches is priced as one of the whole batch; its memory is counted over
+    the program that runs. Raises ConstraintError where the constraints, or the memory, leave no
+    strategy.
     """
     constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
     if captured.graph.loss is None:
@@ -112,10 +116,12 @@ def make_planned(
                 f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
                 "MemoryBudget; write constraints=[autopar.Force('zero3')]"
             )
+    captured, analysis, microbatches = analysed(captured, num_microbatches)
     candidates = search_meshes(
-        Analysis(captured.graph),
+        analysis,
         cluster,
         candidate_meshes(cluster, mesh),
+        microbatches=microbatches,
         constraints=constraints,
         compute=compute,
         progress=progress,
@@ -132,6 +138,7 @@ def search_meshes(
     *,
     constraints: Sequence[Constraint] = (),
     compute: ComputeModel | None = None,
+    microbatches: Microbatches | None = None,
     progress: Progress = lambda _: None,
 ) -> list[Candidate]:
     """The best strategy on each mesh, memory left out; raises ConstraintError for none."""
@@ -140,7 +147,7 @@ def search_meshes(
     found = []
     for mesh in meshes:
         progress(f"search on mesh {mesh}")
-        pricing = Pricing(analysis, mesh, cluster, compute, communication)
+        pricing = Pricing(analysis, mesh, cluster, compute, communication, microbatches)
         found.append(_search(price_graph(pricing), constraints, None))
     return found
 
@@ -194,12 +201,13 @@ def _finish(
         _predict(best, memory),
         _report(best, candidates, searched, baselines),
         _redundant(best),
+        best.num_microbatches,
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
 
 
 def _lowered(best: Candidate, device_type: str) -> tuple[RankProgram, ProgramMemory]:
-    program = lower(best.strategy(), device_type=device_type)
+    program = lower_training(best.strategy(), best.num_microbatches, device_type=device_type)
     return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
 
 

@@ -27,6 +27,7 @@ from autopar.cost_models import (
 )
 from autopar.graph import Op, Value, ValueKind, map_refs
 from autopar.mesh import Mesh
+from autopar.microbatches import Microbatches
 from autopar.placement import (
     Placements,
     R,
@@ -95,8 +96,10 @@ class Pricing:
         cluster: Cluster,
         compute: ComputeModel,
         communication: CommunicationModel,
+        microbatches: Microbatches | None = None,
     ) -> None:
         self.analysis = analysis
+        self.microbatches = microbatches
         self.graph = analysis.graph
         self.mesh = mesh
         self.cluster = cluster
@@ -116,7 +119,8 @@ class Pricing:
 
     def op_table(self, op: Op) -> OpTable:
         """The table of an op's kind."""
-        key = op_kind(self.analysis, op)
+        cut = self.microbatches
+        key = (op_kind(self.analysis, op), None if cut is None else cut.splits[op.index])
         if key not in self._op_tables:
             self._op_tables[key] = self._make_op_table(op)
         return self._op_tables[key]
@@ -124,6 +128,8 @@ class Pricing:
     def _make_op_table(self, op: Op) -> OpTable:
         space = self.analysis.spaces[op.index]
         choices = enumerate_choices(space, self.mesh, self.analysis.bases[op.index])
+        if (cut := self.microbatches) is not None:
+            choices = tuple(c for c in choices if cut.allows(op.index, c, self.mesh))
         needs = [self.analysis.needs(op, c, self.mesh) for c in choices]
         supplies = [self.analysis.supplies(op, c, self.mesh) for c in choices]
         estimates = tuple(
@@ -255,9 +261,12 @@ class Pricing:
     def stored_table(self, value: Value) -> ValueTable:
         """Placements a parameter or input may be stored in."""
         digits = self._digits(value)
-        key = (value.kind, value.shape, value.dtype, value.differentiable, digits)
+        first = None if self.microbatches is None else self.microbatches.states[value.index]
+        key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first)
         if key not in self._value_tables:
             options = _split_placements(value, self.mesh, (R,), digits)
+            if (cut := self.microbatches) is not None:
+                options = [p for p in options if cut.allows_stored(value.index, p, self.mesh)]
             sizes = np.array([self._local_bytes(value, p) for p in options], dtype=float)
             self._value_tables[key] = ValueTable(
                 placements=PlacementTable.of(options),

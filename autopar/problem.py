@@ -100,6 +100,11 @@ class Candidate:
         picks = zip(self.priced.memory, self.solution.assignment)
         return float(sum(memory[pick] for memory, pick in picks))
 
+    @property
+    def num_microbatches(self) -> int:
+        microbatches = self.priced.pricing.microbatches
+        return 1 if microbatches is None else microbatches.num
+
     def strategy(self) -> Strategy:
         pricing = self.priced.pricing
         return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))

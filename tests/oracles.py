@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured
 from autopar.graph import Value, ValueKind
-from autopar.lowering import lower
+from autopar.lowering import RankProgram, lower
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, S, V, is_valid
 from autopar.rules import enumerate_choices
@@ -91,7 +91,16 @@ def lockstep_steps(
     batches: Sequence[dict[str, Tensor]],
     make_optimizer: MakeOptimizer = sgd,
 ) -> Trained:
-    program = lower(strategy)
+    return train_program(lower(strategy), captured, state, batches, make_optimizer)
+
+
+def train_program(
+    program: RankProgram,
+    captured: Captured,
+    state: dict[str, Tensor],
+    batches: Sequence[dict[str, Tensor]],
+    make_optimizer: MakeOptimizer = sgd,
+) -> Trained:
     run = LockstepRun(program, captured.graph, state)
     trainable = [p for p in program.parameters if p.trainable]
     mesh = program.mesh

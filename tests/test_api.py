@@ -83,6 +83,27 @@ def test_plan_is_replayed_without_a_search(monkeypatch):
         assert compiled.plan == plan
 
 
+def test_micro_batches_train_as_the_whole_batch(tmp_path):
+    model, make_batch = build("gpt2")
+    batches = [make_batch(seed) for seed in range(NUM_STEPS)]
+    for batch in batches:
+        batch["labels"][1:3, 1:] = -100
+    expected, trained = eager(model, [lambda m, b=b: loss_of(m(**b)) for b in batches])
+    options = {"example_inputs": batches[0], "optimizer": SGD, "profile_limit_s": 0}
+    with autopar.compile(model, 2, num_microbatches=2, **options) as compiled:
+        losses = [compiled.train_step(**batch).item() for batch in batches]
+        ours = copy.deepcopy(model)
+        compiled.copy_to(ours)
+        output = compiled(**batches[0])
+        compiled.plan.to_json(tmp_path / "plan.json")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert_close_models(ours, trained)
+    torch.testing.assert_close(output.logits, trained(**batches[0]).logits, rtol=1e-3, atol=1e-4)
+    with autopar.compile(model, 2, plan=tmp_path / "plan.json", **options) as replayed:
+        assert replayed.program.num_microbatches == 2
+        assert replayed.train_step(**batches[0]).item() == losses[0]
+
+
 def test_loss_function_positional_inputs_and_first_call():
     model, make_batch = build("mlp")
     batch = make_batch(0)

@@ -247,13 +247,15 @@ class _Lowering:
                 self.device,
                 training=self.training,
             )
-            if block.name == TOTALS:
+            if self._role(block) is Role.TOTALS:
                 kernel = self._before_sums(interface, kernel)
             self.known[key] = self._add(kernel)
         return self.known[key]
 
     def _role(self, block: Block) -> Role:
-        return {FIXED: Role.FIXED, TOTALS: Role.TOTALS}.get(block.name, Role.EVERY)
+        if block.name == TOTALS and self.strategy.mesh.num_microbatches > 1:
+            return Role.TOTALS
+        return Role.FIXED if block.name == FIXED else Role.EVERY
 
     def _before_sums(self, interface: BlockInterface, kernel: Kernel) -> Kernel:
         """The kernel of the totals without their sums over micro-batches, which are noted."""

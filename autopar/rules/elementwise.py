@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from autopar.graph import Op, Value
-from autopar.rules.base import Layout, Rule, Space, SpaceBuilder, register, register_pointwise
+from autopar.rules.base import (
+    Layout,
+    LocalContext,
+    Rule,
+    Space,
+    SpaceBuilder,
+    layout,
+    register,
+    register_pointwise,
+)
 
 
 def broadcast_layout(shape: Sequence[int], dims: Sequence[str], sizes: Sequence[int]) -> Layout:
@@ -74,6 +86,29 @@ def _paddable(
     return (dims if name in _FINITE_AT_ZERO else shared), ()
 
 
+def _filled_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Filled at the local size."""
+    result: Tensor = context.op.target(args[0], context.output_shapes[0], *args[2:], **kwargs)
+    return result
+
+
+@register(
+    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default", lower=_filled_local
+)
+def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
+    """Of the operand nothing but its dtype is read, so any part of it gives the whole."""
+    builder = SpaceBuilder()
+    given = builder.dims("i", inputs[0].shape)
+    made = builder.dims("d", outputs[0].shape)  # type: ignore[union-attr]
+    return builder.build(
+        [layout(*given)],
+        [layout(*made)],
+        reduced=frozenset(given),
+        padded=made,
+    )
+
+
+register("aten.broadcast_tensors.default")(elementwise_space)
 register(
     "aten.clone.default",
     "aten.contiguous.default",

@@ -136,6 +136,23 @@ def einsum(draw: Draw, new: New):
     return equation, [new(*(size[letter] for letter in term)) for term in terms]
 
 
+# --- fills --------------------------------------------------------------------------------------
+@case("aten.new_zeros.default", "aten.new_ones.default", integers=True)
+def new_zeros(draw: Draw, new: New):
+    return new(*shape_of(draw)), shape_of(draw)
+
+
+@case("aten.new_full.default", integers=True)
+def new_full(draw: Draw, new: New):
+    return new(*shape_of(draw)), shape_of(draw), 3
+
+
+@case("aten.broadcast_tensors.default", integers=True)
+def broadcast_tensors(draw: Draw, new: New):
+    shape = shape_of(draw)
+    return ([new(*shape), new(*broadcast(draw, shape))],)
+
+
 # --- attention and recurrence -------------------------------------------------------------------
 @case("aten.scaled_dot_product_attention.default")
 def attention(draw: Draw, new: New):
