@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
 from autopar.exported import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.graph import Graph, verify
@@ -259,7 +260,10 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
             warnings.simplefilter("ignore")
             exported = torch.export.export(step, args, kwargs, strict=False)
             mark_no_grad_regions(exported.graph_module)
-            return exported.run_decompositions({})
+            isolate_composites(exported.graph_module)
+            program = exported.run_decompositions({})
+            isolate_regions(program.graph_module)
+            return program
     except Exception as error:
         if _fails_without_export(step, args, kwargs):
             raise InputError(

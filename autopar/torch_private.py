@@ -5,6 +5,8 @@ Nothing else in the project imports a name with a leading underscore from torch.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "autograd_again",
     "canonical_call",
     "custom_op_function",
     "has_several_outputs",
     "inlined_higher_order_body",
+    "is_composite",
     "keyed_leaves",
     "mark_no_grad_regions",
     "pipeline_csv",
@@ -100,6 +104,32 @@ def has_several_outputs(target: Any) -> bool:
     counts as one here: its parts are all alike.
     """
     return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 1
+
+
+def is_composite(target: Any) -> bool:
+    """Whether ``target`` is an operator made of others, which returns no view of its arguments.
+
+    ``torch._C._dispatch_has_kernel_for_dispatch_key`` (2.11 to 2.13).
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    returns = target._schema.returns
+    return has_kernel(target.name(), "CompositeImplicitAutograd") and not any(
+        result.alias_info for result in returns
+    )
+
+
+@contextlib.contextmanager
+def autograd_again() -> Iterator[None]:
+    """Record gradients inside the kernel of an operator, where dispatch has left autograd behind.
+
+    ``torch._C._ForceDispatchKeyGuard`` and the thread's dispatch key sets (2.11 to 2.13).
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() & torch._C._after_autograd_keyset
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def custom_op_function(target: Any) -> tuple[str, Any] | None:

@@ -6,12 +6,14 @@ metadata only what a runtime reads (the axes that split a random operator). Fake
 behind: a program that has travelled runs, but is not printed or priced.
 
 A user's own operator (``torch.library.custom_op``) is made known to the other process by importing
-the module that defines it; one of ``__main__``, which is not imported there, travels as a function.
+the module that defines it. What an import does not define there travels as a function: an operator
+of ``__main__``, and one that was made on the way, such as those of ``autopar.data_dependent``.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import pickle
 import sys
@@ -60,7 +62,7 @@ def unpack_program(data: bytes) -> RankProgram:
     return program
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, fx.GraphModule):
             return _rebuild, _lines(obj)
@@ -68,7 +70,7 @@ class _Pickler(pickle.Pickler):
             return _operator, (str(obj), *_origin(obj))
         if isinstance(obj, torch.memory_format | torch.layout):
             return _torch_constant, (str(obj).removeprefix("torch."),)
-        return NotImplemented
+        return super().reducer_override(obj)
 
 
 def _torch_constant(name: str) -> Any:
@@ -76,25 +78,26 @@ def _torch_constant(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _origin(op: Any) -> tuple[str, bytes]:
-    """The module that defines an operator, and the definition where that cannot be imported."""
+def _origin(op: Any) -> tuple[str, tuple[str, str, Any] | None]:
+    """The module that defines an operator, and its definition where importing that is no help."""
     found = custom_op_function(op)
     if found is None:
-        return "", b""
+        return "", None
     schema, function = found
-    if sys.modules.get(function.__module__) is not sys.modules["__main__"]:
-        return function.__module__, b""
-    return "", cloudpickle.dumps((op.name().partition(".")[0], schema, function))
+    in_main = sys.modules.get(function.__module__) is sys.modules["__main__"]
+    if not in_main and "<locals>" not in function.__qualname__ and not inspect.ismethod(function):
+        return function.__module__, None
+    return "", (op.name().partition(".")[0], schema, function)
 
 
-def _operator(path: str, module: str, definition: bytes) -> Any:
+def _operator(path: str, module: str, definition: tuple[str, str, Any] | None) -> Any:
     """The operator of that name, defined here first if it is a user's own."""
     found = _known_operator(path)
     if found is None and module:
         importlib.import_module(module)
         found = _known_operator(path)
-    if found is None and definition:
-        name, schema, function = pickle.loads(definition)
+    if found is None and definition is not None:
+        name, schema, function = definition
         torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         found = _known_operator(path)
     if found is None:

@@ -6,8 +6,8 @@ import io
 import pickle
 import subprocess
 import sys
-import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +56,30 @@ with autopar.compile(model, cluster, example_inputs=(x,), optimizer=sgd) as comp
     torch.testing.assert_close(compiled.train_step(x), model(x).detach())
 print("trained")
 """
+CHOSEN_ROWS = """
+import torch
+import autopar
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.linear(x)[y > 0], y[y > 0])
+
+torch.manual_seed(0)
+model, x, y = Model(), torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 3, 1])
+cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+with autopar.compile(model, cluster, example_inputs=(x, y), optimizer=sgd) as compiled:
+    fewer = torch.tensor([0, 0, 2, 0, 0, 1])
+    loss = model(x, fewer)
+    loss.backward()
+    torch.testing.assert_close(compiled.train_step(x, fewer), loss.detach())
+    torch.testing.assert_close(compiled.gradients()["linear.weight"], model.linear.weight.grad)
+print("trained")
+"""
 DEFINITION = """
 import torch
 
@@ -72,8 +96,16 @@ doubled.register_autograd(lambda ctx, grad: torch.ops.wiretest.doubled(grad))
 def test_workers_know_operators_of_the_user(place: str, tmp_path):
     definition = "import my_ops" if place == "in a module" else DEFINITION
     (tmp_path / "my_ops.py").write_text(DEFINITION)
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(definition=definition))
+    run(SCRIPT.format(definition=definition), tmp_path)
+
+
+def test_workers_know_what_depends_on_values(tmp_path):
+    run(CHOSEN_ROWS, tmp_path)
+
+
+def run(text: str, folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(text)
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
     )
