@@ -295,7 +295,8 @@ class _Lowering:
         if key not in self.known:
 
             def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-                return (move(operands[0], source, target, value.shape, mesh),)
+                moved = move(operands[0], source, target, value.shape, mesh)
+                return (moved.contiguous(),)  # as the kernels of blocks expect it
 
             kernel = trace_kernel(
                 function,
