@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.constraints import Force
+from autopar.constraints import Force, Pin
 from autopar.planner import Planned, make_planned
+from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 
 
 class Block(nn.Module):
@@ -93,3 +95,74 @@ def test_equal_blocks_share_one_kernel():
     first, second, third = (block.kernel for block in program.blocks[:3])
     assert second == third
     assert first != second, "no gradient flows into the first block's input"
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped heads: ``heads`` of queries share ``shared`` of keys."""
+
+    def __init__(self, heads: int, shared: int, size: int = 8) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, size
+        self.query = nn.Linear(16, heads * size)
+        self.key = nn.Linear(16, shared * size)
+        self.value = nn.Linear(16, shared * size)
+        self.out = nn.Linear(heads * size, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, s, -1, self.size).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+def attention_planned(
+    mesh: dict[str, int], pins: dict[str, str], heads: int, shared: int
+) -> tuple[Planned, tuple[int, ...], tuple[int, ...]]:
+    """Planned with these choices, right by eager's numbers; local shapes of query and key."""
+    torch.manual_seed(0)
+    model = Attention(heads, shared).double()
+    batches = [{"x": torch.randn(1, 64, 16, dtype=torch.float64)} for _ in range(2)]
+    captured = capture(model, batches[0])
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=4)
+    constraints = [Pin(name, choice=choice) for name, choice in pins.items()]
+    result = make_planned(captured, cluster, mesh=mesh, constraints=constraints)
+    got = lockstep_steps(result.strategy, captured, state_of(model), batches)
+    assert_same(got, reference_steps(model, batches), tolerance=1e-9)
+    (node,) = (
+        node
+        for kernel in result.program.kernels
+        for node in kernel.forward.graph.nodes
+        if "scaled_dot_product" in str(node.target)
+    )
+    query, key = (tuple(argument.meta["val"].shape) for argument in node.args[:2])
+    return result, query, key
+
+
+def test_context_parallel_attention_gathers_keys_and_values():
+    pins = {"scaled_dot_product_attention*": "s", "linear_1": "m1", "linear_2": "m1"}
+    result, query, key = attention_planned({"cp": 4}, pins, heads=2, shared=1)
+    assert query == (1, 2, 16, 8)
+    assert key == (1, 1, 64, 8)
+    sizes = {
+        kind: [c.size_bytes for c in result.program.collectives() if c.kind == kind]
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    whole = 64 * 1 * 8 * torch.float64.itemsize
+    assert sizes["all_gather"].count(whole) == 2
+    assert sizes["reduce_scatter"].count(whole) == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "choice", "heads", "shared"),
+    [({"tp": 4}, "r", 4, 1), ({"tp": 4}, "r", 8, 2), ({"a": 2, "b": 2}, "h r", 4, 2)],
+    ids=str,
+)
+def test_fewer_key_heads_than_devices_leave_no_query_head_computed_twice(
+    mesh, choice, heads, shared
+):
+    pins = {"scaled_dot_product_attention*": choice}
+    _, query, _ = attention_planned(mesh, pins, heads, shared)
+    assert query[1] == heads // 4

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
 from autopar.torch_private import FakeTensorMode, trace_fx
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -86,7 +88,8 @@ def trace_kernel(
     training: bool = True,
 ) -> Kernel:
     """Trace ``function`` over fake tensors and split it; without ``training`` only F is made."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # Loops over data (torch.while_loop) count their steps in the shape environment.
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
         operands = [_fake(meta, device) for meta in metas]
         outputs_meta = _outputs_of(function, operands, differentiable)
     wanted = tuple(i for i, out in enumerate(outputs_meta) if out.requires_grad and training)

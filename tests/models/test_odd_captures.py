@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
@@ -117,8 +119,24 @@ def number_of_a_tensor(model: Odd, x: Tensor) -> Tensor:
     return (model.linear(x) * x.abs().sum().item()).square().mean()
 
 
+def looped(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    with torch.no_grad():
+        start = (torch.zeros((), dtype=torch.int64), y.detach())
+        _, scale = while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, z * 0.5), start)
+    return (y * scale).mean()
+
+
+def scanned(model: Odd, x: Tensor) -> Tensor:
+    def combine(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return carry * 0.9 + row, carry * row
+
+    last, rows = scan(combine, torch.zeros(4, dtype=x.dtype), model.linear(x))
+    return rows.square().mean() + last.sum()
+
+
 BODIES = [
-    chosen_rows, written_back, number_of_a_tensor,
+    chosen_rows, written_back, number_of_a_tensor, looped, scanned,
     written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
     used_again,
