@@ -46,12 +46,14 @@ class EfficiencyTable:
 
 
 # Large bfloat16 products reach 0.65 to 0.75 of a datasheet's dense rate (clocks fall under load),
-# fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth.
+# fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth, depthwise
+# convolutions about half of it, as neighbouring outputs read the same inputs again.
 CUDA = EfficiencyTable(
     default=FamilyEfficiency(compute=0.5, memory=0.85),
     families={
         Family.MATMUL: FamilyEfficiency(compute=0.72, memory=0.85, half_k=64),
         Family.CONVOLUTION: FamilyEfficiency(compute=0.55, memory=0.8, half_k=64),
+        Family.DEPTHWISE: FamilyEfficiency(compute=0.25, memory=0.45),
         Family.ATTENTION: FamilyEfficiency(compute=0.5, memory=0.8, half_k=16),
         Family.RECURRENT: FamilyEfficiency(compute=0.4, memory=0.7, half_k=64),
         Family.NORMALIZATION: FamilyEfficiency(compute=0.5, memory=0.75),
@@ -74,6 +76,7 @@ CPU = EfficiencyTable(
             compute=0.9, memory=0.9, half_k=16, half_side=4, kernel_s=2e-6
         ),
         Family.CONVOLUTION: FamilyEfficiency(compute=0.95, memory=0.7, half_k=16, half_side=4),
+        Family.DEPTHWISE: FamilyEfficiency(compute=0.2, memory=0.7, kernel_s=2e-6),
         Family.ATTENTION: FamilyEfficiency(compute=0.8, memory=0.7, half_k=16, half_side=8),
         Family.RECURRENT: FamilyEfficiency(compute=0.47, memory=0.7, half_k=16, half_side=8),
         Family.NORMALIZATION: FamilyEfficiency(compute=0.18, memory=0.95, kernel_s=4e-6),

@@ -1,6 +1,7 @@
 """The work of operations that are matrix products at heart."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 from autopar.cost_models.calls import OpCall, TensorSpec
@@ -97,6 +98,15 @@ def _convolution(call: OpCall) -> OpWork:
         m=positions, n=target.shape[1] // groups, k=channels_in * kernel, batch=groups
     )
     product = _product(call, x, weight, shape, bias)
+    if groups > 1 and channels_in == shape.n == 1:
+        # One channel a group is no product: libraries run it on the element-wise units.
+        return OpWork(
+            family=Family.DEPTHWISE,
+            dtype=product.dtype,
+            forward=replace(product.forward, matrix=None),
+            input_grad=replace(product.input_grad, matrix=None),
+            weight_grad=replace(product.weight_grad, matrix=None),
+        )
     return OpWork(
         family=Family.CONVOLUTION,
         dtype=product.dtype,

@@ -19,6 +19,7 @@ class Family(StrEnum):
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
+    DEPTHWISE = "depthwise"
     ATTENTION = "attention"
     RECURRENT = "recurrent"
     NORMALIZATION = "normalization"
