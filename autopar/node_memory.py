@@ -41,6 +41,9 @@ _PRODUCTS = frozenset({
 # Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, a
 # recurrent layer its gates and states of every step.
 _OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0, "lstm": 6.0, "gru": 5.0}
+# At the loss, where the passes meet and everything kept is alive, the working copies of the logits
+# count too: their log-probabilities, the gradient of these and that of the logits.
+_OPERAND_SHARE = {"cross_entropy_loss": 3.0, "nll_loss": 2.0, "nll_loss_nd": 2.0}
 _ATTENTION = "scaled_dot_product_attention"
 _DROPOUT = frozenset({"dropout", "native_dropout"})
 
@@ -73,7 +76,8 @@ class NodeMemory:
         if key not in self.known:
             total = np.zeros(len(table.choices))
             for position, index in operands:
-                total += self._bytes(self.values[index], table.needs[position])
+                share = _OPERAND_SHARE.get(_name(op), 1.0)
+                total += share * self._bytes(self.values[index], table.needs[position])
             for position, share in outputs:
                 index_of_output = op.outputs[position]
                 assert index_of_output is not None

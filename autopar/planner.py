@@ -35,7 +35,7 @@ from autopar.strategy import Analysis, Strategy
 MAX_AXES = 2
 MAX_BUDGET_TRIALS = 6
 SEARCH_LIMIT_S = 60.0
-BUDGET_GAP = 1e-3
+BUDGET_LIMIT_S, BUDGET_GAP = 10.0, 5e-3
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
 
@@ -158,15 +158,33 @@ def cheapest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _search(
-    priced: PricedGraph, constraints: Sequence[Constraint], budget_bytes: float | None
+    priced: PricedGraph,
+    constraints: Sequence[Constraint],
+    budget_bytes: float | None,
+    cutoff_s: float = math.inf,
 ) -> Candidate:
+    """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends."""
     problem = priced.problem(narrow(priced, constraints), budget_bytes)
-    gap = 0.0 if budget_bytes is None else BUDGET_GAP
-    solution = solve(problem, time_limit_s=SEARCH_LIMIT_S, gap=gap)
+    if budget_bytes is None:
+        solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
+    else:
+        solution = solve(problem, time_limit_s=BUDGET_LIMIT_S, gap=BUDGET_GAP, cutoff=cutoff_s)
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
     return Candidate(priced=priced, solution=solution)
+
+
+def _search_within(
+    candidates: Sequence[Candidate], constraints: Sequence[Constraint], budget_bytes: float
+) -> list[Candidate]:
+    """Every mesh under a budget, the most promising first; the others end once they are beaten."""
+    found: list[Candidate] = []
+    cutoff_s = math.inf
+    for candidate in sorted(candidates, key=_rank):
+        found.append(_search(candidate.priced, constraints, budget_bytes, cutoff_s))
+        cutoff_s = min(cutoff_s, found[-1].solution.cost * (1 - BUDGET_GAP))
+    return found
 
 
 def _finish(
@@ -244,7 +262,7 @@ def _fit(
         target = max(estimated * budget / memory.peak_bytes * 0.98, infeasible)
         if target <= infeasible:
             target = (infeasible + estimated) / 2
-        tried = [_search(c.priced, constraints, target) for c in candidates]
+        tried = _search_within(candidates, constraints, target)
         feasible = [c for c in tried if c.solution.assignment]
         if not feasible:
             infeasible = target
@@ -306,29 +324,52 @@ def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
     )
 
 
-def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
-    """The parts of the solution's cost, by what they are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeParts:
+    """The seconds of one training step by what they are spent on."""
+
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.communication_s + self.update_s
+
+
+def time_parts(candidate: Candidate) -> TimeParts:
+    """A strategy's cost by its parts."""
     forward = backward = update = communication = 0.0
-    sources: Counter[str] = Counter()
-    priced, picks = best.priced, best.solution.assignment
+    priced, picks = candidate.priced, candidate.solution.assignment
     for table, cost, pick in zip(priced.tables, priced.costs, picks):
         communication += float(cost[pick] - table.cost_s[pick])
         if isinstance(table, OpTable):
-            estimate = table.estimates[pick]
-            forward += estimate.forward_s
-            backward += estimate.backward_s
+            forward += table.estimates[pick].forward_s
+            backward += table.estimates[pick].backward_s
             communication += float(table.internal_s[pick])
-            sources[str(estimate.source)] += 1
         else:
             update += float(table.cost_s[pick])
     communication += sum(float(m[picks[i], picks[j]]) for (i, j), m in priced.edges.items())
+    return TimeParts(
+        forward_s=forward, backward_s=backward, communication_s=communication, update_s=update
+    )
+
+
+def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
+    priced, parts = best.priced, time_parts(best)
+    sources = Counter(
+        str(table.estimates[pick].source)
+        for table, pick in zip(priced.tables, best.solution.assignment)
+        if isinstance(table, OpTable)
+    )
     used = priced.pricing.communication_sources
     return Prediction(
-        step_time_s=_round(forward + backward + communication + update),
-        forward_s=_round(forward),
-        backward_s=_round(backward),
-        communication_s=_round(communication),
-        update_s=_round(update),
+        step_time_s=_round(parts.step_s),
+        forward_s=_round(parts.forward_s),
+        backward_s=_round(parts.backward_s),
+        communication_s=_round(parts.communication_s),
+        update_s=_round(parts.update_s),
         sources=dict(sorted(sources.items())),
         communication_source=str(weakest(used)) if used else "none",
         unpriced=dict(sorted(priced.pricing.unpriced.items())),

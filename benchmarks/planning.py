@@ -27,14 +27,12 @@ PEER = {
 }
 
 
-def plan_llama(num_layers: int) -> dict[str, Any]:
-    """Plan one model; wall seconds of each part as the planner reports it, and peak memory."""
+def llama_graph(num_layers: int) -> Any:
+    """Llama-3-8B shapes with so many layers, captured on the meta device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    import autopar
     from autopar.capture import capture
-    from autopar.planner import make_planned
 
     config = LlamaConfig(
         num_hidden_layers=num_layers,
@@ -48,9 +46,19 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(64, 2048, dtype=torch.long)
+    return capture(model, {"input_ids": ids, "labels": ids.clone()})
+
+
+def plan_llama(num_layers: int) -> dict[str, Any]:
+    """Plan one model; wall seconds of each part as the planner reports it, and peak memory."""
+    import transformers  # noqa: F401  (its import is no part of planning)
+
+    import autopar
+    from autopar.planner import make_planned
+
     cluster = autopar.Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
     marks: list[tuple[str, float]] = [("capture", time.perf_counter())]
-    captured = capture(model, {"input_ids": ids, "labels": ids.clone()})
+    captured = llama_graph(num_layers)
     planned = make_planned(
         captured, cluster, progress=lambda text: marks.append((text, time.perf_counter()))
     )

@@ -128,8 +128,26 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
         "best_that_can_be_run": best_run,
         "best_by_formula": best_formula,
         "never_worse": known.found[best_run].time_s >= plan_s * (1 - 1e-9),
+        **({"parts_ms": parts_ms(best, known)} if network in PASE else {}),
         "baselines": found,
         "missing": dict(known.missing),
+    }
+
+
+def parts_ms(best: Any, known: Any) -> Row:
+    """Milliseconds of the plan and of data parallelism by what they are spent on."""
+    from autopar.baselines import DATA
+    from autopar.planner import time_parts
+
+    parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}
+    return {
+        name: {
+            "forward": round(part.forward_s * 1e3, 3),
+            "backward": round(part.backward_s * 1e3, 3),
+            "communication": round(part.communication_s * 1e3, 3),
+            "update": round(part.update_s * 1e3, 3),
+        }
+        for name, part in parts.items()
     }
 
 
@@ -198,25 +216,83 @@ def pase_rows(cells: list[Row], instances: Path) -> list[Row]:
     rows = []
     for row in cells:
         paper = PAPER.get((row["network"], row["preset"]))
-        data = row["baselines"].get("data parallel")
-        if row["network"] not in PASE or paper is None or data is None:
+        if row["network"] not in PASE or paper is None or "parts_ms" not in row:
             continue
         published = paper[DEVICES.index(row["devices"])]
-        ours = data["over_plan"]
-        rows.append(
-            {
-                "network": row["network"],
-                "preset": row["preset"],
-                "devices": row["devices"],
-                "speed_up": ours,
-                "paper": published,
-                "authors_model": authors_speed_up(instances, row["network"], row["devices"]),
-                "ratio": round(ours / published, 3),
-                "differs": abs(ours / published - 1) > CLOSE,
-                "plan_mesh": row["mesh"],
-            }
-        )
+        ours = row["baselines"]["data parallel"]["over_plan"]
+        made = {
+            "network": row["network"],
+            "preset": row["preset"],
+            "devices": row["devices"],
+            "speed_up": ours,
+            "paper": published,
+            "ratio": round(ours / published, 3),
+            "authors_model": authors_speed_up(instances, row["network"], row["devices"]),
+            "if_all_communication_hid_behind_backward": hidden_speed_up(row["parts_ms"]),
+        }
+        if abs(ours / published - 1) > CLOSE:
+            made["because"] = reason(row, ours, published)
+        rows.append(made)
     return rows
+
+
+def hidden_speed_up(parts: Row) -> float:
+    """Our speed-up if all communication, of both strategies, ran beside the backward pass."""
+
+    def hidden_ms(part: Row) -> float:
+        return part["forward"] + part["update"] + max(part["backward"], part["communication"])
+
+    return round(hidden_ms(parts["data_parallel"]) / hidden_ms(parts["plan"]), 3)
+
+
+def reason(row: Row, ours: float, published: float) -> str:
+    """What would have to be different for the paper's figure, from the parts of our prices."""
+    plan, data = (sum(row["parts_ms"][each].values()) for each in ("plan", "data_parallel"))
+    moved = row["parts_ms"]["data_parallel"]["communication"]
+    if ours > published:
+        fixed = (data - published * plan) / (published - 1) if published > 1 else math.inf
+        hidden = hidden_speed_up(row["parts_ms"])
+        beside = (
+            "overlap alone would explain it"
+            if hidden <= published
+            else f"overlap alone leaves {hidden:.2f}"
+        )
+        return (
+            f"the paper measured Mesh-TensorFlow, which overlaps gradients with the backward pass "
+            f"and has costs a step of its own; our prices, like the authors' cost model, are a "
+            f"serial sum of work and communication. {beside}; {fixed:.0f} ms more a step in both "
+            f"strategies, beside our {data:.0f} and {plan:.0f} ms, would give the paper's figure. "
+            + STRONG_SCALING
+        )
+    slower = published * plan - (data - moved)
+    text = (
+        f"data parallelism was slower in the paper than priced here: with the plan at our "
+        f"{plan:.0f} ms its communication would have taken {slower:.0f} ms, not {moved:.0f}. "
+    )
+    return text + SLOW_LINKS.get(row["network"], "")
+
+
+STRONG_SCALING = (
+    "The batch is fixed, so a step shrinks with the number of devices and what does not shrink "
+    "weighs more: the paper's speed-ups fall with it, those of both cost models rise."
+)
+# What else holds back a plan of ours, or data parallelism of theirs, in these networks.
+SLOW_LINKS = {
+    "alexnet": (
+        "The presets give both cards the same bus; the 2080 Ti has no peer access, so every "
+        "gradient crosses the host's memory twice, and TensorFlow's copies with it."
+    ),
+    "rnnlm": (
+        "Six sevenths of the gradient bytes are the dense gradients of two tables of 100,000 words, "
+        "which TensorFlow reduces through the host. Besides, PaSE splits the LSTM on its layers "
+        "and both hidden dimensions, while our rule for aten.lstm splits the batch only: our plan "
+        "still reduces the LSTM's gradients."
+    ),
+    "transformer": (
+        "The dense gradients of three tables of 50,000 words are two thirds of the bytes, and the "
+        "2080 Ti exchanges them through the host."
+    ),
+}
 
 
 def authors_speed_up(folder: Path, network: str, count: int) -> float | None:

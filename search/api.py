@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from autopar.search.auto import AutoSolver
@@ -29,6 +30,7 @@ def solve(
     method: str = "auto",
     time_limit_s: float | None = None,
     gap: float = 0.0,
+    cutoff: float = math.inf,
     table_cap_bytes: float = 1 << 30,
     warm_start: Sequence[int] | None = None,
     max_steps: int | None = None,
@@ -44,6 +46,7 @@ def solve(
     options = Options(
         time_limit_s=time_limit_s,
         gap=gap,
+        cutoff=cutoff,
         table_cap_bytes=table_cap_bytes,
         warm_start=warm_start,
         max_steps=max_steps,

@@ -29,6 +29,7 @@ class Options:
 
     time_limit_s: seconds for the whole call; None lets a solver finish its proof.
     gap: stop once the relative gap is at most this; 0 asks for the optimum.
+    cutoff: stop once nothing can cost less than this, as where a better answer is known already.
     table_cap_bytes: memory that elimination tables may take together.
     warm_start: an assignment to start from and to be at least as good as.
     max_steps: proposals of the Markov chain; None leaves their number to it.
@@ -38,6 +39,7 @@ class Options:
 
     time_limit_s: float | None = None
     gap: float = 0.0
+    cutoff: float = math.inf
     table_cap_bytes: float = 1 << 30
     warm_start: Sequence[int] | None = None
     max_steps: int | None = None
@@ -119,9 +121,9 @@ class Progress:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is worth doing: closed, infeasible, or out of time."""
+        """Whether nothing more is worth doing: closed, infeasible, too dear, or out of time."""
         closed = self.infeasible is not None or self.gap <= max(self.options.gap, OPTIMAL_GAP)
-        return closed or self.remaining_s <= 0
+        return closed or self.bound >= self.options.cutoff or self.remaining_s <= 0
 
     def check(self) -> None:
         """Raise ``OutOfTimeError`` once the time limit is reached."""

@@ -141,3 +141,14 @@ def test_a_chain_takes_no_more_steps_than_it_is_given():
     cheapest = tuple(int(cost.argmin()) for cost in problem.node_costs)
     assert short.assignment == cheapest
     assert long.cost < short.cost
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), part=st.floats(0.0, 1.5))
+def test_a_cutoff_ends_the_search_with_a_bound_that_reaches_it(problem, part):
+    optimum = solve(problem)
+    cutoff = part * optimum.cost if optimum.assignment else 1.0
+    found = solve(problem, cutoff=cutoff)
+    assert found.bound <= optimum.cost
+    if found.status is not Status.INFEASIBLE:
+        assert found.bound >= min(cutoff, optimum.cost)
