@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.torch_private import FakeTensorMode, trace_fx
