@@ -109,17 +109,23 @@ KEYS: tuple[Key, ...] = (
 """Every known strategy, in the order of reports."""
 
 
-def price_baselines(priced: Sequence[PricedGraph], best: Candidate | None = None) -> Baselines:
+def price_baselines(
+    priced: Sequence[PricedGraph],
+    best: Candidate | None = None,
+    *,
+    steps_per_node: int = MARKOV_STEPS_PER_NODE,
+) -> Baselines:
     """Price every known strategy on the mesh that suits it best.
 
-    ``best``: the plan; the Markov chain searches on its mesh, and is left out without it.
+    ``best``: the plan; the Markov chain searches on its mesh, with ``steps_per_node`` proposals a
+    node (FlexFlow's own search: `autopar.search.mcmc` takes 3,000), and is left out without it.
     """
     table = _Table()
     has_line = any(graph.pricing.mesh.num_axes == 1 for graph in priced)
     for graph in priced:
         _price_on(graph, table, pure=graph.pricing.mesh.num_axes == 1 or not has_line)
     if best is not None:
-        table.take((MARKOV_CHAIN, ""), _markov_chain(best))
+        table.take((MARKOV_CHAIN, ""), _markov_chain(best, steps_per_node))
     wanted = [key for key in KEYS if best is not None or key[0] != MARKOV_CHAIN]
     return Baselines(
         found={name_of(*key): table.found[key] for key in wanted if key in table.found},
@@ -420,10 +426,10 @@ def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
     )
 
 
-def _markov_chain(best: Candidate) -> Baseline:
+def _markov_chain(best: Candidate, steps_per_node: int) -> Baseline:
     """FlexFlow's search on the plan's mesh, from data parallelism where that exists."""
     problem = best.priced.problem()
-    num_steps = max(MARKOV_LEAST_STEPS, MARKOV_STEPS_PER_NODE * problem.num_nodes)
+    num_steps = max(MARKOV_LEAST_STEPS, steps_per_node * problem.num_nodes)
     found = solve(
         problem, method="mcmc", max_steps=num_steps, warm_start=_data_parallel(best.priced)
     )

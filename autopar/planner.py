@@ -257,16 +257,15 @@ def _fit(
     found: _Fit | None = None
     smallest = memory
     estimated = best.estimated_bytes
-    infeasible = 0.0
+    least = 0.0
     for _ in range(MAX_BUDGET_TRIALS):
-        target = max(estimated * budget / memory.peak_bytes * 0.98, infeasible)
-        if target <= infeasible:
-            target = (infeasible + estimated) / 2
+        target = max(estimated * budget / memory.peak_bytes * 0.98, least)
         tried = _search_within(candidates, constraints, target)
         feasible = [c for c in tried if c.solution.assignment]
         if not feasible:
-            infeasible = target
-            estimated = max(estimated, infeasible * 1.01)
+            if least:
+                break
+            least = _least_budget(tried)
             continue
         searched, best = tried, cheapest(feasible)
         program, memory = _lowered(best, device_type)
@@ -274,6 +273,8 @@ def _fit(
             found = _Fit(searched=tried, best=best, program=program, memory=memory)
             break
         smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
+        if target <= least:  # the most frugal of all
+            break
         estimated = min(target, best.estimated_bytes)
     for rival in rivals:
         if found is not None and rival.solution.cost >= found.best.solution.cost:
@@ -287,6 +288,12 @@ def _fit(
     if found is None:
         raise _too_small(budget, smallest)
     return found
+
+
+def _least_budget(tried: Sequence[Candidate]) -> float:
+    """The least estimated budget that some mesh can keep (a little more, for rounding)."""
+    known = [c.solution.least_feasible_budget for c in tried]
+    return min((budget for budget in known if budget is not None), default=math.inf) * (1 + 1e-9)
 
 
 def _resident_bytes(candidate: Candidate) -> float:
