@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.custom_functions import functions_as_operators
 from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
 from autopar.exported import DATA_DEPENDENT_FIX, ProgramReader
@@ -258,12 +259,15 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(step, args, kwargs, strict=False)
+            with functions_as_operators():
+                exported = torch.export.export(step, args, kwargs, strict=False)
             mark_no_grad_regions(exported.graph_module)
             isolate_composites(exported.graph_module)
             program = exported.run_decompositions({})
             isolate_regions(program.graph_module)
             return program
+    except CaptureError:
+        raise
     except Exception as error:
         if _fails_without_export(step, args, kwargs):
             raise InputError(

@@ -37,6 +37,7 @@ __all__ = [
     "is_composite",
     "keyed_leaves",
     "mark_no_grad_regions",
+    "outside_of_tracing",
     "pipeline_csv",
     "pytree",
     "trace_fx",
@@ -130,6 +131,16 @@ def autograd_again() -> Iterator[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set() & torch._C._after_autograd_keyset
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+def outside_of_tracing() -> Any:
+    """A context in which nothing is recorded, though a trace may be going on around it.
+
+    ``torch.utils._python_dispatch._disable_current_modes`` (2.11 to 2.13).
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def custom_op_function(target: Any) -> tuple[str, Any] | None:

@@ -135,7 +135,41 @@ def scanned(model: Odd, x: Tensor) -> Tensor:
     return rows.square().mean() + last.sum()
 
 
+class StraightThrough(torch.autograd.Function):
+    """Rounds; the gradient passes, scaled, which that of rounding, zero, does not."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+class RowClipped(torch.autograd.Function):
+    """Two outputs; the gradient of a row depends on the whole row."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x)
+        return x * y, y + 1
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x,) = ctx.saved_tensors
+        return first / (1 + first.square().sum(1, keepdim=True)), second + x.sum()
+
+
+def own_gradients(model: Odd, x: Tensor) -> Tensor:
+    y = StraightThrough.apply(model.linear(x) * 3, 0.5)
+    first, second = RowClipped.apply(y, model.linear(x))
+    return (first * second).square().mean()
+
+
 BODIES = [
+    own_gradients,
     chosen_rows, written_back, number_of_a_tensor, looped, scanned,
     written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
@@ -155,6 +189,41 @@ def test_odd_models_train_as_in_eager(body):
         strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
         got = lockstep_steps(strategy, captured, state_of(model), batches)
         assert_same(got, expected, tolerance=1e-9)
+
+
+def test_an_element_wise_function_is_split():
+    def body(model: Odd, x: Tensor) -> Tensor:
+        return StraightThrough.apply(model.linear(x), 0.5).square().mean()
+
+    captured = capture(Odd(body), (torch.randn(4, 4),))
+    (rounding,) = (op for op in captured.graph.ops if "StraightThrough" in op.target_name)
+    space = Analysis(captured.graph).spaces[rounding.index]
+    assert space is not None
+    assert len(space.sizes) == 2
+
+
+def test_functions_whose_gradient_cannot_be_kept_are_refused():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * torch.rand_like(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class OfModule(StraightThrough):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+    with pytest.raises(CaptureError, match="Noisy draws random numbers"):
+        capture(Odd(lambda model, x: Noisy.apply(model.linear(x)).sum()), (torch.randn(4, 4),))
+    with pytest.raises(CaptureError, match="OfModule is called with more than tensors"):
+        capture(
+            Odd(lambda model, x: OfModule.apply(model.linear(x), model.linear).sum()),
+            (torch.randn(4, 4),),
+        )
 
 
 def test_a_gathered_parameter_is_contiguous():

@@ -56,7 +56,7 @@ with autopar.compile(model, cluster, example_inputs=(x,), optimizer=sgd) as comp
     torch.testing.assert_close(compiled.train_step(x), model(x).detach())
 print("trained")
 """
-CHOSEN_ROWS = """
+OPERATORS_MADE_ON_THE_WAY = """
 import torch
 import autopar
 
@@ -66,7 +66,16 @@ class Model(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 4)
 
     def forward(self, x, y):
-        return torch.nn.functional.cross_entropy(self.linear(x)[y > 0], y[y > 0])
+        return torch.nn.functional.cross_entropy(Halved.apply(self.linear(x))[y > 0], y[y > 0])
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
 
 torch.manual_seed(0)
 model, x, y = Model(), torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 3, 1])
@@ -99,8 +108,8 @@ def test_workers_know_operators_of_the_user(place: str, tmp_path):
     run(SCRIPT.format(definition=definition), tmp_path)
 
 
-def test_workers_know_what_depends_on_values(tmp_path):
-    run(CHOSEN_ROWS, tmp_path)
+def test_workers_know_operators_made_on_the_way(tmp_path):
+    run(OPERATORS_MADE_ON_THE_WAY, tmp_path)
 
 
 def run(text: str, folder: Path) -> None:
