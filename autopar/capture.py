@@ -252,6 +252,10 @@ def _fake_copy(module: Any, mode: Any, memo: dict[int, Any]) -> Any:
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # left there by an earlier call
+                memo[id(value)] = value.detach()
     return copy.deepcopy(module, memo)
 
 

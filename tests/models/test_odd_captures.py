@@ -226,6 +226,17 @@ def test_functions_whose_gradient_cannot_be_kept_are_refused():
         )
 
 
+def test_a_module_may_keep_what_it_computed():
+    def body(model: Odd, x: Tensor) -> Tensor:
+        model.kept = model.linear(x)
+        return model.kept.square().mean()
+
+    model = Odd(body)
+    model(torch.randn(4, 4))
+    assert capture(model, (torch.randn(4, 4),)).graph.loss is not None
+    assert model.kept.requires_grad
+
+
 def test_a_gathered_parameter_is_contiguous():
     """The kernel of weight normalisation asks for it, and a padded gather leaves gaps."""
     torch.manual_seed(0)
