@@ -8,6 +8,9 @@ this is an estimate; the plan's own memory is counted by liveness over its lower
 - An op counts the values that its derivative reads: operands in the placement that the op needs
   (so gathered ones count whole), or its output. A value with a relay counts there, once.
 - Views, sums and copies keep nothing: their derivatives read no value.
+- Partial sums are whole on every device until they are reduced. One block works at a time, so
+  they count by their mean over the blocks; in the block of the loss, where the passes meet and
+  everything kept is alive, in full.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.graph import Op, Value, ValueKind
-from autopar.placement import local_shape
+from autopar.graph import Graph, Op, Value, ValueKind
+from autopar.placement import State, local_shape
 from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
 
 _KEEPS_NOTHING = frozenset({
@@ -54,59 +57,80 @@ class NodeMemory:
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self.analysis = pricing.analysis
-        self.values = pricing.graph.values
+        self.ops, self.values = pricing.graph.ops, pricing.graph.values
         self.known: dict[Any, Array] = {}
+        self.last = _block_of_loss(pricing.graph)
+        self.num_blocks = max(1, len(pricing.graph.blocks))
 
     def op(self, op: Op, table: OpTable) -> Array:
         """Parameters as used, operands and outputs that the derivative reads."""
         operands = tuple(
-            (position, index)
+            (position, self._share(op, index))
             for position, index in enumerate(op.inputs)
-            if index not in self.analysis.relayed
-            and (
-                self.values[index].kind is ValueKind.PARAMETER or self._keeps_operand(op, position)
-            )
+            if self._counts_operand(op, position)
         )
         outputs = tuple(
             (position, share)
             for position, share in self._kept_outputs(op)
             if op.outputs[position] not in self.analysis.relayed
         )
-        key = (id(table), tuple(position for position, _ in operands), outputs)
+        is_last = op.index in self.last
+        key = (id(table), operands, outputs, is_last)
         if key not in self.known:
             total = np.zeros(len(table.choices))
-            for position, index in operands:
-                share = _OPERAND_SHARE.get(_name(op), 1.0)
-                total += share * self._bytes(self.values[index], table.needs[position])
+            for position, share in operands:
+                value = self.values[op.inputs[position]]
+                total += share * self._bytes(value, table.needs[position])
             for position, share in outputs:
                 index_of_output = op.outputs[position]
                 assert index_of_output is not None
                 value = self.values[index_of_output]
                 total += share * self._bytes(value, table.supplies[position])
+            total += self._partial_bytes(op, table) * (1 if is_last else 1 / self.num_blocks)
             self.known[key] = total
         return self.known[key]
 
     def relay(self, value: Value, table: ValueTable) -> Array:
-        """The value in its relay's placement, if a derivative reads it (or it is a parameter)."""
-        ops = self.pricing.graph.ops
-        kept = value.kind is ValueKind.PARAMETER or any(
-            self._keeps_operand(ops[op], position)
-            for op, position in self.analysis.consumers[value.index]
-        )
-        if not kept and value.index in self.analysis.producers:
+        """The value as relayed, where the derivative of the op that makes it alone reads it."""
+        kept = False
+        if value.index in self.analysis.producers and not self._num_readers(value.index):
             op, position = self.analysis.producers[value.index]
-            kept = any(position == each for each, _ in self._kept_outputs(ops[op]))
+            kept = any(position == each for each, _ in self._kept_outputs(self.ops[op]))
         key = (id(table), kept, value.dtype)
         if key not in self.known:
             size = self._bytes(value, table.placements)
             self.known[key] = size if kept else np.zeros_like(size)
         return self.known[key]
 
+    def _share(self, op: Op, value: int) -> float:
+        """A value that several ops read in one placement is kept once: each counts its share."""
+        return _OPERAND_SHARE.get(_name(op), 1.0) / max(1, self._num_readers(value))
+
+    def _num_readers(self, value: int) -> int:
+        uses = self.analysis.consumers.get(value, ())
+        return sum(self._counts_operand(self.ops[op], position) for op, position in uses)
+
+    def _counts_operand(self, op: Op, position: int) -> bool:
+        is_parameter = self.values[op.inputs[position]].kind is ValueKind.PARAMETER
+        return is_parameter or self._keeps_operand(op, position)
+
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
         mesh = self.pricing.mesh
         sizes = [math.prod(local_shape(value.shape, p, mesh)) for p in table.distinct]
         found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
         return found
+
+    def _partial_bytes(self, op: Op, table: OpTable) -> Array:
+        total = np.zeros(len(table.choices))
+        for index, supplies in zip(op.outputs, table.supplies):
+            if index is not None:
+                partial = [
+                    any(p.state is State.PARTIAL for p in each) for each in supplies.distinct
+                ]
+                total += (
+                    self._bytes(self.values[index], supplies) * np.array(partial)[supplies.index]
+                )
+        return total
 
     def _keeps_operand(self, op: Op, position: int) -> bool:
         """Whether the derivative of ``op`` reads this operand, an activation."""
@@ -132,16 +156,18 @@ class NodeMemory:
         if name in _OUTPUT_SHARE:
             return ((0, _OUTPUT_SHARE[name]),)
         kept = name in _KEEPS_OUTPUT or name == _ATTENTION
-        if not kept or self._read_by_consumer(value):
+        read_once = value.index not in self.analysis.relayed and self._num_readers(value.index)
+        if not kept or read_once:
             return ()
         return ((0, 1.0),)
 
-    def _read_by_consumer(self, value: Value) -> bool:
-        ops = self.pricing.graph.ops
-        uses = self.analysis.consumers.get(value.index, ())
-        return value.index not in self.analysis.relayed and any(
-            self._keeps_operand(ops[op], position) for op, position in uses
-        )
+
+def _block_of_loss(graph: Graph) -> range:
+    """The ops of the block that makes the loss."""
+    made = {output: op.index for op in graph.ops for output in op.outputs}
+    loss = made.get(graph.loss, -1)
+    found = [range(b.start, b.stop) for b in graph.blocks if b.start <= loss < b.stop]
+    return found[0] if found else range(0)
 
 
 def _name(op: Op) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from torch import nn
 
 from autopar.baselines import price_baselines
 from autopar.capture import capture
@@ -20,9 +22,13 @@ from tests.models.zoo import build
 
 def priced_on(name: str, *sizes: int):
     model, make_batch = build(name)
+    return priced_graph(capture(model, make_batch(0)), *sizes)
+
+
+def priced_graph(captured, *sizes: int):
     cluster = Cluster.preset("a100-80", nodes=1, devices_per_node=math.prod(sizes))
     pricing = Pricing(
-        Analysis(capture(model, make_batch(0)).graph),
+        Analysis(captured.graph),
         Mesh(("x", "y")[: len(sizes)], sizes),
         cluster,
         RooflineModel(cluster.device),
@@ -38,9 +44,11 @@ def test_a_data_parallel_perceptron_keeps_what_its_derivatives_read():
     graph = priced.pricing.graph
     parameters = sum(value.size_bytes for value in graph.parameters)
     inputs = sum(graph.values[i].size_bytes for i in graph.inputs) / 4
-    hidden, logits = 32 * 4, 8 * 4  # one example a device
-    # Used, gradient and two states; two hidden layers; three copies of the logits at the loss.
-    assert found.memory_bytes == pytest.approx(4 * parameters + inputs + 2 * hidden + 3 * logits)
+    hidden, logits, loss = 32 * 4, 8 * 4, 4  # one example a device
+    # Used, gradient and two states; two hidden layers; three copies of the logits at the loss, and
+    # the loss itself, a partial sum.
+    kept = 2 * hidden + 3 * logits + loss
+    assert found.memory_bytes == pytest.approx(4 * parameters + inputs + kept)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
@@ -53,24 +61,30 @@ def test_the_count_by_node_is_near_the_count_by_liveness(sizes):
         assert candidate.estimated_bytes == pytest.approx(memory.peak_bytes, rel=0.25)
 
 
+class Fork(nn.Module):
+    """One hidden value that two layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        return (self.left(hidden) + self.right(hidden)).sum()
+
+
 def test_a_value_with_many_readers_is_kept_once():
-    priced = priced_on("bert", 4)
-    graph, relayed = priced.pricing.graph, priced.pricing.analysis.relayed
-    normed = {
-        o
-        for op in graph.ops
-        if op.target_name == "aten.layer_norm.default"
-        for o in op.outputs
-        if o in relayed
-    }
-    kept = {
-        decision.index: memory.max()
-        for decision, memory in zip(priced.nodes, priced.memory)
-        if decision.kind == NodeKind.RELAY and graph.values[decision.index].differentiable
-    }
-    assert len(normed) == 3  # all but the last go to a residual sum and to products
-    for value in normed:
-        assert kept[value] == graph.values[value].size_bytes
+    priced = priced_graph(capture(Fork(), (torch.randn(4, 8),)), 2)
+    whole = 0.0
+    for decision, table, memory in zip(priced.nodes, priced.tables, priced.memory):
+        if decision.kind == NodeKind.RELAY:
+            assert not memory.any()
+        else:
+            whole += memory[0]  # the first choice of an op, and of a stored value, is whole
+            if decision.kind == NodeKind.OP:
+                assert table.choices[0].is_redundant
+    parameters, x, hidden = 3 * 8 * 8 * 4, 4 * 8 * 4, 4 * 8 * 4
+    assert whole == pytest.approx(4 * parameters + x + hidden)
 
 
 def test_views_and_sums_keep_nothing():
