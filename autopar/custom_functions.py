@@ -26,6 +26,7 @@ from autopar.torch_private import (
     FakeTensorMode,
     autograd_again,
     outside_of_tracing,
+    pytree,
     trace_fx,
 )
 
@@ -56,7 +57,7 @@ def functions_as_operators() -> Iterator[None]:
 
 def _call(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [a for a in args if not isinstance(a, Tensor)]
-    if kwargs or not all(isinstance(a, _PLAIN) for a in others):
+    if kwargs or not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(others)):
         raise CaptureError(
             f"the autograd function {cls.__qualname__} is called with more than tensors and plain "
             "values, so its gradient cannot be kept. Pass it the tensors that it uses, one by one"

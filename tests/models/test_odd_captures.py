@@ -140,7 +140,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale):
-        ctx.scale = scale
+        ctx.scale = scale["factor"]
         return x.round()
 
     @staticmethod
@@ -163,7 +163,7 @@ class RowClipped(torch.autograd.Function):
 
 
 def own_gradients(model: Odd, x: Tensor) -> Tensor:
-    y = StraightThrough.apply(model.linear(x) * 3, 0.5)
+    y = StraightThrough.apply(model.linear(x) * 3, {"factor": 0.5})
     first, second = RowClipped.apply(y, model.linear(x))
     return (first * second).square().mean()
 
@@ -193,7 +193,7 @@ def test_odd_models_train_as_in_eager(body):
 
 def test_an_element_wise_function_is_split():
     def body(model: Odd, x: Tensor) -> Tensor:
-        return StraightThrough.apply(model.linear(x), 0.5).square().mean()
+        return StraightThrough.apply(model.linear(x), {"factor": 0.5}).square().mean()
 
     captured = capture(Odd(body), (torch.randn(4, 4),))
     (rounding,) = (op for op in captured.graph.ops if "StraightThrough" in op.target_name)
