@@ -72,7 +72,9 @@ class ProgramReader:
         return self._assemble(user, mutations)
 
     def _name(self, target: str) -> str:
-        name = target.removeprefix("model.").removeprefix("loss_fn.")
+        if target.startswith("loss_fn."):
+            return loss_fn_name(target.removeprefix("loss_fn."))
+        name = target.removeprefix("model.")
         return self.canonical.get(name, name)
 
     def _placeholders(self, graph: Any) -> None:
@@ -343,6 +345,11 @@ class ProgramReader:
             for op in reversed(kept)
         ]
         return dropped
+
+
+def loss_fn_name(name: str) -> str:
+    """The name of a loss function's own tensor, apart from any that the model may have."""
+    return f"loss_fn:{name}"
 
 
 def is_random(target: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, Signature
 from autopar.errors import InputError
+from autopar.exported import loss_fn_name
 from autopar.lowering.program import RankProgram
 from autopar.runtime.checkpoint import Path
 from autopar.runtime.local import LocalRunner
@@ -233,10 +234,11 @@ class Compiled:
 def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:
     """Every parameter and buffer by name; raises InputError for a model without data."""
     state: dict[str, Tensor] = {}
-    for module in (loss_fn, model):
-        if isinstance(module, nn.Module):
-            state.update(module.named_parameters())
-            state.update(module.named_buffers())
+    if isinstance(loss_fn, nn.Module):
+        own = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+        state.update((loss_fn_name(name), tensor) for name, tensor in own)
+    state.update(model.named_parameters())
+    state.update(model.named_buffers())
     for name, tensor in state.items():
         if tensor.is_meta:
             raise InputError(

@@ -159,6 +159,34 @@ def test_loss_fn_with_its_own_buffers() -> None:
         torch.testing.assert_close(compiled(x, y), model(x).detach())
 
 
+class OneWeight(nn.Module):
+    """Its parameter has the name of a loss function's buffer, and the loss is a part of it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+        self.loss_fn = nn.CrossEntropyLoss(weight=torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        logits = x @ self.weight.t()
+        return logits if y is None else self.loss_fn(logits, y)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["beside the model", "inside the model"])
+def test_tensors_of_a_loss_keep_apart_from_the_models(outside: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = OneWeight(), torch.randn(4, 16), torch.randint(0, 8, (4,))
+    loss_fn = nn.CrossEntropyLoss(weight=torch.rand(8) + 0.5) if outside else None
+    with compile_here(model, (x, y), loss_fn=loss_fn, optimizer=sgd) as compiled:
+        loss = compiled.train_step(x, y)
+        expected = loss_fn(model(x), y) if loss_fn else model(x, y)
+        torch.testing.assert_close(loss, expected.detach())
+        expected.backward()
+        assert model.weight.grad is not None
+        updated = model.weight - 0.1 * model.weight.grad
+        torch.testing.assert_close(compiled.full_state_dict()["weight"], updated.detach())
+
+
 def test_a_model_without_a_loss_runs_forward_only() -> None:
     model, x = MLP(), torch.randn(4, 16)
     with compile_here(model, (x,), optimizer=sgd) as compiled:
