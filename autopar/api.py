@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import Arguments, Captured, LossFn, capture
+from autopar.capture import Arguments, Captured, LossFn, capture, check_model
 from autopar.constraints import Constraint
 from autopar.cost_models import (
     Cluster,
@@ -29,8 +29,10 @@ from autopar.cost_models import (
     default_store_path,
 )
 from autopar.errors import InputError, OptimizerError
-from autopar.lowering import lower
+from autopar.forward_plan import plan_forward
+from autopar.lowering import RankProgram, lower
 from autopar.microbatches import lower_training
+from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
 from autopar.planner import Progress, candidate_meshes, make_planned
 from autopar.pricing import calls_of
@@ -38,7 +40,7 @@ from autopar.report.progress import show_progress
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
-from autopar.runtime.spmd import is_spmd, rank_device
+from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
 from autopar.strategy import Analysis, Strategy
 
 Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
@@ -129,6 +131,7 @@ def compile(
 
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
     """
+    check_model(model)
     if optimizer is not None and not callable(optimizer):
         name = type(optimizer).__name__
         raise OptimizerError(
@@ -173,7 +176,9 @@ def compile(
             say("lower")
             return _start(model, captured, chosen, found, options)
 
-    return build(example_inputs) if example_inputs is not None else _Deferred(build)  # type: ignore[return-value]
+    if example_inputs is not None:
+        return build(example_inputs)
+    return _Deferred(build, model.training)  # type: ignore[return-value]
 
 
 def _start(
@@ -186,10 +191,19 @@ def _start(
     num_devices = dist.get_world_size() if is_spmd() else len(devices)
     strategy: Strategy = strategy_of(chosen, captured, num_devices)
     kind = devices[0].type
+
+    def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
+        graph = forward.graph
+        assignment = from_first_rank(
+            lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held), "the forward plan"
+        )
+        return lower(Strategy(Analysis(graph), assignment), device_type=kind, training=False)
+
     return Compiled(
         captured=captured,
         program=lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind),
         forward_program=lambda: lower(strategy, device_type=kind, training=False),
+        lower_forward=lower_forward,
         plan=chosen,
         devices=devices,
         model=model,
@@ -260,21 +274,11 @@ def _expected_s(model: ComputeModel, call: OpCall) -> float:
 
 def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:
     """The plan all ranks use: rank 0 reads or makes it, the others take it over."""
-    if not is_spmd():
-        return _loaded(given) if given is not None else make()
-    box: list[str | None] = [None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = (_loaded(given) if given is not None else make()).to_json()
-        except Exception as error:  # raised again below, once the other ranks know
-            failure = error
-    dist.broadcast_object_list(box, src=0)
-    if failure is not None:
-        raise failure
-    if box[0] is None:
-        raise InputError("rank 0 could not make the plan; its own error says why")
-    return Plan.from_json(box[0])
+
+    def text() -> str:
+        return (_loaded(given) if given is not None else make()).to_json()
+
+    return Plan.from_json(from_first_rank(text, "the plan"))
 
 
 def _loaded(given: Plan | str | Path) -> Plan:
@@ -284,14 +288,28 @@ def _loaded(given: Plan | str | Path) -> Plan:
 class _Deferred:
     """A `Compiled` that is made by its first call, as ``torch.compile`` does."""
 
-    def __init__(self, build: Callable[[Any], Compiled]) -> None:
+    def __init__(self, build: Callable[[Any], Compiled], training: bool) -> None:
         self._build = build
         self._compiled: Compiled | None = None
+        self._training = training
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         if self._compiled is None:
-            self._compiled = self._build(Arguments(args, kwargs))
+            self._compiled = self._build(Arguments(args, kwargs)).train(self._training)
         return self._compiled
+
+    @property
+    def training(self) -> bool:
+        return self._training if self._compiled is None else self._compiled.training
+
+    def train(self, mode: bool = True) -> _Deferred:
+        self._training = bool(mode)
+        if self._compiled is not None:
+            self._compiled.train(mode)
+        return self
+
+    def eval(self) -> _Deferred:
+        return self.train(False)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._made(args, kwargs).train_step(*args, **kwargs)

@@ -87,6 +87,30 @@ class Signature:
             )
         return leaf
 
+    def key(self) -> CallKey:
+        """The `call_key` of the example: equal for every call that `flatten` takes."""
+        leaves = tuple(
+            (self.input_shapes[leaf.position], self.input_dtypes[leaf.position])
+            if isinstance(leaf, _InputSlot)
+            else _constant_key(leaf)
+            for leaf in self.leaves
+        )
+        return self.in_spec, leaves
+
+    def example(self) -> Arguments:
+        """A call like the example, with tensors that hold no data."""
+        leaves = [
+            torch.empty(
+                self.input_shapes[leaf.position],
+                dtype=self.input_dtypes[leaf.position],
+                device="meta",
+            )
+            if isinstance(leaf, _InputSlot)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return Arguments(*pytree.tree_unflatten(leaves, self.in_spec))
+
     def describe(self) -> str:
         return ", ".join(
             f"{n}: {tuple(s)} {d}"
@@ -97,6 +121,24 @@ class Signature:
 @dataclass(frozen=True, slots=True)
 class _InputSlot:
     position: int
+
+
+CallKey = tuple[Any, tuple[Any, ...]]
+"""The structure of a call and what a program depends on of each argument."""
+
+
+def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
+    """Equal for calls that one program can run: structure, shapes, dtypes and plain values."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
+        for leaf in leaves
+    )
+
+
+def _constant_key(leaf: Any) -> Any:
+    """``True == 1 == 1.0``, but a model may tell them apart."""
+    return type(leaf), leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +163,16 @@ class _OutputNote:
 class _Step(nn.Module):
     """The model together with its loss: returns (loss or None, flat output tensors)."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, targets: _Targets | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        targets: _Targets | None,
+        *,
+        with_loss: bool,
+    ) -> None:
         super().__init__()
+        self.with_loss = with_loss
         self.model = model
         self.loss_fn = loss_fn
         self.targets = targets
@@ -133,7 +183,7 @@ class _Step(nn.Module):
         if self.targets is not None:
             args, kwargs, target_args = self.targets.take(args, kwargs)
         output = self.model(*args, **kwargs)
-        loss = self.loss_fn(output, *target_args) if self.loss_fn else _find_loss(output)
+        loss = self._loss(output, target_args) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         kept = iter(range(len(tensors)))
@@ -141,6 +191,9 @@ class _Step(nn.Module):
             _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
         )
         return (loss, *tensors)
+
+    def _loss(self, output: Any, targets: tuple[Any, ...]) -> Tensor | None:
+        return self.loss_fn(output, *targets) if self.loss_fn else _find_loss(output)
 
 
 def _plain(leaf: Any) -> Any:
@@ -190,6 +243,14 @@ def _find_targets(loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, A
     return _Targets(positional, keywords)
 
 
+def without_targets(
+    loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The model's own arguments of a call whose targets go to ``loss_fn``."""
+    args, kwargs, _ = _find_targets(loss_fn, args, kwargs).take(args, dict(kwargs))
+    return args, kwargs
+
+
 class Arguments(NamedTuple):
     """Example inputs that are positional and keyword at once: ``Arguments((x,), {"y": y})``."""
 
@@ -213,45 +274,78 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def capture(model: nn.Module, example_inputs: Any, *, loss_fn: LossFn | None = None) -> Captured:
-    """Capture one call of ``model`` in its current mode (train or eval) on the global batch.
+def check_model(model: Any) -> None:
+    """Raise InputError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    training: bool | None = None,
+    differentiable: bool = True,
+) -> Captured:
+    """Capture one call of ``model`` on the global batch; the model itself stays as it is.
+
+    It is captured in its present mode, part by part, or as after ``model.train(training)``. With
+    ``differentiable`` off only its forward pass is wanted: the graph has no loss, and no gradient
+    flows through any value.
 
     Raises CaptureError with the user's file and line where the model cannot be captured, and
     InputError for inputs that do not fit.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     args, kwargs = split_inputs(example_inputs)
     targets = _find_targets(loss_fn, args, kwargs) if loss_fn is not None else None
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     memo: dict[int, Any] = {}
-    step = _Step(_fake_copy(model, mode, memo), _fake_copy(loss_fn, mode, memo), targets)
-    step.train(model.training)
-    fake_args, fake_kwargs = pytree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
-    program = _export(step, fake_args, fake_kwargs)
-    graph = ProgramReader(model, program).read()
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    # A call under no_grad or inference_mode must give the same graph as any other.
+    with torch.inference_mode(False), torch.enable_grad():
+        step = _Step(
+            _copy_with(fake, model, memo),
+            _copy_with(fake, loss_fn, memo),
+            targets,
+            with_loss=differentiable,
+        )
+        if training is not None:
+            step.train(training)
+        fake_args, fake_kwargs = pytree.tree_map(
+            lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        program = _export(step, fake_args, fake_kwargs)
+    graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
 
 
-def _fake(x: Any, mode: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    with mode:
-        fake = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    return fake
+def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
+    """Copies to capture from later: the same modes and names, but no tensor holds data."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    memo: dict[int, Any] = {}
+    return _copy_with(empty, model, memo), _copy_with(empty, loss_fn, memo)
 
 
-def _fake_copy(module: Any, mode: Any, memo: dict[int, Any]) -> Any:
-    """A copy of ``module`` whose tensors are fake; tied ones stay tied, nothing is allocated."""
+def _copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of ``module`` with other tensors, made by ``make``; tied ones stay tied."""
     if not isinstance(module, nn.Module):
         return module
     for tensor in [*module.parameters(), *module.buffers()]:
         if id(tensor) not in memo:
-            fake = _fake(tensor, mode)
+            made = make(tensor)
             if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = fake
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, Tensor) and not value.is_leaf:  # left there by an earlier call

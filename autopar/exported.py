@@ -41,14 +41,16 @@ _INDEXING = "<built-in function getitem>"
 class ProgramReader:
     """Reads one exported program into a `Graph`."""
 
-    def __init__(self, model: nn.Module, program: Any) -> None:
+    def __init__(self, model: nn.Module, program: Any, *, differentiable: bool = True) -> None:
         self.program = program
         self.values: list[dict[str, Any]] = []
         self.ops: list[dict[str, Any]] = []
         self.of_node: dict[Any, Any] = {}
         self.canonical, self.aliases = _canonical_names(model)
         self.trainable = {
-            n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+            n
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if p.requires_grad and differentiable
         }
         self.constants: dict[str, Tensor] = {}
         self.by_target: dict[str, int] = {}

@@ -9,7 +9,7 @@ of identical layers costs what its distinct layers cost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,10 @@ class ValueTable:
 
 
 class Pricing:
-    """The tables of one graph on one mesh of one cluster."""
+    """The tables of one graph on one mesh of one cluster.
+
+    ``held`` says of some stored values where they lie already: they have no other choice.
+    """
 
     def __init__(
         self,
@@ -97,6 +100,8 @@ class Pricing:
         compute: ComputeModel,
         communication: CommunicationModel,
         microbatches: Microbatches | None = None,
+        *,
+        held: Mapping[int, Placements] | None = None,
     ) -> None:
         self.analysis = analysis
         self.microbatches = microbatches
@@ -105,6 +110,7 @@ class Pricing:
         self.cluster = cluster
         self.compute = compute
         self.communication = communication
+        self.held = held or {}
         self.unpriced: dict[str, str] = {}
         self.communication_sources: set[Source] = set()
         self._op_tables: dict[Any, OpTable] = {}
@@ -260,11 +266,11 @@ class Pricing:
 
     def stored_table(self, value: Value) -> ValueTable:
         """Placements a parameter or input may be stored in."""
-        digits = self._digits(value)
+        digits, held = self._digits(value), self.held.get(value.index)
         first = None if self.microbatches is None else self.microbatches.states[value.index]
-        key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first)
+        key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first, held)
         if key not in self._value_tables:
-            options = _split_placements(value, self.mesh, (R,), digits)
+            options = [held] if held else _split_placements(value, self.mesh, (R,), digits)
             if (cut := self.microbatches) is not None:
                 options = [p for p in options if cut.allows_stored(value.index, p, self.mesh)]
             sizes = np.array([self._local_bytes(value, p) for p in options], dtype=float)

@@ -200,10 +200,13 @@ class _Builder:
         return self.transposes[id(matrix)][1]
 
     def _add_ends(self) -> None:
-        """The loss and the next buffers end replicated, whatever supplies them."""
+        """The loss and the next buffers end replicated, whatever supplies them; the outputs too,
+        where the graph is a forward pass."""
         ends = [new for _, new in self.graph.mutations]
         if self.graph.loss is not None:
             ends.append(self.graph.loss)
+        else:
+            ends += [o for o in self.graph.outputs if o in self.analysis.producers]
         whole = ((R,) * self.pricing.mesh.num_axes,)
         target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
         for index in ends:

@@ -147,8 +147,12 @@ SCRIPT = """
     )
     losses = [compiled.train_step(**batch).item() for batch in batches]
     kinds = sorted({{type(v).__name__ for v in compiled.state_dict().values()}})
+    ids = batches[0]["input_ids"][:3]
+    logits = compiled.eval()(input_ids=ids).logits
+    compiled.copy_to(model)
+    off = (logits - model.eval()(input_ids=ids).logits).abs().max().item()
     compiled.close()
-    pathlib.Path({folder!r}, os.environ["RANK"]).write_text(json.dumps([losses, kinds]))
+    pathlib.Path({folder!r}, os.environ["RANK"]).write_text(json.dumps([losses, kinds, off]))
 """
 
 
@@ -172,9 +176,10 @@ def test_same_script_under_torchrun(tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     results = [json.loads((tmp_path / rank).read_text()) for rank in ("0", "1")]
-    for losses, kinds in results:
+    for losses, kinds, off_in_evaluation in results:
         assert losses == pytest.approx(expected, abs=1e-4)
         assert "DTensor" in kinds
+        assert off_in_evaluation < 1e-5
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm", "gpt2", "bert", "resnet"])

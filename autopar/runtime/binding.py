@@ -39,6 +39,14 @@ class ProcessMachine:
     def begin_microbatch(self, index: int) -> None:
         self.communicator.microbatch = index
 
+    def release(self, program: RankProgram) -> None:
+        """Let go of what was made of a program's graphs."""
+        for kernel in program.kernels:
+            for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
+                if module is not None:
+                    self._bound.pop(module, None)
+                    self._labels.pop(module, None)
+
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
 

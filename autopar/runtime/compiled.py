@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,16 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import Captured, Signature
+from autopar.capture import Captured
 from autopar.errors import InputError
 from autopar.exported import loss_fn_name
 from autopar.lowering.program import RankProgram
 from autopar.runtime.checkpoint import Path
+from autopar.runtime.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.local import LocalRunner
 from autopar.runtime.optimizers import MakeOptimizer, MakeScheduler
-from autopar.runtime.parts import local_input_shape
 from autopar.runtime.rank import RankOptions
 from autopar.runtime.spmd import SpmdRunner, is_spmd
-from autopar.torch_private import pytree
 
 _NUM_TIMED_STEPS = 100
 
@@ -33,12 +31,11 @@ class Runner(Protocol):
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
 
-    @property
-    def has_forward_program(self) -> bool: ...
+    def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def set_forward_program(self, program: RankProgram) -> None: ...
-
-    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]: ...
+    def forward(
+        self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
+    ) -> list[Tensor]: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -68,8 +65,9 @@ class Compiled:
 
     * ``captured``: the graph and the signature of the model's call.
     * ``program``: the lowered training program (``lower(strategy)``).
-    * ``forward_program``: makes the forward program (``lower(strategy, training=False)``) when
-      it is first needed.
+    * ``forward_program``: makes the forward program of the training strategy
+      (``lower(strategy, training=False)``) when it is first needed; ``lower_forward`` that of
+      any other call or mode (see `autopar.runtime.forward_programs`).
     * ``plan``: anything; handed out as ``compiled.plan``.
     * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process has the one
       of its ``LOCAL_RANK``, and they only say how many there are.
@@ -89,6 +87,7 @@ class Compiled:
         captured: Captured,
         program: RankProgram,
         forward_program: Callable[[], RankProgram],
+        lower_forward: LowerForward,
         plan: Any,
         devices: Sequence[torch.device],
         model: nn.Module,
@@ -101,8 +100,8 @@ class Compiled:
     ) -> None:
         self.plan = plan
         self.program = program
+        self.training = model.training
         self._captured = captured
-        self._forward_program = forward_program
         self._local_signature = local_signature(captured.signature, program)
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
         self._has_optimizer = optimizer is not None
@@ -116,10 +115,19 @@ class Compiled:
         self._runner: Runner
         if is_spmd():
             self._runner = SpmdRunner(program, state, options, timeout_s=call_timeout_s)
-            return
-        limits = {"start_timeout_s": start_timeout_s, "call_timeout_s": call_timeout_s}
-        self._runner = LocalRunner(
-            program, state, options, lambda: LocalRunner.start_workers(devices, **limits)
+        else:
+            limits = {"start_timeout_s": start_timeout_s, "call_timeout_s": call_timeout_s}
+            self._runner = LocalRunner(
+                program, state, options, lambda: LocalRunner.start_workers(devices, **limits)
+            )
+        self._forwards = ForwardPrograms(
+            captured=captured,
+            program=program,
+            model=model,
+            loss_fn=loss_fn,
+            lower_own=forward_program,
+            lower_other=lower_forward,
+            runner=self._runner,
         )
 
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
@@ -143,11 +151,28 @@ class Compiled:
         return loss
 
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
-        """The forward pass alone; what the model itself returns, whole."""
-        if not self._runner.has_forward_program:
-            self._runner.set_forward_program(self._forward_program())
-        tensors = self._runner.forward(self._flatten(args, kwargs, local), local=local)
-        return rebuild_output(self._captured.signature, tensors)
+        """The forward pass alone; what the model itself returns, whole, without any gradient.
+
+        Any call that the model takes will do: another batch size, or no labels. The first call of
+        a kind, and the first in a mode, is captured and planned for; the last
+        `autopar.runtime.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or buffer
+        changes, in train mode neither. With a ``loss_fn``, its targets may be passed as in training
+        or left out; the output is the model's own either way. With ``local``, under ``torchrun``,
+        each rank passes its own part of a batch as it is trained with.
+        """
+        return self._forwards.run(args, kwargs, training=self.training, local=local)
+
+    def train(self, mode: bool = True) -> Self:
+        """Let later calls run in train mode: as the model was when it was compiled, part by part.
+
+        Training steps are always in the mode that the model was compiled in.
+        """
+        self.training = bool(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Let later calls run in eval mode: running statistics, no dropout. As of `nn.Module`."""
+        return self.train(False)
 
     def _flatten(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
@@ -257,18 +282,3 @@ def state_keys(
     known = {p.name for p in program.parameters} | {b.name for b in program.buffers}
     pairs = [(key, canonical.get(key, key)) for key in model.state_dict()]
     return tuple((key, name) for key, name in pairs if name in known)
-
-
-def local_signature(signature: Signature, program: RankProgram) -> Signature:
-    """The signature of a call with one rank's part of the batch."""
-    shapes = tuple(local_input_shape(i, program) for i in program.inputs)
-    return dataclasses.replace(signature, input_shapes=shapes)
-
-
-def rebuild_output(signature: Signature, tensors: Sequence[Tensor]) -> Any:
-    """The model's own output type from its tensors, in order."""
-    leaves = [
-        tensors[leaf.position] if hasattr(leaf, "position") else leaf
-        for leaf in signature.out_leaves
-    ]
-    return pytree.tree_unflatten(leaves, signature.out_spec)

@@ -69,11 +69,11 @@ class RankService:
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
 
-    def set_forward_program(self, program: bytes) -> None:
-        self.running.set_forward_program(unpack_program(program))
+    def set_forward_program(self, slot: int, program: bytes) -> None:
+        self.running.set_forward_program(slot, unpack_program(program))
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        outputs = self.running.forward(tensors)
+    def forward(self, slot: int, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        outputs = self.running.forward(slot, tensors)
         return [x.cpu() for x in outputs] if self.rank == 0 else None
 
     def held(self, what: str) -> dict[str, Tensor]:
@@ -127,7 +127,6 @@ class LocalRunner:
         self.options = options
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
-        self._has_forward_program = False
         check_optimizer_here(program, options)
         self.group = start_group()
         try:
@@ -157,17 +156,12 @@ class LocalRunner:
         loss: Tensor = self.group.call("train_step", list(tensors))[0]
         return loss
 
-    @property
-    def has_forward_program(self) -> bool:
-        return self._has_forward_program
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        self.group.call("set_forward_program", slot, pack_program(program))
 
-    def set_forward_program(self, program: RankProgram) -> None:
-        self.group.call("set_forward_program", pack_program(program))
-        self._has_forward_program = True
-
-    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         _refuse_local(local)
-        outputs: list[Tensor] = self.group.call("forward", list(tensors))[0]
+        outputs: list[Tensor] = self.group.call("forward", slot, list(tensors))[0]
         return outputs
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -46,6 +46,22 @@ class RankOptions:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """A program with the parameters and constants that it reads; ``buffers`` are names."""
+
+    program: RankProgram
+    executor: Executor[Tensor]
+    is_random: bool
+    parameters: Mapping[int, Tensor]
+    buffers: Mapping[int, str]
+    constants: Mapping[int, Tensor]
+
+    def held(self, buffers: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Constants, and the present buffers, by value."""
+        return {**self.constants, **{v: buffers[name] for v, name in self.buffers.items()}}
+
+
 class RankRuntime:
     """One rank of a program. Making it, and every method, is collective.
 
@@ -69,22 +85,16 @@ class RankRuntime:
         )
         self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
         self.porter = Porter(self.communicator)
-        self._executor: Executor[Tensor] = Executor(program, self.machine)
-        self._is_random = has_random_ops(program)
-        self._forward: tuple[RankProgram, Executor[Tensor], bool] | None = None
         self._programs = {p.name: p for p in program.parameters}
         self._parameters = {
             p.name: nn.Parameter(state[p.name], requires_grad=p.trainable)
             for p in program.parameters
         }
-        self._by_value = {p.value: self._parameters[p.name] for p in program.parameters}
         self._trained = [(p.value, self._parameters[p.name]) for p in self._trainable()]
         constants = dict(program.constants)
-        self._buffers = {
-            b.value: constants[b.name].to(device) if b.name in constants else state[b.name]
-            for b in program.buffers
-        }
-        self._buffer_values = {b.name: b.value for b in program.buffers if b.name not in constants}
+        self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
+        self._training = self._bound(program)
+        self._forwards: dict[int, _Bound] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
@@ -98,6 +108,21 @@ class RankRuntime:
         self.optimizer = make_optimizer(make, trainable, self.program.parameters, self.program.mesh)
         if scheduler is not None:
             self.lr_scheduler = scheduler(self.optimizer)
+
+    def _bound(self, program: RankProgram) -> _Bound:
+        constants = dict(program.constants)
+        return _Bound(
+            program=program,
+            executor=Executor(program, self.machine),
+            is_random=has_random_ops(program),
+            parameters={p.value: self._parameters[p.name] for p in program.parameters},
+            buffers={b.value: b.name for b in program.buffers if b.name not in constants},
+            constants={
+                b.value: constants[b.name].to(self.device)
+                for b in program.buffers
+                if b.name in constants
+            },
+        )
 
     # --- running ---------------------------------------------------------------------------
 
@@ -113,11 +138,14 @@ class RankRuntime:
             for index in range(self.program.num_microbatches)
         ]
         optimizer.zero_grad(set_to_none=True)
-        with self._dice(self._is_random):
-            result = self._executor.step(self._by_value, self._buffers, batches)
+        bound = self._training
+        with self._dice(bound.is_random):
+            result = bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         for value, parameter in self._trained:
             parameter.grad = result.gradients.get(value)
-        self._buffers.update(result.buffers)
+        if result.buffers:
+            self._buffers.update((bound.buffers[v], x) for v, x in result.buffers.items())
+            self._forget_fixed(self._forwards.values())
         optimizer.step()
         if self.lr_scheduler is not None:
             self._step_scheduler(result.loss)
@@ -130,26 +158,32 @@ class RankRuntime:
         else:
             self.lr_scheduler.step()
 
-    def set_forward_program(self, program: RankProgram) -> None:
-        """The program that `forward` runs; parameters are stored as in the training program."""
+    def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
+        """What a program computed of buffers alone is computed again where these are new."""
+        for bound in programs:
+            bound.executor.fixed.clear()
+
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        """The program that ``forward(slot, ...)`` runs from now on, in place of an earlier one.
+
+        It reads the parameters, as they are stored for training, and the buffers, both by name.
+        """
+        for parameter in program.parameters:
+            assert parameter.stored == self._programs[parameter.name].stored, parameter.name
         for label in sorted(labels_of(program)):
             self.communicator.group(label)
-        executor: Executor[Tensor] = Executor(program, self.machine)
-        self._forward = (program, executor, has_random_ops(program))
-
-    @property
-    def has_forward_program(self) -> bool:
-        return self._forward is not None
+        if slot in self._forwards:
+            self.machine.release(self._forwards[slot].program)
+        self._forwards[slot] = self._bound(program)
 
     @torch.no_grad()
-    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         """The model's output tensors, whole, on every rank."""
-        assert self._forward is not None, "set_forward_program comes first"
-        program, executor, is_random = self._forward
-        inputs = self.inputs(program, tensors, 0, local=local)
-        with self._dice(is_random):
-            values = executor.forward(self._by_value, self._buffers, inputs)
-        return [values[output.value] for output in program.outputs]
+        bound = self._forwards[slot]
+        inputs = self.inputs(bound.program, tensors, 0, local=local)
+        with self._dice(bound.is_random):
+            values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
+        return [values[output.value] for output in bound.program.outputs]
 
     @contextlib.contextmanager
     def _dice(self, is_random: bool) -> Any:
@@ -198,7 +232,7 @@ class RankRuntime:
         return {key: named[name] for key, name in self.options.keys}
 
     def buffers(self) -> dict[str, Tensor]:
-        return {name: self._buffers[value] for name, value in self._buffer_values.items()}
+        return dict(self._buffers)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Plain whole tensors under the model's own keys, on every rank; copies."""
@@ -233,10 +267,9 @@ class RankRuntime:
             self.porter.into(self._parameters[name], source, self._programs[name].stored)
         else:
             whole = source.full_tensor() if hasattr(source, "full_tensor") else source
-            held = self._buffers[self._buffer_values[name]]
-            self._buffers[self._buffer_values[name]] = whole.detach().to(
-                device=held.device, dtype=held.dtype, copy=True
-            )
+            held = self._buffers[name]
+            self._buffers[name] = whole.detach().to(device=held.device, dtype=held.dtype, copy=True)
+            self._forget_fixed([self._training, *self._forwards.values()])
 
     # --- optimizer state -------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import DeviceError
+from autopar.errors import DeviceError, InputError
 from autopar.lowering.program import RankProgram
 from autopar.runtime import checkpoint
 from autopar.runtime.communicator import (
@@ -27,6 +27,8 @@ from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime
+
+T = TypeVar("T")
 
 
 def is_spmd() -> bool:
@@ -47,6 +49,25 @@ def rank_device(device_type: str) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def from_first_rank(make: Callable[[], T], what: str) -> T:
+    """What ``make`` gives on rank 0, on every rank; where there are no others, what it gives."""
+    if not is_spmd():
+        return make()
+    box: list[T | None] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Exception as error:  # raised again below, once the other ranks know
+            failure = error
+    dist.broadcast_object_list(box, src=0)
+    if failure is not None:
+        raise failure
+    if box[0] is None:
+        raise InputError(f"rank 0 could not make {what}; its own error says why")
+    return box[0]
 
 
 class SpmdRunner:
@@ -72,15 +93,11 @@ class SpmdRunner:
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         return self.runtime.train_step(tensors, local=local)
 
-    @property
-    def has_forward_program(self) -> bool:
-        return self.runtime.has_forward_program
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        self.runtime.set_forward_program(slot, program)
 
-    def set_forward_program(self, program: RankProgram) -> None:
-        self.runtime.set_forward_program(program)
-
-    def forward(self, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
-        return self.runtime.forward(tensors, local=local)
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.runtime.state_dict()

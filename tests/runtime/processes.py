@@ -6,6 +6,7 @@ session (see conftest.py); each test gives them its own program.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured
+from autopar.lowering import lower
 from autopar.lowering.program import RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R
 from autopar.rules.base import Choice
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.compiled import initial_state, state_keys
+from autopar.runtime.forward_programs import LowerForward
 from autopar.runtime.local import LocalRunner, RankService
 from autopar.runtime.rank import RankOptions
 from autopar.runtime.workers import WorkerGroup
-from autopar.strategy import Analysis, Assignment
-from tests.oracles import Trained
+from autopar.strategy import Analysis, Assignment, Strategy
+from tests.oracles import Trained, random_assignment
 
 
 class ProbedService(RankService):
@@ -62,7 +65,7 @@ class ProbedService(RankService):
         return self.running.train_step(parts, local=True)
 
     def local_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.running.forward(tensors)
+        return self.running.forward(0, tensors)
 
     def drawn(self) -> tuple[Tensor, Tensor]:
         """Two numbers of the user's own generator, the first after seeding it."""
@@ -120,6 +123,19 @@ def process_steps(
         weights={n: t for n, t in state.items() if n in names},
         buffers={n: t for n, t in state.items() if n not in names},
     )
+
+
+def lower_forward(mesh: Mesh, seed: int = 0, *, device_type: str = "cpu") -> LowerForward:
+    """Forward programs under drawn assignments, but for the values that are held."""
+
+    def lowered(captured: Captured, held: Mapping[int, Placements]) -> RankProgram:
+        analysis = Analysis(captured.graph)
+        drawn = random_assignment(analysis, mesh, seed)
+        assignment = dataclasses.replace(drawn, stored={**drawn.stored, **held})
+        strategy = Strategy(analysis, assignment)
+        return lower(strategy, device_type=device_type, training=False)
+
+    return lowered
 
 
 def stored_assignment(

@@ -25,7 +25,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.strategy import Analysis, Strategy
 from tests.models.zoo import MLP, build
 from tests.oracles import loss_of, random_assignment
-from tests.runtime.processes import stored_assignment
+from tests.runtime.processes import lower_forward, stored_assignment
 
 MESH = Mesh(("dp",), (2,))
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -61,6 +61,7 @@ def compile_here(
         captured=captured,
         program=lower(strategy),
         forward_program=lambda: lower(strategy, training=False),
+        lower_forward=lower_forward(MESH),
         plan="the plan",
         devices=[torch.device("cpu")] * 2,
         model=initial or model,

@@ -11,7 +11,8 @@ from autopar.mesh import Mesh
 from autopar.runtime.compiled import Compiled
 from autopar.strategy import Analysis, Strategy
 from tests.models.zoo import build
-from tests.oracles import NUM_STEPS, random_assignment, reference_steps, sgd, to_double
+from tests.oracles import NUM_STEPS, loss_of, random_assignment, reference_steps, sgd, to_double
+from tests.runtime.processes import lower_forward
 
 
 @pytest.mark.gpu
@@ -32,6 +33,7 @@ def test_training_equals_eager(name: str, seed: int) -> None:
         captured=captured,
         program=lower(strategy, device_type="cuda"),
         forward_program=lambda: lower(strategy, device_type="cuda", training=False),
+        lower_forward=lower_forward(mesh, seed, device_type="cuda"),
         plan=None,
         devices=[torch.device("cuda", index) for index in range(num_devices)],
         model=model,
@@ -39,6 +41,10 @@ def test_training_equals_eager(name: str, seed: int) -> None:
     ) as compiled:
         losses = [compiled.train_step(**batch).item() for batch in batches]
         state = compiled.full_state_dict()
+        evaluated = compiled.eval()(**batches[0])
     torch.testing.assert_close(losses, expected.losses, rtol=2e-6, atol=2e-6)
     for key, tensor in expected.weights.items():
         torch.testing.assert_close(state[key], tensor, rtol=1e-5, atol=2e-6)
+    model.load_state_dict(state)
+    expected_loss = loss_of(model.eval()(**batches[0])).detach()
+    torch.testing.assert_close(loss_of(evaluated), expected_loss, rtol=1e-5, atol=2e-6)

@@ -135,11 +135,11 @@ def test_processes_draw_what_lockstep_draws(captured: Captured, groups: Groups, 
     model = Dropped()
     program = lower(strategy)
     runner = runner_of(groups(4), captured, program, model, optimizer=sgd, seed=5)
-    runner.set_forward_program(lower(strategy, training=False))
+    runner.set_forward_program(0, lower(strategy, training=False))
     run = LockstepRun(program, captured.graph, state_of(model), seed=5)
     forward = LockstepRun(lower(strategy, training=False), captured.graph, state_of(model), seed=5)
     expected = forward.forward([X])
-    got = runner.forward([X])
+    got = runner.forward(0, [X])
     for output, tensor in zip(forward.program.outputs, got, strict=True):
         torch.testing.assert_close(tensor, expected[output.value][0])
     losses = [runner.train_step([X]).item() for _ in range(2)]

@@ -23,7 +23,7 @@ from autopar.runtime.parts import local_part
 from autopar.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import loss_of, random_assignment, to_double
-from tests.runtime.processes import stored_assignment
+from tests.runtime.processes import lower_forward, stored_assignment
 
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 
@@ -47,6 +47,7 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
         captured=captured,
         program=program,
         forward_program=lambda: lower(strategy, training=False),
+        lower_forward=lower_forward(mesh),
         plan=None,
         devices=[torch.device("cpu")] * mesh.num_devices,
         model=model,
@@ -67,8 +68,10 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
         optimizer.step()
         torch.testing.assert_close(loss, expected.detach())
     check_state(compiled, reference, rank)
+    check_evaluation(compiled, reference, batches[1])
     if with_batch_split:
         check_wrong_parts(compiled, batches[0])
+        check_evaluation_of_parts(compiled, reference, batches[1], rank)
     compiled.save(folder / "checkpoint")
     weights = compiled.full_state_dict()
     compiled.train_step(**batches[0])
@@ -91,6 +94,30 @@ def check_state(compiled: Compiled, reference: torch.nn.Module, rank: int) -> No
     plain = build("mlp")[0].double()
     compiled.copy_to(plain)
     torch.testing.assert_close(plain.state_dict(), dict(reference.state_dict()))
+
+
+def check_evaluation(
+    compiled: Compiled, reference: torch.nn.Module, batch: dict[str, torch.Tensor]
+) -> None:
+    reference.eval()
+    compiled.eval()
+    x = batch["x"]
+    torch.testing.assert_close(compiled(**batch), reference(**batch).detach())
+    torch.testing.assert_close(compiled(x=x), reference(x).detach())
+    torch.testing.assert_close(compiled(x[:3]), reference(x[:3]).detach())
+    reference.train()
+    compiled.train()
+
+
+def check_evaluation_of_parts(
+    compiled: Compiled, reference: torch.nn.Module, batch: dict[str, torch.Tensor], rank: int
+) -> None:
+    parts = {k: local_part(v, (S(0),), compiled.program.mesh, rank) for k, v in batch.items()}
+    torch.testing.assert_close(compiled.eval()(**parts, local=True), reference(**batch).detach())
+    for wrong in (batch, {"x": parts["x"]}):
+        with pytest.raises(InputError, match=r"pass the global batch, without local=True"):
+            compiled(**wrong, local=True)
+    compiled.train()
 
 
 def check_wrong_parts(compiled: Compiled, batch: dict[str, torch.Tensor]) -> None:
