@@ -37,6 +37,7 @@ from autopar.plan import Plan, strategy_of
 from autopar.planner import Progress, candidate_meshes, make_planned
 from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
+from autopar.runtime.clipping import check_max_grad_norm
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
@@ -107,6 +108,7 @@ def compile(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     num_microbatches: int = 1,
+    max_grad_norm: float | None = None,
     profile_limit_s: float = 60.0,
     seed: int | None = None,
     progress: bool = False,
@@ -125,6 +127,9 @@ def compile(
       ``functools.partial(torch.optim.AdamW, lr=3e-4)``; ``lr_scheduler`` makes the learning-rate
       scheduler from the optimizer, and is stepped once a training step.
     * ``plan``: a plan or the path of its JSON: replayed without any search.
+    * ``max_grad_norm``: before each update gradients are scaled down to at most this 2-norm of all
+      of them, whatever parts they lie in, as ``torch.nn.utils.clip_grad_norm_`` does on one
+      device; ``compiled.grad_norm`` is the norm before.
     * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
       disk), for at most this long; what is left, and everything with 0, is priced by roofline.
     * ``seed``: of dropout and every other random op.
@@ -132,6 +137,7 @@ def compile(
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
     """
     check_model(model)
+    check_max_grad_norm(max_grad_norm)
     if optimizer is not None and not callable(optimizer):
         name = type(optimizer).__name__
         raise OptimizerError(
@@ -143,6 +149,7 @@ def compile(
         "loss_fn": loss_fn,
         "optimizer": optimizer,
         "lr_scheduler": lr_scheduler,
+        "max_grad_norm": max_grad_norm,
         "seed": seed,
         "start_timeout_s": start_timeout_s,
         "call_timeout_s": call_timeout_s,

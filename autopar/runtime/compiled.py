@@ -31,6 +31,9 @@ class Runner(Protocol):
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
 
+    @property
+    def grad_norm(self) -> Tensor | None: ...
+
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
     def forward(
@@ -74,6 +77,7 @@ class Compiled:
     * ``model``, ``loss_fn``: whose parameters and buffers are the initial state; left untouched.
     * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
       ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
+    * ``max_grad_norm``: gradients are clipped to this 2-norm of all of them before each update.
     * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
     * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
 
@@ -94,6 +98,7 @@ class Compiled:
         loss_fn: Callable[..., Tensor] | None = None,
         optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeScheduler | None = None,
+        max_grad_norm: float | None = None,
         seed: int | None = None,
         start_timeout_s: float = 120.0,
         call_timeout_s: float = 600.0,
@@ -111,6 +116,7 @@ class Compiled:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             seed=(torch.initial_seed() if seed is None else seed) & (2**63 - 1),
+            max_grad_norm=max_grad_norm,
         )
         self._runner: Runner
         if is_spmd():
@@ -187,6 +193,15 @@ class Compiled:
             ) from error
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of all gradients of the last step together, before they were clipped.
+
+        A scalar, with ``max_grad_norm`` only, as ``torch.nn.utils.clip_grad_norm_`` returns it;
+        None before the first step.
+        """
+        return self._runner.grad_norm
+
+    @property
     def step_time_s(self) -> float | None:
         """Median time of the last steps as the caller saw it, in seconds; None before the first."""
         return statistics.median(self._step_times_s) if self._step_times_s else None
@@ -214,7 +229,10 @@ class Compiled:
         return self._runner.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step by parameter name, as `state_dict` gives parameters."""
+        """The gradients of the last step by parameter name, as `state_dict` gives parameters.
+
+        With ``max_grad_norm`` they are as the optimizer saw them: clipped.
+        """
         return self._runner.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

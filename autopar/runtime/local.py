@@ -62,9 +62,12 @@ class RankService:
         assert self.runtime is not None
         return self.runtime
 
-    def train_step(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        loss = self.running.train_step(tensors)
-        return loss.cpu() if self.rank == 0 else None
+    def train_step(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """The loss and the norm of the gradients, from rank 0."""
+        loss, norm = self.running.train_step(tensors), self.running.grad_norm
+        if self.rank != 0:
+            return None
+        return loss.cpu(), None if norm is None else norm.cpu()
 
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
@@ -125,6 +128,7 @@ class LocalRunner:
     ) -> None:
         self.program = program
         self.options = options
+        self.grad_norm: Tensor | None = None
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
@@ -153,7 +157,8 @@ class LocalRunner:
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         _refuse_local(local)
-        loss: Tensor = self.group.call("train_step", list(tensors))[0]
+        loss: Tensor
+        loss, self.grad_norm = self.group.call("train_step", list(tensors))[0]
         return loss
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError, OptimizerError
 from autopar.lowering.program import ParameterProgram, RankProgram
 from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
+from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
 from autopar.runtime.executor import Executor
@@ -37,13 +38,15 @@ class RankOptions:
     """What every rank is told beside the program; equal on all ranks.
 
     ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
-    program (tied parameters share one). ``seed`` is that of the random operators.
+    program (tied parameters share one). ``seed`` is that of the random operators. Where
+    ``max_grad_norm`` is given, gradients are clipped to it before each update.
     """
 
     keys: tuple[tuple[str, str], ...]
     optimizer: MakeOptimizer | None = None
     lr_scheduler: MakeScheduler | None = None
     seed: int = 0
+    max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,10 @@ class RankRuntime:
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
             self._make_optimizer(options.optimizer, options.lr_scheduler)
+        self.grad_norm: Tensor | None = None
+        self._clipper: Clipper | None = None
+        if options.max_grad_norm is not None:
+            self._clipper = Clipper(options.max_grad_norm, self._trainable(), self.communicator)
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self.program.parameters if p.trainable]
@@ -146,11 +153,25 @@ class RankRuntime:
         if result.buffers:
             self._buffers.update((bound.buffers[v], x) for v, x in result.buffers.items())
             self._forget_fixed(self._forwards.values())
+        loss = result.loss.reshape(())
+        del result  # and with it the gradients as they were before they are clipped
+        self._clip()
         optimizer.step()
         if self.lr_scheduler is not None:
-            self._step_scheduler(result.loss)
+            self._step_scheduler(loss)
         self.num_steps += 1
-        return result.loss.reshape(())
+        return loss
+
+    def _clip(self) -> None:
+        """Clip the gradients, if asked to, and note their norm before."""
+        if self._clipper is None:
+            return
+        self.grad_norm = self._clipper.norm(self.held_gradients())
+        factor = self._clipper.factor(self.grad_norm)
+        for _, parameter in self._trained:
+            if parameter.grad is not None:
+                # Not in place: two parameters may share the memory of one gradient.
+                parameter.grad = parameter.grad * factor
 
     def _step_scheduler(self, loss: Tensor) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

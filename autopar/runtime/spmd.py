@@ -93,6 +93,10 @@ class SpmdRunner:
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         return self.runtime.train_step(tensors, local=local)
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self.runtime.grad_norm
+
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)
 
@@ -158,4 +162,5 @@ def agreed(options: RankOptions, device: torch.device) -> RankOptions:
         optimizer=options.optimizer,
         lr_scheduler=options.lr_scheduler,
         seed=int(seed),
+        max_grad_norm=options.max_grad_norm,
     )

@@ -96,12 +96,14 @@ def runner_of(
     optimizer: Any = None,
     lr_scheduler: Any = None,
     seed: int = 0,
+    max_grad_norm: float | None = None,
 ) -> LocalRunner:
     options = RankOptions(
         keys=state_keys(model, captured, program),
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         seed=seed,
+        max_grad_norm=max_grad_norm,
     )
     return LocalRunner(program, initial_state(model), options, lambda: group, owns_group=False)
 

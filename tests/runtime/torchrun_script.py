@@ -25,6 +25,7 @@ from tests.models.zoo import build
 from tests.oracles import loss_of, random_assignment, to_double
 from tests.runtime.processes import lower_forward, stored_assignment
 
+MAX_GRAD_NORM = 0.1
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -52,6 +53,7 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
         devices=[torch.device("cpu")] * mesh.num_devices,
         model=model,
         optimizer=adamw,
+        max_grad_norm=MAX_GRAD_NORM,
     )
     reference = build("mlp")[0].double()
     optimizer = adamw(reference.parameters())
@@ -65,6 +67,9 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
         optimizer.zero_grad()
         expected = loss_of(reference(**batch))
         expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_GRAD_NORM)
+        assert norm > MAX_GRAD_NORM
+        torch.testing.assert_close(compiled.grad_norm, norm)
         optimizer.step()
         torch.testing.assert_close(loss, expected.detach())
     check_state(compiled, reference, rank)
