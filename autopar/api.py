@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.batch_norm import check_batch_norm, with_batch_norm
 from autopar.capture import Arguments, Captured, LossFn, capture, check_model
 from autopar.constraints import Constraint
 from autopar.cost_models import (
@@ -56,6 +57,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     num_microbatches: int = 1,
+    batch_norm: str = "global",
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -73,10 +75,14 @@ def plan(
     * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
       with one update at the end. The result is that of the whole batch; the memory for activations
       is that of one part.
+    * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
+      does; ``"local"`` with those of each device's shard, as unsynchronised
+      ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
     * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
 
     Raises CaptureError, InputError or ConstraintError.
     """
+    statistics = check_batch_norm(batch_norm)
     if not isinstance(cluster, Cluster):
         raise InputError(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
@@ -85,6 +91,7 @@ def plan(
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
+        captured = with_batch_norm(captured, statistics)
         return make_planned(
             captured,
             cluster,
@@ -108,6 +115,7 @@ def compile(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     num_microbatches: int = 1,
+    batch_norm: str = "global",
     max_grad_norm: float | None = None,
     profile_limit_s: float = 60.0,
     seed: int | None = None,
@@ -126,7 +134,8 @@ def compile(
     * ``optimizer``: makes the optimizer from a list of parameters, such as
       ``functools.partial(torch.optim.AdamW, lr=3e-4)``; ``lr_scheduler`` makes the learning-rate
       scheduler from the optimizer, and is stepped once a training step.
-    * ``plan``: a plan or the path of its JSON: replayed without any search.
+    * ``plan``: a plan or the path of its JSON: replayed without any search, with the
+      ``batch_norm`` that it was made with.
     * ``max_grad_norm``: before each update gradients are scaled down to at most this 2-norm of all
       of them, whatever parts they lie in, as ``torch.nn.utils.clip_grad_norm_`` does on one
       device; ``compiled.grad_norm`` is the norm before.
@@ -138,6 +147,7 @@ def compile(
     """
     check_model(model)
     check_max_grad_norm(max_grad_norm)
+    statistics = check_batch_norm(batch_norm)
     if optimizer is not None and not callable(optimizer):
         name = type(optimizer).__name__
         raise OptimizerError(
@@ -159,6 +169,7 @@ def compile(
         with show_progress(progress) as say:
             say("capture")
             captured = capture(model, inputs, loss_fn=loss_fn)
+            captured = with_batch_norm(captured, statistics)
             kind = found[0].type
             if is_spmd():
                 initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
@@ -200,7 +211,7 @@ def _start(
     kind = devices[0].type
 
     def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
-        graph = forward.graph
+        graph = with_batch_norm(forward, chosen.graph.batch_norm).graph
         assignment = from_first_rank(
             lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held), "the forward plan"
         )

@@ -62,7 +62,9 @@ class Op:
     """One call of an ATen operator on whole (global) values.
 
     ``args`` and ``kwargs`` hold `Ref` where a tensor goes, nested in tuples as in the schema.
-    ``outputs`` has one entry per tensor returned, None for those nobody uses.
+    ``outputs`` has one entry per tensor returned, None for those nobody uses. ``per_shard``: each
+    device computes it of its own shard of the batch alone, though of the whole batch it would be
+    another result (see `autopar.batch_norm`).
     """
 
     index: int
@@ -73,6 +75,7 @@ class Op:
     outputs: tuple[int | None, ...]
     module_path: str
     location: str = ""
+    per_shard: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -179,6 +182,8 @@ class Graph:
         for op in self.ops:
             entry_op = (op.target_name, _stable(op.args), _stable(op.kwargs), op.outputs)
             digest.update(repr((*entry_op, op.name)).encode())
+            if op.per_shard:
+                digest.update(b"per shard")
         blocks = tuple((b.name, b.start, b.stop) for b in self.blocks)
         digest.update(repr((blocks, self.loss, self.outputs, self.mutations)).encode())
         return digest.hexdigest()[:32]

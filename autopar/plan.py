@@ -9,9 +9,11 @@ before anything is allocated.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from autopar.batch_norm import batch_norm_of, with_batch_norm
 from autopar.capture import Captured
 from autopar.cost_models import Cluster
 from autopar.errors import PlanError
@@ -22,7 +24,7 @@ from autopar.placement import Placements, format_placements, parse_placement
 from autopar.rules import parse_choice
 from autopar.strategy import Assignment, Strategy
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,13 +39,17 @@ class MeshPlan(_Struct, frozen=True):
 
 
 class GraphPlan(_Struct, frozen=True):
-    """The graph a plan was made for; ``fingerprint`` is what must match."""
+    """The graph a plan was made for; ``fingerprint`` is what must match.
+
+    ``batch_norm``: whose statistics it trains with, see `autopar.batch_norm`.
+    """
 
     fingerprint: str
     num_ops: int
     num_parameters: int
     parameter_bytes: int
     inputs: dict[str, str]
+    batch_norm: Literal["global", "local"]
 
 
 class SchedulePlan(_Struct, frozen=True):
@@ -230,6 +236,7 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
                 captured.signature.input_dtypes,
             )
         },
+        batch_norm=batch_norm_of(graph).value,
     )
 
 
@@ -241,7 +248,11 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:
-    """The strategy a plan describes, for the graph it was made for; raises PlanError."""
+    """The strategy a plan describes, for the graph it was made for; raises PlanError.
+
+    A graph captured as it is gets the batch norm that the plan was made with.
+    """
+    captured = with_batch_norm(captured, plan.graph.batch_norm)
     captured, analysis, _ = analysed(captured, plan.schedule.num_microbatches)
     graph, mesh = captured.graph, plan.device_mesh
     _check_graph(plan, _describe(graph, captured))
@@ -272,7 +283,14 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
 
 def _check_graph(plan: Plan, found: GraphPlan) -> None:
     """Name the first thing in which the model differs from the plan's."""
-    for name in ("inputs", "num_parameters", "num_ops", "parameter_bytes", "fingerprint"):
+    for name in (
+        "batch_norm",
+        "inputs",
+        "num_parameters",
+        "num_ops",
+        "parameter_bytes",
+        "fingerprint",
+    ):
         expected, actual = getattr(plan.graph, name), getattr(found, name)
         if expected != actual:
             raise PlanError(

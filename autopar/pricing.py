@@ -394,7 +394,7 @@ def op_kind(analysis: Analysis, op: Op) -> Any:
     bases = tuple(analysis.bases[op.index].items())
     outputs = tuple(None if o is None else describe(o) for o in op.outputs)
     args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
-    return (op.target_name, str(args), outputs, bases)
+    return (op.target_name, str(args), outputs, bases, op.per_shard)
 
 
 _RESHAPES = frozenset(

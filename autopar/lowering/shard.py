@@ -150,7 +150,7 @@ def block_signature(
         outputs = [None if o is None else describe(o) for o in op.outputs]
         parts.append(
             f"{op.target_name}{args}{strategy.assignment.choices[op.index]}"
-            f"{strategy.needs(op)}{outputs}"
+            f"{strategy.needs(op)}{outputs}{op.per_shard}"
         )
     parts.append(str([number(o) for o in interface.outputs]))
     return "\n".join(parts)

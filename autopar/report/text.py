@@ -63,6 +63,7 @@ def _summary(plan: Plan) -> Rows:
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
         ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
         ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
+        *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
         ("schedule", plan.schedule.name),
         ("search", f"{search.status.lower()}, gap {search.gap:.2%}"),
     ]

@@ -78,12 +78,25 @@ def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs
     )
 
 
+def _shard_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch norm with the statistics of this shard; running ones are its part of the shards' mean.
+
+    Micro-batches are no part of that mean: they change the running statistics one after the other.
+    """
+    out, *statistics = context.op.target(*args, **kwargs)
+    axes = [a for a in context.axes_of("n") if not context.mesh.is_sequential(a)]
+    num = context.mesh.size(axes)
+    return out, *(s if num == 1 else s / num for s in statistics)
+
+
 def _batch_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch norm with the statistics of the whole batch, as on one device.
 
     Mean and variance are all-reduced; because each device normalises its own share with them,
     their gradients are all-reduced too.
     """
+    if context.op.per_shard:
+        return _shard_norm_local(context, args, kwargs)
     x, weight, bias, running_mean, running_var, training, momentum, eps = args
     batch_dims = [d for d in context.space.sizes if d in context.space.reduced]
     axes = context.axes_of(*batch_dims)
@@ -112,7 +125,7 @@ def _batch_norm_collectives(
     op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
 ) -> tuple[InternalCollective, ...]:
     axes = tuple(sorted(a for d in space.reduced for a in choice.axes_of(d)))
-    if mesh.size(axes) == 1 or not op.args[5]:
+    if mesh.size(axes) == 1 or not op.args[5] or op.per_shard:
         return ()
     channels = space.sizes["c"] // mesh.size(choice.axes_of("c"))
     one = InternalCollective(
@@ -127,11 +140,15 @@ def _batch_norm_collectives(
     collectives=_batch_norm_collectives,
 )
 def batch_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[n, c, ...]`` with per-channel operands; statistics come out complete."""
+    """``x[n, c, ...]`` with per-channel operands; statistics come out complete.
+
+    Per shard of the batch, they come out as sums over the shards; places inside an image are not
+    split then.
+    """
     shape = inputs[0].shape
     builder = SpaceBuilder()
     n, c = builder.dim("n", shape[0]), builder.dim("c", shape[1])
-    rest = builder.dims("l", shape[2:])
+    rest = [builder.whole(s) for s in shape[2:]] if op.per_shard else builder.dims("l", shape[2:])
     x = layout(n, c, *rest)
     stats = [
         layout(c) if o is None or o.shape == (shape[1],) else layout(builder.whole(0))
@@ -140,5 +157,6 @@ def batch_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
     return builder.build(
         [x, *(layout(c) for _ in inputs[1:])],
         [x, *stats],
-        reduced=frozenset({n, *rest}),
+        sums=frozenset({n} if op.per_shard else ()),
+        reduced=frozenset(() if op.per_shard else {n, *rest}),
     )
