@@ -61,6 +61,10 @@ class ProbedService(RankService):
             for name, t in self.running.parameters().items()
         }
 
+    def all_parts(self) -> dict[str, Tensor]:
+        """This rank's parts of the parameters, and buffers."""
+        return self.running.held_parts()
+
     def local_step(self, parts: Sequence[Tensor]) -> Tensor:
         return self.running.train_step(parts, local=True)
 

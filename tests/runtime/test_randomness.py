@@ -153,6 +153,65 @@ def test_processes_draw_what_lockstep_draws(captured: Captured, groups: Groups, 
     assert losses[1] != losses[0]
 
 
+@pytest.mark.parametrize("draw", range(3))
+def test_backward_drops_what_forward_dropped(captured: Captured, groups: Groups, draw: int) -> None:
+    """The loss is the sum of ``dropped(x * weight)``, so it is its gradient times the weights."""
+    analysis = Analysis(captured.graph)
+    program = lower(Strategy(analysis, random_assignment(analysis, MESH, draw)))
+    runner = runner_of(groups(4), captured, program, Dropped(), optimizer=sgd, seed=draw)
+    loss = runner.train_step([X])
+    gradient = runner.gradients()["weight"]
+    assert gradient.sum().item() == pytest.approx(loss.item())
+    kept = gradient / 2  # an element that is kept counts 1 / (1 - p)
+    assert torch.equal(kept, kept.round())
+    assert len(kept.unique()) > 2
+
+
+def test_replicas_stay_alike_while_they_train(captured: Captured, groups: Groups) -> None:
+    group = groups(4)
+    runner = runner_of(group, captured, lower(rows_over_dp(captured)), Dropped(), optimizer=sgd)
+    for _ in range(3):
+        runner.train_step([X])
+    parts = group.call("all_parts")
+    assert not torch.equal(parts[0]["weight"], torch.ones(WIDTH))
+    assert all(torch.equal(part["weight"], parts[0]["weight"]) for part in parts)
+
+
+class Attended(nn.Module):
+    """Every head attends to the same, so only what is dropped tells them apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(2, 1, 8, 16).expand(2, 4, 8, 16)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+
+def test_attention_drops_differently_in_each_shard_of_heads() -> None:
+    captured = capture(Attended(), (torch.randn(2, 8, 16),))
+    analysis = Analysis(captured.graph)
+    mesh = Mesh(("tp",), (2,))
+    choices = []
+    for op, space, bases in zip(captured.graph.ops, analysis.spaces, analysis.bases):
+        options = enumerate_choices(space, mesh, bases)
+        by_heads = [c for c in options if "attention" in op.target_name and str(c) == "h"]
+        choices.append(by_heads[0] if by_heads else Choice((None,)))
+    assert any(not choice.is_redundant for choice in choices)
+    strategy = Strategy(
+        analysis,
+        Assignment(
+            mesh=mesh, choices=tuple(choices), stored={},
+            relays=dict.fromkeys(analysis.relayed, (R,)),
+        ),
+    )  # fmt: skip
+    program = lower(strategy, training=False)
+    run = LockstepRun(program, captured.graph, {})
+    values = run.forward([torch.randn(2, 8, 16)])
+    on_first, on_second = values[program.outputs[0].value]
+    assert torch.equal(on_first, on_second)
+    for one in range(4):
+        for other in range(one):
+            assert not torch.allclose(on_first[:, one], on_first[:, other])
+
+
 def test_the_users_own_random_numbers_go_on_as_before(captured: Captured, groups: Groups) -> None:
     group = groups(4)
     runner = runner_of(group, captured, lower(rows_over_dp(captured)), Dropped(), optimizer=sgd)
