@@ -361,9 +361,9 @@ class _Lowering:
     def _output(self, index: int) -> OutputProgram:
         value = self.graph.values[index]
         strategy = self.strategy
-        kernel = self._move_kernel(
-            value, strategy.interface(value), strategy.replicated, differentiable=False
-        )
+        is_parameter = value.kind is ValueKind.PARAMETER  # handed out as it is stored
+        source = strategy.supply(value) if is_parameter else strategy.interface(value)
+        kernel = self._move_kernel(value, source, strategy.replicated, differentiable=False)
         return OutputProgram(value=index, kernel=kernel)
 
 

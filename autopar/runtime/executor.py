@@ -99,8 +99,9 @@ class Executor(Generic[T]):
         if self.program.loss is not None:
             wanted.append(self.program.loss)
         result = {}
+        values = {**parameters, **run.env}
         for output in wanted:
-            result[output.value] = self._whole(output, run.env[output.value])
+            result[output.value] = self._whole(output, values[output.value])
         return result
 
     def _early(

@@ -303,6 +303,33 @@ def test_loaded_buffers_are_those_that_are_read() -> None:
     torch.testing.assert_close(compiled(**batch), other(**batch).detach())
 
 
+class Telling(nn.Module):
+    """Returns a parameter, a buffer, an input and a constant beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.register_buffer("labels", torch.arange(8.0))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Any]:
+        logits = self.linear(x)
+        told = {"logits": logits, "x": [x], "weight": (self.linear.weight, self.labels), "of": 8}
+        return told if y is None else {**told, "loss": F.cross_entropy(logits, y)}
+
+
+def test_outputs_that_are_not_computed() -> None:
+    torch.manual_seed(0)
+    model, batch = Telling().train(), net_batch(0)
+    compiled = compile_on(model, batch, "zero3 x tensor")
+    compiled.train_step(**batch)
+    compiled.copy_to(model)
+    for mode in (True, False):
+        for call in (batch, {"x": batch["x"][:3]}):
+            output, expected = compiled.train(mode)(**call), model.train(mode)(**call)
+            assert output["of"] == 8
+            torch.testing.assert_close(output, expected)
+
+
 def test_beside_micro_batches() -> None:
     model, make_batch = build("mlp")
     batch = make_batch(0)
