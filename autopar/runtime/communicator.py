@@ -61,8 +61,8 @@ class TimedGroup:
         axes = label.partition(",")[2]
         self._communicator = communicator
         self._devices = communicator.group(axes) if axes else None
-        self._num_devices = self._devices.size if self._devices else 1
-        self.size = communicator.num_microbatches * self._num_devices
+        self._num_devices: int = self._devices.size if self._devices else 1
+        self.size: int = communicator.num_microbatches * self._num_devices
         self.label = label
 
     @property
@@ -124,7 +124,9 @@ class Communicator:
 
     def bind_in_place(self, label: str) -> LocalFunction:
         """``all_reduce`` of a tensor that nobody else reads: it may be overwritten."""
-        function = _all_reduce_in_place(self.group(label))
+        group = self.group(label)
+        assert isinstance(group, Group), "nothing is summed along the axis in time"
+        function = _all_reduce_in_place(group)
         function.__name__ = f"all_reduce__{label.replace(',', '_')}"
         function.__module__ = __name__
         return function
