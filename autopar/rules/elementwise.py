@@ -49,6 +49,7 @@ _KEEP_ZEROS = frozenset(
         "leaky_relu", "hardtanh", "relu6", "hardswish", "mish", "square", "sign", "trunc", "round",
         "floor", "ceil", "expm1", "log1p", "dropout", "native_dropout", "clone", "contiguous",
         "_to_copy", "to", "detach", "zeros_like", "alias", "positive", "sinh", "asinh", "atan",
+        "multiply",
     }
 )  # fmt: skip
 """f(0) = 0 (of a product: 0 times anything), with a finite derivative at 0."""
@@ -57,7 +58,7 @@ _FINITE_AT_ZERO = frozenset(
     {
         "add", "sub", "rsub", "where", "masked_fill", "clamp", "maximum", "minimum", "eq", "ne",
         "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "bitwise_and",
-        "bitwise_or", "lerp",
+        "bitwise_or", "__and__", "__or__", "lerp",
     }
 )  # fmt: skip
 """Of several operands: finite, with finite derivatives, where one of them is 0."""
@@ -138,6 +139,9 @@ register(
     "aten.fill.Tensor",
     "aten.fill.Scalar",
     "aten.gelu.default",
+    "aten.__and__.Tensor",
+    "aten.__or__.Tensor",
+    "aten.multiply.Tensor",
 )(elementwise_space)
 
 register_pointwise(Rule(space=elementwise_space))

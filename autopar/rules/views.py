@@ -240,7 +240,7 @@ def select_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), keeps_dim=False)
 
 
-@register("aten.cat.default", "aten.concat.default")
+@register("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
 def cat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
     if any(len(v.shape) != len(inputs[0].shape) for v in inputs):

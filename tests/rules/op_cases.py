@@ -147,6 +147,18 @@ def new_full(draw: Draw, new: New):
     return new(*shape_of(draw)), shape_of(draw), 3
 
 
+@case("aten.__and__.Tensor", "aten.__or__.Tensor")
+def logic(draw: Draw, new: New):
+    shape = shape_of(draw)
+    return new(*shape) > 0, new(*broadcast(draw, shape)) > 0
+
+
+@case("aten.multiply.Tensor", integers=True)
+def multiply(draw: Draw, new: New):
+    shape = shape_of(draw)
+    return new(*shape), new(*broadcast(draw, shape))
+
+
 @case("aten.broadcast_tensors.default", integers=True)
 def broadcast_tensors(draw: Draw, new: New):
     shape = shape_of(draw)

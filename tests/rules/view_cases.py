@@ -156,7 +156,7 @@ def unbind(draw: Draw, new: New):
     return new(*shape), dim_of(draw, shape)
 
 
-@case("aten.cat.default", "aten.concat.default", integers=True)
+@case("aten.cat.default", "aten.concat.default", "aten.concatenate.default", integers=True)
 def cat(draw: Draw, new: New):
     shape = list(shape_of(draw))
     dim = dim_of(draw, tuple(shape))
