@@ -38,6 +38,14 @@ _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 _INDEXING = "<built-in function getitem>"
 
 
+# Sparse gradients are made dense: they are communicated and stored as their parameter is.
+_SPARSE_GRADIENT = {
+    "aten.embedding.default": 4,
+    "aten.embedding_bag.default": 5,
+    "aten.embedding_bag.padding_idx": 5,
+}
+
+
 class ProgramReader:
     """Reads one exported program into a `Graph`."""
 
@@ -207,6 +215,9 @@ class ProgramReader:
 
     def _add_op(self, node: Any, grad_enabled: bool) -> None:
         args = self._argument(node.args)
+        position = _SPARSE_GRADIENT.get(str(node.target), len(args))
+        if position < len(args):
+            args = (*args[:position], False, *args[position + 1 :])
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items())
         op = Op(
             index=0, name=node.name, target=node.target, args=args, kwargs=kwargs,

@@ -44,6 +44,7 @@ from autopar.strategy import Analysis, Assignment, Strategy
 
 _LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}
 _MEAN, _SUM = 1, 2
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 def analysed(
@@ -262,6 +263,7 @@ class Microbatches:
         for block in self.graph.blocks:
             for op in self.graph.block_ops(block):
                 self._follow(op, is_total=block.name == TOTALS)
+        self._check_buffers()
         if self.graph.loss is not None and self.states[self.graph.loss] != P:
             raise PlanError(
                 "the loss is no sum over the batch, so micro-batches cannot be accumulated; use "
@@ -350,6 +352,13 @@ class Microbatches:
         needed = needs(space, choice, self.mesh, flows)
         if any(have not in (V, need[0]) for have, need in zip(given, needed)):
             raise self._needs_all(op)
+        for index, need in zip(op.inputs, needed):
+            value = self.graph.values[index]
+            if value.kind is ValueKind.PARAMETER and need[0].state is State.SHARD:
+                raise PlanError(
+                    f"parameter {value.target or value.name!r} has a row for each row of the batch "
+                    f"(op {op.name!r}), so it belongs to no one micro-batch; use num_microbatches=1"
+                )
         rule = rule_of(op)
         if space is not None and rule is not None and rule.collectives is not None:
             inputs = [self.graph.values[i] for i in op.inputs]
@@ -363,12 +372,22 @@ class Microbatches:
                     self.states[output] = V
         self.splits.append(split)
 
+    def _check_buffers(self) -> None:
+        """Only batch norm's own statistics may change with each micro-batch."""
+        for buffer, _ in self.graph.mutations:
+            name = self.graph.values[buffer].target or self.graph.values[buffer].name
+            if name.rpartition(".")[2] not in _STATISTICS:
+                raise PlanError(
+                    f"buffer {name!r} is updated once for each batch, which micro-batches would do "
+                    "once for each part; use num_microbatches=1"
+                )
+
     def _needs_all(self, op: Op) -> PlanError:
         where = f" at {op.location}" if op.location else ""
         return PlanError(
             f"op {op.name!r} ({op.target_name}){where} needs the whole batch at once, so it cannot "
-            "run on one micro-batch after another; use num_microbatches=1 (for batch norm, "
-            "batch_norm='local')"
+            "run on one micro-batch after another; use num_microbatches=1"
+            + (" or batch_norm='local'" if "batch_norm" in op.target_name else "")
         )
 
     def _behind(self, index: int, placements: Placements) -> Placements:

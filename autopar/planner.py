@@ -23,7 +23,7 @@ from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
 from autopar.lowering.memory import ProgramMemory, program_memory
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCH, Mesh
 from autopar.microbatches import Microbatches, analysed, lower_training
 from autopar.placement import local_shape
 from autopar.plan import KnownStrategy, Plan, Prediction, SearchReport, make_plan
@@ -59,6 +59,11 @@ def candidate_meshes(
     """
     total = cluster.num_devices
     if mesh is not None:
+        if not isinstance(mesh, Mapping) or MICROBATCH in mesh:
+            raise InputError(
+                f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "
+                f"({MICROBATCH!r} is the axis that num_microbatches makes)"
+            )
         chosen = Mesh(tuple(mesh), tuple(int(s) for s in mesh.values()))
         if chosen.num_devices != total:
             raise InputError(

@@ -181,7 +181,7 @@ class _Lowering:
                     role=self._role(block),
                 )
             )
-            self._check_microbatches(block, self.kernels[kernel])
+            self._check_microbatches(block.name, self.kernels[kernel])
         parameters = tuple(self._parameter(v, blocks) for v in graph.parameters)
         loss = None if graph.loss is None else self._output(graph.loss)
         outputs = () if self.training else tuple(self._output(i) for i in graph.outputs)
@@ -270,12 +270,12 @@ class _Lowering:
             )
         return replace(kernel, forward=forward)
 
-    def _check_microbatches(self, block: Block, kernel: Kernel) -> None:
+    def _check_microbatches(self, name: str, kernel: Kernel) -> None:
         for _, module in _graphs(kernel):
             for node in _calls(module):
                 if spans_microbatches(node):
                     raise PlanError(
-                        f"block {block.name!r} needs several micro-batches at once "
+                        f"{name!r} needs several micro-batches at once "
                         f"({_operator(node)}); use num_microbatches=1"
                     )
 
@@ -306,7 +306,9 @@ class _Lowering:
                 self.device,
                 training=self.training,
             )
-            self.known[key] = self._add(accumulated(kernel, mesh.num_microbatches))
+            kernel = accumulated(kernel, mesh.num_microbatches)
+            self._check_microbatches(value.name, kernel)
+            self.known[key] = self._add(kernel)
         return self.known[key]
 
     def _parameter(self, value: Value, blocks: Sequence[BlockProgram]) -> ParameterProgram:

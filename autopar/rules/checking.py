@@ -80,7 +80,7 @@ def check_rule(
     are compared.
 
     Raises RuleError naming the target, the choice, and the operand or output that differs, or
-    where the target has no rule.
+    where the target has no rule, or no size divides so that nothing could be tried.
     """
     call = _WholeCall(target, args, kwargs)
     if rule_of(call.op) is None:
@@ -98,6 +98,11 @@ def check_rule(
         for choice in enumerate_choices(space, on, _further_digits(space)):
             _SplitCall(call, space, choice, on).check()
             checked.append(CheckedChoice(mesh=on, choice=choice))
+    if mesh is None and space.splittable() and all(c.choice.is_redundant for c in checked):
+        raise RuleError(
+            f"rule of {call.op.target_name}: no split was tried, as none of its dimensions "
+            f"{dict(space.sizes)} divides by 2, 3 or 4; pass example arguments of sizes 4, 6 or 12"
+        )
     return tuple(checked)
 
 

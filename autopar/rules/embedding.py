@@ -38,6 +38,12 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     """``w[v, h]`` looked up at ``index[...]``."""
     weight, index = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
+    # Frequencies are counted over all positions and rows.
+    counts = len(op.args) > 3 and bool(op.args[3])
+    if counts:
+        positions = tuple(builder.whole(size) for size in index)
+        v, h = builder.whole(weight[0]), builder.dim("h", weight[1])
+        return builder.build([layout(v, h), layout(*positions)], [layout(*positions, h)])
     positions = builder.dims("d", index)
     v, h = builder.dim("v", weight[0]), builder.dim("h", weight[1])
     return builder.build(

@@ -230,7 +230,7 @@ class WorkerGroup:
         if self.closed:
             raise WorkerError(
                 f"cannot call {what}: the worker group is closed because {self._why_closed}. "
-                "A group is not reopened: make a new WorkerGroup(...)"
+                "A group is not reopened: compile again with autopar.compile(...)"
             )
         if os.getpid() != self._owner_pid:
             raise WorkerError(

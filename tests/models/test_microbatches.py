@@ -150,6 +150,29 @@ def test_an_op_that_needs_the_whole_batch_is_named():
         analysed(captured, 2)
 
 
+class Counting(nn.Module):
+    """A buffer that counts batches, and a parameter with a row for each row of the batch."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(4, 4), counts
+        self.register_buffer("seen", torch.zeros(()))
+        self.rows = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.seen.add_(1)
+            return (self.linear(x) * self.seen).square().mean()
+        return (self.linear(x) + self.rows).square().mean()
+
+
+@pytest.mark.parametrize(("counts", "named"), [(True, "buffer 'seen'"), (False, "'rows'")])
+def test_what_belongs_to_the_whole_batch_is_named(counts, named):
+    captured = capture(Counting(counts=counts), torch.randn(8, 4))
+    with pytest.raises(PlanError, match=named):
+        analysed(captured, 2)
+
+
 def test_a_batch_that_does_not_divide_names_the_fix():
     captured = capture(nn.Linear(4, 4), torch.randn(6, 4), loss_fn=lambda out: out.mean())
     with pytest.raises(PlanError, match="batch of 6 cannot be cut into 4 micro-batches"):

@@ -119,6 +119,13 @@ def number_of_a_tensor(model: Odd, x: Tensor) -> Tensor:
     return (model.linear(x) * x.abs().sum().item()).square().mean()
 
 
+def looked_up_by_frequency(model: Odd, x: Tensor) -> Tensor:
+    """Gradients that are divided by how often a row is looked up, and sparse ones."""
+    rows, index = model.linear(x), torch.tensor([[0, 1], [1, 1], [3, 0], [1, 2]])
+    counted = nn.functional.embedding(index, rows, scale_grad_by_freq=True)
+    return counted.square().mean() + nn.functional.embedding(index, rows).sin().mean()
+
+
 def looped(model: Odd, x: Tensor) -> Tensor:
     y = model.linear(x)
     with torch.no_grad():
@@ -171,6 +178,7 @@ def own_gradients(model: Odd, x: Tensor) -> Tensor:
 BODIES = [
     own_gradients,
     chosen_rows, written_back, number_of_a_tensor, looped, scanned,
+    looked_up_by_frequency,
     written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
     used_again,
@@ -306,3 +314,26 @@ def test_running_statistics_carry_no_gradient():
     flows = [o is not None and graph.values[o].differentiable for o in norm.outputs]
     assert flows[0]
     assert not any(flows[3:])
+
+
+class SparseTable(nn.Module):
+    """Its table asks for sparse gradients, which leave as dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table(index).square().mean()
+
+
+def test_sparse_gradients_are_made_dense():
+    torch.manual_seed(0)
+    model, index = SparseTable().double(), torch.tensor([[0, 1], [1, 5]])
+    captured = capture(model, {"index": index})
+    analysis = Analysis(captured.graph)
+    strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), 0))
+    got = lockstep_steps(strategy, captured, state_of(model), [{"index": index}])
+    model(index).backward()
+    expected = model.table.weight.grad.to_dense()
+    torch.testing.assert_close(got.gradients["table.weight"], expected)
