@@ -9,6 +9,7 @@ the front, and the rest is cut into blocks by module path.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
@@ -357,7 +358,8 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with functions_as_operators():
+            # Of a forward pass alone the recorded operators are all there is to know.
+            with functions_as_operators() if step.with_loss else contextlib.nullcontext():
                 exported = torch.export.export(step, args, kwargs, strict=False)
             mark_no_grad_regions(exported.graph_module)
             isolate_composites(exported.graph_module)

@@ -330,6 +330,37 @@ def test_outputs_that_are_not_computed() -> None:
             torch.testing.assert_close(output, expected)
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded: Tensor = StraightThrough.apply(self.linear(x))  # type: ignore[no-untyped-call]
+        return rounded
+
+
+def test_a_forward_pass_sees_through_a_models_own_functions() -> None:
+    """It needs no gradient of theirs, so what they compute is split like anything else."""
+    x, model = torch.randn(4, 16), Rounded()
+    trained, evaluated = (
+        {op.target_name for op in capture(model, x, differentiable=with_backward).graph.ops}
+        for with_backward in (True, False)
+    )
+    assert any("autopar_functions" in name for name in trained)
+    assert evaluated == {"aten.linear.default", "aten.round.default"}
+
+
 def test_beside_micro_batches() -> None:
     model, make_batch = build("mlp")
     batch = make_batch(0)
