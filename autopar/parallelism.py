@@ -219,10 +219,14 @@ def _op_mask(priced: PricedGraph, op: Op, table: OpTable, kind: Parallelism, axi
 
 
 def _on_the_batch(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Mask:
-    """Split along the batch where it can be, and not at all where it cannot."""
+    """Split along the batch; without one, whole if it has parameters, else free (as masks are)."""
     batch = priced.pricing.analysis.batch_splits[op.index]
-    along = _splits(table, axis, lambda split: split == batch)
-    return along if along.any() else _splits(table, axis, lambda split: split is None)
+    along = _splits(table, axis, lambda split: split is not None and split == batch)
+    if along.any():
+        return along
+    if _parameters(priced, op):
+        return _splits(table, axis, lambda split: split is None)
+    return np.ones(len(table.choices), dtype=bool)
 
 
 def _weights_split(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Mask:

@@ -2,7 +2,8 @@
 
 Run: ``python benchmarks/planning.py``. Each case runs in a process of its own: Llama-3-8B shapes
 (meta device, bfloat16, batch 64, sequence 2,048) for 8 x 8 H100, with 8 and with 32 layers. Writes
-``benchmarks/results/planning.json``, with processor time beside wall time, for busy machines. The peer's figures are quoted with their source, not run here.
+``benchmarks/results/planning.json``, with processor time beside wall time, which other work on the
+machine makes longer. The peer's figures are quoted with their source, not run here.
 """
 
 from __future__ import annotations

@@ -145,6 +145,15 @@ def test_data_parallelism_splits_the_batch_and_nothing_else():
         assert str(strategy.supply(strategy.graph.values[index])[0]) == "S0"
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_data_parallelism_moves_no_activation_forward(name):
+    """Nor a mask or a bias, which has no batch of its own and is spread over it."""
+    program = lower(forced(priced_on(name, 4), "data_parallel").strategy())
+    calls = program.collectives()
+    assert {c.kind for c in calls if c.phase == "G"} == {"all_reduce"}
+    assert [(c.kind, c.size_bytes) for c in calls if c.phase == "F"] == [("all_reduce", 4)]  # loss
+
+
 def test_megatron_communicates_twice_a_layer_and_direction():
     """Shoeybi et al. 2019, figure 4: two all-reduces forward and two backward."""
     program = lower(forced(priced_on("gpt2", 4), "megatron").strategy())
