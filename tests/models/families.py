@@ -49,7 +49,7 @@ def mobilenet_v2() -> nn.Module:
 
     return MobileNetV2ForImageClassification(
         MobileNetV2Config(
-            image_size=32, depth_multiplier=0.25, min_depth=4, depth_divisible_by=4, num_labels=8,
+            image_size=64, depth_multiplier=0.25, min_depth=4, depth_divisible_by=4, num_labels=8,
             classifier_dropout_prob=0.0,
         )
     )  # fmt: skip

@@ -19,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.rules.base import call_op
 from autopar.strategy import Analysis, Strategy
 from autopar.torch_private import FakeTensorMode
-from tests.models.zoo import MODELS, MORE_MODELS, build
+from tests.models.zoo import MODELS, MORE_MODELS, build, optimizer_of
 from tests.oracles import (
     assert_same,
     lockstep_steps,
@@ -100,7 +100,7 @@ def prepared(name: str):
 def case(request: pytest.FixtureRequest):
     name = request.param
     model, captured, batches = prepared(name)
-    expected = reference_steps(model, batches)
+    expected = reference_steps(model, batches, optimizer_of(name))
     return name, captured, Analysis(captured.graph), state_of(model), batches, expected
 
 
@@ -111,7 +111,7 @@ def test_random_assignments_equal_eager(case, mesh):
         strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
         strategy.verify()
         with torch.random.fork_rng():
-            got = lockstep_steps(strategy, captured, state, batches)
+            got = lockstep_steps(strategy, captured, state, batches, optimizer_of(name))
         try:
             assert_same(got, expected, tolerance=TOLERANCE.get(name, 1e-7))
         except AssertionError as error:

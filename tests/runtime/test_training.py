@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 from autopar.cost_models import Cluster
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autopar.capture import capture
@@ -23,13 +23,12 @@ from autopar.lowering import lower
 from autopar.mesh import Mesh
 from autopar.planner import make_planned
 from autopar.strategy import Analysis, Strategy
-from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS, build
+from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS, build, optimizer_of
 from tests.oracles import (
     NUM_STEPS,
     assert_same,
     random_assignment,
     reference_steps,
-    sgd,
     to_double,
 )
 from tests.runtime.conftest import Groups
@@ -80,12 +79,14 @@ class Case:
             self.batches = [to_double(batch) for batch in self.batches]
         self.captured = capture(self.model, self.batches[0])
         self.analysis = Analysis(self.captured.graph)
-        self.expected = reference_steps(self.model, self.batches)
+        self.expected = reference_steps(self.model, self.batches, optimizer_of(name))
 
     def check(self, groups: Groups, strategy: Strategy) -> None:
         program = lower(strategy)
         group = groups(program.mesh.num_devices)
-        runner = runner_of(group, self.captured, program, self.model, optimizer=sgd)
+        runner = runner_of(
+            group, self.captured, program, self.model, optimizer=optimizer_of(self.name)
+        )
         got = process_steps(runner, self.captured, self.batches)
         assert_same(got, self.expected, tolerance=TOLERANCE.get(self.name, 1e-9))
 
@@ -113,6 +114,7 @@ def test_random_assignments(name: str, mesh: str, groups: Groups) -> None:
         deadline=None,
         derandomize=True,
         database=None,
+        phases=[Phase.generate],  # no seed is simpler than another
     )
     @given(seed=st.integers(0, 2**32))
     def check(seed: int) -> None:
