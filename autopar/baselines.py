@@ -59,7 +59,7 @@ ALONG_TENSORS: Mapping[str, Parallelism] = {
     "Megatron + sequence": Parallelism.MEGATRON_SEQUENCE,
 }
 
-MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 100, 20_000
+MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 30, 20_000
 LIMIT_S = 10.0
 """For the search of one strategy on one mesh; small, since little is left to choose."""
 

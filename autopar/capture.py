@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.collector import collector_paused
 from autopar.custom_functions import functions_as_operators
 from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
@@ -281,6 +282,7 @@ def check_model(model: Any) -> None:
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+@collector_paused()
 def capture(
     model: nn.Module,
     example_inputs: Any,

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.baselines import Baselines, price_baselines
 from autopar.capture import Captured
+from autopar.collector import collector_paused
 from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
 from autopar.cost_models.estimate import weakest
@@ -91,6 +92,7 @@ def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
     ]
 
 
+@collector_paused()
 def make_planned(
     captured: Captured,
     cluster: Cluster,

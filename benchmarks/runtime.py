@@ -1,0 +1,259 @@
+"""Training steps beside eager PyTorch, DistributedDataParallel and FSDP2, in the same processes.
+
+    python benchmarks/runtime.py [--rounds 12] [--cases gpt2 resnet50] [--world-sizes 1 2]
+
+Each case starts its processes once. In every process all contenders hold their own copy of the
+same model and optimizer; each round runs one step of each, in a new order, after a barrier, so that
+what else the machine does falls on all alike. A step's time is that of the slowest rank. Printed
+and kept in benchmarks/results/runtime.json: medians, and ours over each peer's, also by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from search import processor_name
+
+RESULT = Path(__file__).parent / "results" / "runtime.json"
+WARM_UP = 3
+PROFILE_LIMIT_S = 90.0
+Batch = dict[str, Tensor]
+
+
+def gpt2() -> tuple[nn.Module, Batch]:
+    """Six layers of 512, 8,192 words, 8 sequences of 256, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=6, n_embd=512, n_head=8, vocab_size=8192, n_positions=256, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    ids = torch.randint(0, 8192, (8, 256), generator=torch.Generator().manual_seed(0))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def resnet50() -> tuple[nn.Module, Batch]:
+    """ResNet-50, 16 images of 96 x 96, 100 classes."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(16, 3, 96, 96, generator=generator)
+    labels = torch.randint(0, 100, (16,), generator=generator)
+    model = ResNetForImageClassification(ResNetConfig(num_labels=100))
+    return model, {"pixel_values": images, "labels": labels}
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt2": gpt2, "resnet50": resnet50}
+make_optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+Step = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.rounds, Path(arguments.out))
+        return
+    rows = []
+    for case in arguments.cases:
+        for size in arguments.world_sizes:
+            rows.append(run(case, size, arguments.rounds))
+            show(rows[-1])
+            write(rows)
+
+
+def run(case: str, num_processes: int, rounds: int) -> dict[str, Any]:
+    """Start the processes of one case; the row that rank 0 wrote."""
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(num_processes), __file__, "--worker", case]
+        command += ["--rounds", str(rounds), "--out", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+        subprocess.run(command, env=environment, check=True, timeout=1800)
+        row: dict[str, Any] = json.loads(out.read_text())
+    return row
+
+
+def worker(case: str, rounds: int, out: Path) -> None:
+    """One rank: make every contender, then time them in turn."""
+    dist.init_process_group("gloo")
+    make = {1: one_process, 2: two_processes}[dist.get_world_size()]
+    contenders, ours = make(case)
+    times = timed(contenders, rounds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(row(case, times, ours)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_process(case: str) -> tuple[dict[str, Step], list[str]]:
+    model, batch = fresh(case)
+    return {"eager": trainer(model, batch), "autopar": compiled_trainer(case, [])}, ["autopar"]
+
+
+def two_processes(case: str) -> tuple[dict[str, Step], list[str]]:
+    """Peers on halves of the batch; ours under a searched plan and under known ones.
+
+    Batch normalisation is local in all of them, as DistributedDataParallel has it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import autopar
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, batch = fresh(case)
+    half = {name: x.chunk(size)[rank].contiguous() for name, x in batch.items()}
+    contenders = {"DDP": trainer(DistributedDataParallel(model), half)}
+    model, _ = fresh(case)
+    mesh = init_device_mesh("cpu", (size,))
+    for part in layers_of(model):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    contenders["FSDP2"] = trainer(model, half)
+    plans: dict[str, list[Any]] = {
+        "autopar": [],
+        "autopar data parallel": [autopar.Force("data_parallel")],
+        "autopar ZeRO-3": [autopar.Force("zero3")],
+    }
+    for name, constraints in plans.items():
+        contenders[name] = compiled_trainer(case, constraints, batch_norm="local")
+    return contenders, list(plans)
+
+
+def fresh(case: str) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model, batch = CASES[case]()
+    return model.train(), batch
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts, as users of FSDP2 wrap them: transformer layers, stages of a ResNet."""
+    names = ("GPT2Block", "ResNetStage")
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def trainer(model: nn.Module, batch: Batch) -> Step:
+    optimizer = make_optimizer(model.parameters())
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def compiled_trainer(case: str, constraints: Sequence[Any], **options: Any) -> Step:
+    import autopar
+
+    model, batch = fresh(case)
+    compiled = autopar.compile(
+        model, dist.get_world_size(), example_inputs=batch, optimizer=make_optimizer,
+        constraints=constraints, profile_limit_s=PROFILE_LIMIT_S, **options,
+    )  # fmt: skip
+
+    def step() -> Tensor:
+        return compiled.train_step(**batch)
+
+    step.plan = str(compiled.plan)  # type: ignore[attr-defined]
+    return step
+
+
+def timed(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's step of each contender, on the slowest rank."""
+    for step in contenders.values():
+        for _ in range(WARM_UP):
+            step()
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            dist.barrier()
+            start = time.perf_counter()
+            contenders[name]()
+            taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            times[name].append(taken.item())
+    return times
+
+
+def row(case: str, times: dict[str, list[float]], ours: Sequence[str]) -> dict[str, Any]:
+    def ratio(own: str, peer: str) -> dict[str, float]:
+        rounds = [a / b for a, b in zip(times[own], times[peer])]
+        return {
+            "of_medians": round(statistics.median(times[own]) / statistics.median(times[peer]), 3),
+            "median_of_rounds": round(statistics.median(rounds), 3),
+        }
+
+    return {
+        "case": case,
+        "num_processes": dist.get_world_size(),
+        "num_threads": torch.get_num_threads(),
+        "median_s": {name: round(statistics.median(each), 4) for name, each in times.items()},
+        "times_s": {name: [round(t, 4) for t in each] for name, each in times.items()},
+        "ours_over": {
+            own: {peer: ratio(own, peer) for peer in times if peer not in ours} for own in ours
+        },
+    }
+
+
+def show(made: dict[str, Any]) -> None:
+    medians = ", ".join(f"{name} {each * 1e3:.0f} ms" for name, each in made["median_s"].items())
+    print(f"{made['case']} on {made['num_processes']} process(es): {medians}")
+    for own, peers in made["ours_over"].items():
+        for peer, each in peers.items():
+            print(
+                f"    {own} / {peer}: {each['of_medians']:.3f} "
+                f"(round by round {each['median_of_rounds']:.3f})",
+                flush=True,
+            )
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    document = {
+        "machine": {
+            "processor": processor_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "target": "1.00 or less of each peer",
+        "cases": rows,
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
