@@ -35,6 +35,7 @@ from autopar.torch_private import (
     keyed_leaves,
     mark_no_grad_regions,
     pytree,
+    without_generated_code,
 )
 
 LossFn = Callable[..., Tensor]
@@ -323,7 +324,8 @@ def capture(
         fake_args, fake_kwargs = pytree.tree_map(
             lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
-        program = _export(step, fake_args, fake_kwargs)
+        with without_generated_code():
+            program = _export(step, fake_args, fake_kwargs)
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))

@@ -42,6 +42,7 @@ __all__ = [
     "pytree",
     "trace_fx",
     "validate_pipeline_csv",
+    "without_generated_code",
 ]
 
 
@@ -68,6 +69,16 @@ def inlined_higher_order_body(
         return None
     assert isinstance(body, torch.fx.Node)
     return getattr(module, str(body.target)), tuple(operands), bool(enabled)
+
+
+# torch.fx._lazy_graph_module (2.11 to 2.13): its context makes modules whose code is generated when
+# they first run. Export makes some fifty that never run, a tenth of its time.
+def without_generated_code() -> contextlib.AbstractContextManager[None]:
+    """Graph modules made inside get their Python code when they first run, not before."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    made: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
+    return made
 
 
 def mark_no_grad_regions(module: nn.Module) -> None:
