@@ -7,14 +7,14 @@ ranks, and by plain ``torch.distributed.checkpoint`` tools.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import InputError
-from autopar.runtime.optimizers import materialize_state
 from autopar.runtime.rank import RankRuntime
 
 Path = str | os.PathLike[str]
@@ -26,12 +26,16 @@ def save(runtime: RankRuntime, path: Path) -> None:
 
 
 def load(runtime: RankRuntime, path: Path) -> None:
-    """Read what `save` wrote, on this mesh or another. Collective."""
-    if runtime.optimizer is not None:
-        with torch.enable_grad():
-            materialize_state(runtime.optimizer)
-    state = _state(runtime)
-    _drop_what_was_not_saved(state, path)
+    """Read what `save` wrote, on this mesh or another. Collective.
+
+    Raises InputError where the checkpoint does not fit, and leaves everything as it was.
+    """
+    made = contextlib.nullcontext() if runtime.optimizer is None else runtime.made_optimizer_state()
+    with made:
+        state = _state(runtime)
+        metadata = _metadata(path)
+        _drop_what_was_not_saved(state, metadata)
+        _check_fits(state, metadata, path)
     dcp.load(state, checkpoint_id=path)
     runtime.load_state_dict(state["model"])
     if "optimizer" in state:
@@ -44,11 +48,53 @@ def load(runtime: RankRuntime, path: Path) -> None:
 
 def check_exists(path: Path) -> None:
     """Raise InputError where there is no checkpoint."""
-    if not os.path.exists(os.path.join(path, ".metadata")):
+    if not os.path.isfile(os.path.join(path, ".metadata")):
         raise InputError(
             f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) or "
             "torch.distributed.checkpoint.save wrote holds a file .metadata"
         )
+
+
+def check_writable(path: Path) -> None:
+    """Raise InputError where no folder can be made or written to."""
+    name = os.fspath(path)
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise InputError(
+            f"cannot save to {name!r}: a checkpoint is a folder, and {existing!r} is a file; pass "
+            "the name of a new folder, such as compiled.save('checkpoint')"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(
+            f"cannot save to {name!r}: nothing may be written in {existing!r}; pass a folder of "
+            "your own, such as compiled.save('checkpoint')"
+        )
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise InputError(
+            f"the file .metadata in {os.fspath(path)!r} cannot be read ({error!r}); load a folder "
+            "that compiled.save(path) or torch.distributed.checkpoint.save wrote to the end"
+        ) from error
+
+
+def _check_fits(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
+    """Raise InputError where something is not in the checkpoint, or has another size there."""
+    planner = dcp.DefaultLoadPlanner()
+    try:
+        planner.set_up_planner(state_dict=state, metadata=metadata)
+        planner.create_local_plan()
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the checkpoint in {os.fspath(path)!r} does not fit: {error}. Load what was saved "
+            "from the same model with an optimizer of the same kind, or build the model that was "
+            "saved"
+        ) from error
 
 
 def _state(runtime: RankRuntime) -> dict[str, Any]:
@@ -61,9 +107,9 @@ def _state(runtime: RankRuntime) -> dict[str, Any]:
     return state
 
 
-def _drop_what_was_not_saved(state: dict[str, Any], path: Path) -> None:
+def _drop_what_was_not_saved(state: dict[str, Any], metadata: Metadata) -> None:
     """A parameter that never had a gradient has no optimizer state."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = metadata.state_dict_metadata
     if "optimizer" not in state:
         return
     of_parameters = state["optimizer"]["state"]

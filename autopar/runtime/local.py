@@ -20,7 +20,8 @@ from autopar.runtime import checkpoint
 from autopar.runtime.optimizers import is_like_parameter, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
 from autopar.runtime.peak_memory import PeakMemory
-from autopar.runtime.rank import RankOptions, RankRuntime, check_state
+from autopar.runtime.rank import RankOptions, RankRuntime, no_optimizer
+from autopar.runtime.state_checks import check_state
 from autopar.runtime.wire import pack_program, unpack_program
 from autopar.runtime.workers import WorkerGroup
 
@@ -104,14 +105,24 @@ class RankService:
     def load(self, whole: Mapping[str, Tensor]) -> None:
         self.running.load_named(whole)
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.running.load_optimizer_state_dict(state)
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """None, or why nothing was taken over; alike on all ranks."""
+        return _refusal(self.running.load_optimizer_state_dict, state)
 
     def save_checkpoint(self, path: str) -> None:
         checkpoint.save(self.running, path)
 
-    def load_checkpoint(self, path: str) -> None:
-        checkpoint.load(self.running, path)
+    def load_checkpoint(self, path: str) -> str | None:
+        """None, or why nothing was taken over; alike on all ranks."""
+        return _refusal(checkpoint.load, self.running, path)
+
+
+def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:
+    try:
+        take_over(*args)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 class LocalRunner:
@@ -203,6 +214,7 @@ class LocalRunner:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """As `RankRuntime.optimizer_state_dict`, with whole tensors."""
+        self._require_optimizer()
         by_rank = self.group.call("held_optimizer_state")
         mesh = self.program.mesh
         shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in self.program.parameters}
@@ -218,14 +230,26 @@ class LocalRunner:
         return {"state": state, "param_groups": by_rank[0]["param_groups"]}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.group.call("load_optimizer_state_dict", state)
+        self._require_optimizer()
+        self._taken_over("load_optimizer_state_dict", state)
+
+    def _require_optimizer(self) -> None:
+        if self.options.optimizer is None:
+            raise no_optimizer()
+
+    def _taken_over(self, method: str, *args: Any) -> None:
+        """Raise what the workers refused it for; they stay as they were."""
+        refusal: str | None = self.group.call(method, *args)[0]
+        if refusal is not None:
+            raise InputError(refusal)
 
     def save(self, path: checkpoint.Path) -> None:
+        checkpoint.check_writable(path)
         self.group.call("save_checkpoint", os.path.abspath(path))
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
-        self.group.call("load_checkpoint", os.path.abspath(path))
+        self._taken_over("load_checkpoint", os.path.abspath(path))
 
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]

@@ -8,7 +8,7 @@ class runs under ``torchrun`` and in local workers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from autopar.runtime.optimizers import (
 )
 from autopar.runtime.parts import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.randomness import Dice, kept_generators
+from autopar.runtime.state_checks import check_optimizer_state, check_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +297,7 @@ class RankRuntime:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            raise OptimizerError("there is no optimizer: autopar.compile(..., optimizer=...)")
+            raise no_optimizer()
         return self.optimizer
 
     def _names(self) -> dict[int, str]:
@@ -334,17 +335,15 @@ class RankRuntime:
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `optimizer_state_dict` gave, on any mesh, whole or as DTensors."""
-        optimizer = self._optimizer()
-        with torch.enable_grad():
-            materialize_state(optimizer)
-        names = self._names()
+        """Take over what `optimizer_state_dict` gave, on any mesh, whole or as DTensors.
+
+        Raises InputError where it does not fit, and leaves everything as it was.
+        """
+        optimizer, names = self._optimizer(), self._names()
+        with self.made_optimizer_state():
+            shapes = {p.name: p.shape for p in self.program.parameters}
+            check_optimizer_state(state, optimizer, names, shapes)
         for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            if [names[id(p)] for p in group["params"]] != list(given["params"]):
-                raise InputError(
-                    "the optimizer state is of other parameter groups; build the optimizer with "
-                    "the same groups as when the state was saved"
-                )
             group.update((k, v) for k, v in given.items() if k != "params")
             for parameter in group["params"]:
                 name = names[id(parameter)]
@@ -353,36 +352,42 @@ class RankRuntime:
                 else:
                     optimizer.state.pop(parameter, None)
 
+    @contextlib.contextmanager
+    def made_optimizer_state(self) -> Iterator[None]:
+        """With the state that the first step would make; without it again after an InputError."""
+        optimizer = self._optimizer()
+        is_new = not optimizer.state
+        with torch.enable_grad():
+            materialize_state(optimizer)
+        try:
+            yield
+        except InputError:
+            if is_new:
+                optimizer.state.clear()
+            raise
+
     def _state_in(self, name: str, held: dict[str, Any], given: Mapping[str, Any]) -> None:
-        parameter, stored = self._parameters[name], self._programs[name].stored
+        parameter, program = self._parameters[name], self._programs[name]
         for key, value in given.items():
+            if (
+                key not in held
+                and isinstance(value, Tensor)
+                and tuple(value.shape) == program.shape
+            ):
+                held[key] = torch.empty_like(parameter, dtype=value.dtype)
             if is_like_parameter(held.get(key), parameter):
-                self.porter.into(held[key], value, stored)
+                self.porter.into(held[key], value, program.stored)
             elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
                 held[key] = value.detach().to(device=held[key].device, copy=True)
             else:
                 held[key] = value
 
 
-def check_state(
-    state: Mapping[str, Tensor], keys: Sequence[tuple[str, str]], program: RankProgram
-) -> None:
-    """Raise InputError unless ``state`` has exactly the model's own keys and shapes."""
-    expected = dict(keys)
-    missing, unknown = sorted(expected.keys() - state), sorted(state.keys() - expected)
-    if missing or unknown:
-        raise InputError(
-            f"the state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]} "
-            f"({len(missing)} and {len(unknown)} in all). Load the state_dict() of the same model"
-        )
-    shapes = {p.name: p.shape for p in program.parameters}
-    shapes.update((b.name, b.shape) for b in program.buffers)
-    for key, name in keys:
-        if tuple(state[key].shape) != shapes[name]:
-            raise InputError(
-                f"{key!r} has shape {tuple(state[key].shape)}; the compiled model's is "
-                f"{shapes[name]}. Load the state_dict() of the same model"
-            )
+def no_optimizer() -> OptimizerError:
+    return OptimizerError(
+        "there is no optimizer: autopar.compile(..., "
+        "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
+    )
 
 
 def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:

@@ -122,6 +122,7 @@ class SpmdRunner:
         self.runtime.load_optimizer_state_dict(state)
 
     def save(self, path: checkpoint.Path) -> None:
+        checkpoint.check_writable(path)
         checkpoint.save(self.runtime, path)
 
     def load(self, path: checkpoint.Path) -> None:

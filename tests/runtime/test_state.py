@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -318,3 +318,110 @@ class TestCheckpoints:
         model, _, expected = eager(adamw, BATCHES)
         assert losses == pytest.approx(expected, rel=1e-9)
         assert_close(second.full_state_dict(), model.state_dict())
+
+
+class TestWhatDoesNotFit:
+    """It is refused by name, nothing is taken over, and training goes on as if never asked."""
+
+    BROKEN: ClassVar[dict[str, tuple[Any, str]]] = {
+        "no groups": (lambda s: {"state": {}}, "needs 'state' and 'param_groups'"),
+        "no mapping": (lambda s: [1], "has list, but needs"),
+        "torch's own": (
+            lambda s: {"state": {0: {}}, "param_groups": [{"params": [0]}]},
+            r"other parameter groups: \[\[0\]\] instead of",
+        ),
+        "no list": (lambda s: {**s, "param_groups": None}, "other parameter groups: None"),
+        "unknown name": (
+            lambda s: {**s, "state": {"head.bias": {}}},
+            r"entries for \['head.bias'\].*compiled.optimizer_state_dict",
+        ),
+        "another kind": (
+            lambda s: {**s, "state": {"scale": {"momentum_buffer": torch.ones(())}}},
+            r"'scale' has \['momentum_buffer'\], but this optimizer keeps \['exp_avg'",
+        ),
+        "a part": (
+            lambda s: {
+                **s,
+                "state": {
+                    **s["state"],
+                    "qkv.weight": {**s["state"]["qkv.weight"], "exp_avg": torch.ones(12, 8)},
+                },
+            },
+            r"'exp_avg' in the optimizer state of 'qkv.weight' has shape \(12, 8\)",
+        ),
+    }
+
+    @pytest.mark.parametrize("kind", BROKEN)
+    @pytest.mark.parametrize("num_steps", [0, 1])
+    def test_optimizer_state(self, groups: Groups, kind: str, num_steps: int) -> None:
+        change, message = self.BROKEN[kind]
+        other = start(groups, "2", adamw)
+        train(other, BATCHES[:1])
+        state = other.optimizer_state_dict()
+        runner = start(groups, "2", adamw)
+        losses = train(runner, BATCHES[:num_steps])
+        with pytest.raises(InputError, match=message):
+            runner.load_optimizer_state_dict(change(state))
+        losses += train(runner, BATCHES[num_steps:3])
+        model, _, expected = eager(adamw, BATCHES[:3])
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert_close(runner.full_state_dict(), model.state_dict())
+
+    def test_no_optimizer(self, groups: Groups) -> None:
+        runner = start(groups, "2", None)
+        with pytest.raises(OptimizerError, match="there is no optimizer"):
+            runner.optimizer_state_dict()
+        with pytest.raises(OptimizerError, match="there is no optimizer"):
+            runner.load_optimizer_state_dict({"state": {}, "param_groups": []})
+        assert runner.full_state_dict()
+
+    def test_model_state_that_is_none(self, groups: Groups) -> None:
+        runner = start(groups, "2", None)
+        with pytest.raises(InputError, match="a list, not a mapping"):
+            runner.load_state_dict([1])  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="'scale' is a float, not a tensor"):
+            runner.load_state_dict({**runner.full_state_dict(), "scale": 1.0})  # type: ignore[dict-item]
+        assert runner.full_state_dict()
+
+    def test_a_checkpoint_cannot_be_written_onto_a_file(
+        self, groups: Groups, tmp_path: Path
+    ) -> None:
+        runner = start(groups, "2", adamw)
+        (tmp_path / "file").write_text("mine")
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(InputError, match=r"cannot save to .*file' is a file"):
+                runner.save(path)
+        assert (tmp_path / "file").read_text() == "mine"
+        runner.save(tmp_path / "new" / "folder")
+        runner.load(tmp_path / "new" / "folder")
+
+    def test_a_checkpoint_of_another_optimizer_or_broken(
+        self, groups: Groups, tmp_path: Path
+    ) -> None:
+        plain, sgd = tmp_path / "plain", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        start(groups, "2", None).save(plain)
+        other = start(groups, "2", sgd)
+        train(other, BATCHES[2:4])
+        other.save(tmp_path / "sgd")
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / ".metadata").write_bytes(b"nothing")
+        runner = start(groups, "2", adamw)
+        for name, message in [("plain", "does not fit"), ("sgd", "same kind"), ("broken", "read")]:
+            with pytest.raises(InputError, match=message):
+                runner.load(tmp_path / name)
+        losses = train(runner, BATCHES[:2])
+        _, _, expected = eager(adamw, BATCHES[:2])
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+    def test_state_made_by_fewer_steps_is_split_as_the_parameter(self, groups: Groups) -> None:
+        """What this rank holds no entry of yet is cut into parts all the same."""
+        momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        first = start(groups, "2", momentum)
+        losses = train(first, BATCHES[:2])
+        weights, state = first.full_state_dict(), first.optimizer_state_dict()
+        second = start(groups, "2x2", functools.partial(torch.optim.SGD, lr=0.1))
+        second.load_state_dict(weights)
+        second.load_optimizer_state_dict(state)
+        losses += train(second, BATCHES[2:])
+        _, _, expected = eager(momentum, BATCHES)
+        assert losses == pytest.approx(expected, rel=1e-9)

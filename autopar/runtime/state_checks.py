@@ -1,0 +1,122 @@
+"""Whether state that a user hands over fits the compiled model, before any of it is taken over.
+
+In: the state, and what the program or the optimizer holds. Out: nothing, or an InputError. It
+exists because a rank that fails half-way leaves the others waiting, and the state half-written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import InputError
+from autopar.lowering.program import RankProgram
+
+_OPTIMIZER_FIX = (
+    "Pass what compiled.optimizer_state_dict() gave: {'state': {'head.weight': {...}}, "
+    "'param_groups': [{'params': ['head.weight'], ...}]}"
+)
+
+
+def check_state(state: Any, keys: Sequence[tuple[str, str]], program: RankProgram) -> None:
+    """Raise InputError unless ``state`` has exactly the model's own keys and shapes."""
+    if not isinstance(state, Mapping):
+        raise InputError(
+            f"the state is a {type(state).__name__}, not a mapping of names to tensors; load the "
+            "state_dict() of the same model"
+        )
+    expected = dict(keys)
+    missing, unknown = sorted(expected.keys() - state), sorted(state.keys() - expected, key=str)
+    if missing or unknown:
+        raise InputError(
+            f"the state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]} "
+            f"({len(missing)} and {len(unknown)} in all). Load the state_dict() of the same model"
+        )
+    shapes = {p.name: p.shape for p in program.parameters}
+    shapes.update((b.name, b.shape) for b in program.buffers)
+    for key, name in keys:
+        if not isinstance(state[key], Tensor):
+            raise InputError(
+                f"{key!r} is a {type(state[key]).__name__}, not a tensor; load the state_dict() of "
+                "the same model"
+            )
+        if tuple(state[key].shape) != shapes[name]:
+            raise InputError(
+                f"{key!r} has shape {tuple(state[key].shape)}; the compiled model's is "
+                f"{shapes[name]}. Load the state_dict() of the same model"
+            )
+
+
+def check_optimizer_state(
+    state: Any,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise InputError unless ``state`` fits an optimizer whose own state has been made.
+
+    ``names`` has the name of each parameter by its id, ``shapes`` the whole shape by name.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        has = sorted(state, key=str) if isinstance(state, Mapping) else type(state).__name__
+        raise InputError(
+            f"the optimizer state has {has}, but needs 'state' and 'param_groups'. {_OPTIMIZER_FIX}"
+        )
+    expected = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    _check_groups(state["param_groups"], expected)
+    given = state["state"]
+    known = {name for group in expected for name in group}
+    if not isinstance(given, Mapping) or not given.keys() <= known:
+        others = sorted(given.keys() - known, key=str) if isinstance(given, Mapping) else given
+        raise InputError(
+            f"the optimizer state has entries for {others!r}, which are no parameters of this "
+            f"optimizer. {_OPTIMIZER_FIX}"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name in given:
+                held = optimizer.state.get(parameter, {})
+                _check_entries(name, given[name], held, parameter.shape, shapes[name])
+
+
+def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
+    is_list = isinstance(given, Sequence) and all(isinstance(g, Mapping) for g in given)
+    found = [list(group.get("params", ())) for group in given] if is_list else given
+    if found != expected:
+        raise InputError(
+            f"the optimizer state is of other parameter groups: {_short(found)} instead of "
+            f"{_short(expected)}; build the optimizer with the same groups as when the state was "
+            f"saved. {_OPTIMIZER_FIX}"
+        )
+
+
+def _check_entries(
+    name: str,
+    given: Any,
+    held: Mapping[str, Any],
+    local_shape: torch.Size,
+    whole_shape: tuple[int, ...],
+) -> None:
+    if not isinstance(given, Mapping) or not held.keys() <= given.keys():
+        has = sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__
+        raise InputError(
+            f"the optimizer state of {name!r} has {has}, but this optimizer keeps {sorted(held)}; "
+            "load the state of an optimizer of the same kind"
+        )
+    for key, value in held.items():
+        like_parameter = isinstance(value, Tensor) and value.dim() and value.shape == local_shape
+        shape = tuple(given[key].shape) if isinstance(given[key], Tensor) else None
+        if like_parameter and shape != whole_shape:
+            raise InputError(
+                f"{key!r} in the optimizer state of {name!r} has shape {shape}; it must be a whole "
+                f"tensor of shape {whole_shape}, like its parameter. {_OPTIMIZER_FIX}"
+            )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
