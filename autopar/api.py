@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.batch_norm import check_batch_norm, with_batch_norm
-from autopar.capture import Arguments, Captured, LossFn, capture, check_model
+from autopar.capture import Arguments, Captured, capture, check_model
 from autopar.constraints import Constraint
 from autopar.cost_models import (
     Cluster,
@@ -44,6 +44,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
 from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
 from autopar.strategy import Analysis, Strategy
+from autopar.targets import LossFn, check_loss_fn
 
 Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
@@ -146,6 +147,7 @@ def compile(
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
     """
     check_model(model)
+    check_loss_fn(loss_fn)
     check_max_grad_norm(max_grad_norm)
     statistics = check_batch_norm(batch_norm)
     if optimizer is not None and not callable(optimizer):

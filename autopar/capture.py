@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import re
 import traceback
 import warnings
@@ -28,6 +27,7 @@ from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
 from autopar.exported import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.graph import Graph, verify
+from autopar.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,8 +37,6 @@ from autopar.torch_private import (
     pytree,
     without_generated_code,
 )
-
-LossFn = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +168,7 @@ class _Step(nn.Module):
         self,
         model: nn.Module,
         loss_fn: LossFn | None,
-        targets: _Targets | None,
+        targets: Targets | None,
         *,
         with_loss: bool,
     ) -> None:
@@ -183,10 +181,11 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         target_args: tuple[Any, ...] = ()
+        target_kwargs: dict[str, Any] = {}
         if self.targets is not None:
-            args, kwargs, target_args = self.targets.take(args, kwargs)
+            args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
         output = self.model(*args, **kwargs)
-        loss = self._loss(output, target_args) if self.with_loss else None
+        loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         kept = iter(range(len(tensors)))
@@ -195,8 +194,10 @@ class _Step(nn.Module):
         )
         return (loss, *tensors)
 
-    def _loss(self, output: Any, targets: tuple[Any, ...]) -> Tensor | None:
-        return self.loss_fn(output, *targets) if self.loss_fn else _find_loss(output)
+    def _loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        if self.loss_fn is None:
+            return _find_loss(output)
+        return checked_loss(self.loss_fn(output, *args, **kwargs), of="what loss_fn returns")
 
 
 def _plain(leaf: Any) -> Any:
@@ -210,48 +211,7 @@ def _find_loss(output: Any) -> Tensor | None:
     if isinstance(output, tuple | list) and output and not hasattr(output, "loss"):
         return _find_loss(output[0]) if isinstance(output[0], Tensor) else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """Which of a call's arguments go to ``loss_fn``: the last positional, or these keywords."""
-
-    num_positional: int
-    keywords: tuple[str, ...]
-
-    def take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        cut = len(args) - self.num_positional
-        targets = (*args[cut:], *(kwargs[name] for name in self.keywords))
-        return args[:cut], {k: v for k, v in kwargs.items() if k not in self.keywords}, targets
-
-
-def _find_targets(loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Targets:
-    call = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    names = [
-        p.name
-        for p in inspect.signature(call).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ][1:]
-    keywords = tuple(name for name in names if name in kwargs)
-    positional = len(names) - len(keywords)
-    if positional > len(args):
-        raise InputError(
-            f"loss_fn takes {len(names)} targets {names} but the inputs hold only {len(args)} "
-            f"positional values and keywords {sorted(kwargs)}; pass "
-            "example_inputs=(*model_inputs, *targets)"
-        )
-    return _Targets(positional, keywords)
-
-
-def without_targets(
-    loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The model's own arguments of a call whose targets go to ``loss_fn``."""
-    args, kwargs, _ = _find_targets(loss_fn, args, kwargs).take(args, dict(kwargs))
-    return args, kwargs
+    return checked_loss(loss, of="the model's .loss") if isinstance(loss, Tensor) else None
 
 
 class Arguments(NamedTuple):
@@ -302,8 +262,9 @@ def capture(
     InputError for inputs that do not fit.
     """
     check_model(model)
+    check_loss_fn(loss_fn)
     args, kwargs = split_inputs(example_inputs)
-    targets = _find_targets(loss_fn, args, kwargs) if loss_fn is not None else None
+    targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     memo: dict[int, Any] = {}
 
@@ -370,7 +331,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
             program = exported.run_decompositions({})
             isolate_regions(program.graph_module)
             return program
-    except CaptureError:
+    except (CaptureError, InputError):
         raise
     except Exception as error:
         if _fails_without_export(step, args, kwargs):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, PlanError
 from autopar.mesh import Mesh
 from autopar.parallelism import Mask, Masks, Parallelism, forbid_masks, force_masks
-from autopar.placement import Placements, parse_placement
+from autopar.placement import Placements, R, check_placements, parse_placement
 from autopar.pricing import Array, OpTable, ValueTable
 from autopar.problem import NodeKind, PricedGraph
-from autopar.rules import parse_choice
+from autopar.rules import Choice, parse_choice
 
 FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_PARALLEL)
 
@@ -68,6 +68,30 @@ class Pin:
                 f"Pin({self.pattern!r}) needs exactly one of choice= and stored=, such as "
                 "Pin('layers.0.*', choice='m0 -') or Pin('*.weight', stored='S0 R')"
             )
+        try:
+            wanted = self.choice_wanted if self.stored is None else self.stored_wanted
+        except PlanError as error:
+            raise ConstraintError(f"{self}: {error}; write {self.fix}") from error
+        is_whole = isinstance(wanted, Choice) or all(p == R or p.dim >= 0 for p in wanted)
+        if not is_whole:
+            raise ConstraintError(
+                f"{self}: parameters and inputs are stored whole (R) or split (S0, S1, ...) only; "
+                f"write {self.fix}"
+            )
+
+    @property
+    def choice_wanted(self) -> Choice:
+        return parse_choice(self.choice or "")
+
+    @property
+    def stored_wanted(self) -> Placements:
+        return tuple(parse_placement(word) for word in (self.stored or "").split())
+
+    @property
+    def fix(self) -> str:
+        """An example with one entry for each of two mesh axes."""
+        given = "choice='m0 -'" if self.stored is None else "stored='S0 R'"
+        return f"Pin({self.pattern!r}, {given}) for a mesh of two axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +117,15 @@ def parse_bytes(size: int | str) -> int:
     """Bytes from a number or text such as ``60GiB``; raises ConstraintError."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", str(size))
-    if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*", str(size))
+    found = 0
+    if match is not None and match[2].upper() in _UNITS:
+        found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found <= 0:
         raise ConstraintError(
             f"memory size {size!r} is neither a positive number of bytes nor text such as '60GiB'"
         )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return found
 
 
 def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Parallelism)) -> None:
@@ -175,7 +202,7 @@ def _axes(mesh: Mesh, name: str | None) -> tuple[int, ...]:
 
 
 def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
-    graph = priced.pricing.graph
+    graph, mesh = priced.pricing.graph, priced.pricing.mesh
     masks = {}
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
         names = [decision.name]
@@ -184,11 +211,14 @@ def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
         if not any(fnmatch.fnmatchcase(name, pin.pattern) for name in names):
             continue
         if isinstance(table, OpTable) and pin.choice is not None:
-            choice = parse_choice(pin.choice)
+            choice = pin.choice_wanted
+            _check_axes(pin, len(choice.splits), mesh)
             masks[node] = np.array([c == choice for c in table.choices])
         elif decision.kind == NodeKind.STORED and pin.stored is not None:
             assert isinstance(table, ValueTable)
-            wanted: Placements = tuple(parse_placement(w) for w in pin.stored.split())
+            wanted = pin.stored_wanted
+            _check_axes(pin, len(wanted), mesh)
+            _check_dims(pin, wanted, decision.name, graph.values[decision.index].shape, mesh)
             distinct = np.array([p == wanted for p in table.placements.distinct])
             masks[node] = distinct[table.placements.index]
     if not masks:
@@ -198,3 +228,24 @@ def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
             "[op.name for op in autopar.capture(model, inputs).graph.ops]"
         )
     return masks
+
+
+def _check_axes(pin: Pin, num: int, mesh: Mesh) -> None:
+    if num != mesh.num_axes:
+        raise ConstraintError(
+            f"{pin} has {num} entries, but the mesh has {mesh.num_axes} axes ({mesh}), and each "
+            "needs one: '-' or R where it splits nothing; name the axes with mesh={'dp': 2, "
+            f"'tp': 2}} and write {pin.fix}"
+        )
+
+
+def _check_dims(
+    pin: Pin, wanted: Placements, name: str, shape: tuple[int, ...], mesh: Mesh
+) -> None:
+    try:
+        check_placements(wanted, shape, mesh)
+    except PlanError as error:
+        raise ConstraintError(
+            f"{pin} cannot hold for {name!r} of shape {shape}: {error}; split another dimension, "
+            "or narrow the pattern"
+        ) from error

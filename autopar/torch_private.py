@@ -35,9 +35,11 @@ __all__ = [
     "has_several_outputs",
     "inlined_higher_order_body",
     "is_composite",
+    "is_overload",
     "keyed_leaves",
     "mark_no_grad_regions",
     "outside_of_tracing",
+    "overloads_named",
     "pipeline_csv",
     "pytree",
     "trace_fx",
@@ -262,6 +264,21 @@ def validate_pipeline_csv(text: str, *, num_stages: int, num_microbatches: int) 
 
 
 # --- rules ---------------------------------------------------------------------------------
+def is_overload(target: Any) -> bool:
+    """Whether ``target`` is one overload of an operator: ``torch._ops.OpOverload`` (2.11-2.13)."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def overloads_named(name: str) -> list[str]:
+    """How the functional overloads of torch's own operator ``name`` are written; none if unknown.
+
+    ``OpOverload._schema.is_mutable`` (2.11 to 2.13).
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    return [f"torch.ops.{o}" for o in overloads if not o._schema.is_mutable]
+
+
 def canonical_call(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

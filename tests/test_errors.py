@@ -149,3 +149,74 @@ def test_optimizer_instance_and_count_for_a_cluster_name_the_fix():
         )
     with pytest.raises(autopar.InputError, match=r"Cluster.preset"):
         autopar.plan(model, 4, make_batch(0))
+
+
+@pytest.mark.parametrize("size", [".GB", "0GB", "0.1B"])
+def test_memory_budget_of_nothing(size):
+    with pytest.raises(autopar.ConstraintError, match="neither a positive number"):
+        autopar.MemoryBudget(size)
+    assert autopar.MemoryBudget(".5GB").size_bytes == 5 * 10**8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stored": "Q7"}, "'Q7' is none of R.*write Pin.'weight', stored='S0 R'"),
+        ({"stored": "V"}, "stored whole .R. or split"),
+        ({"choice": "m//2"}, "'m//2' is neither.*write Pin.'weight', choice='m0 -'"),
+    ],
+)
+def test_pin_that_cannot_be_read(given, message):
+    with pytest.raises(autopar.ConstraintError, match=message):
+        autopar.Pin("weight", **given)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        (autopar.Pin("weight", stored="S0 S1"), "has 2 entries, but the mesh has 1 axes"),
+        (autopar.Pin("linear", choice="n -"), "has 2 entries, but the mesh has 1 axes"),
+        (autopar.Pin("weight", stored="S5"), r"'weight' of shape \(4, 4\): split on dimension 5"),
+        (autopar.Pin("weight", stored="S0/3"), r"'weight' of shape \(4, 4\): .*cannot be split"),
+    ],
+    ids=str,
+)
+def test_pin_of_the_wrong_rank(pin, message):
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+    with pytest.raises(autopar.ConstraintError, match=message):
+        autopar.plan(
+            nn.Linear(4, 4), cluster, torch.randn(8, 4), constraints=pin, loss_fn=lambda y: y.mean()
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        ("ce", "loss_fn is 'ce'; it must be a function"),
+        (nn.CrossEntropyLoss, "is the class CrossEntropyLoss; pass an instance"),
+        (torch.dist, "loss_fn=lambda output, target: dist"),
+        (nn.CrossEntropyLoss(reduction="none"), r"shape \(8,\).*one floating-point number"),
+        (lambda output, target: None, "is a NoneType; a model is trained on one"),
+        (lambda output, target: target.sum(), "dtype torch.int64; a model is trained on one"),
+        (lambda output, *, other: other, r"takes 1 targets \['other'\]"),
+    ],
+)
+def test_loss_fn_that_makes_no_loss(loss_fn, message):
+    inputs = torch.randn(8, 4), torch.randint(0, 4, (8,))
+    with pytest.raises(autopar.InputError, match=message):
+        autopar.capture(nn.Linear(4, 4), inputs, loss_fn=loss_fn)
+
+
+def test_loss_fn_is_checked_before_the_first_call():
+    with pytest.raises(autopar.InputError, match="loss_fn is 'ce'"):
+        autopar.compile(nn.Linear(4, 4), 2, loss_fn="ce")
+
+
+class VectorLoss(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.mean(1)}
+
+
+def test_a_models_own_loss_that_is_a_vector():
+    with pytest.raises(autopar.InputError, match=r"the model's .loss is a tensor of shape \(8,\)"):
+        autopar.capture(VectorLoss(), torch.randn(8, 4))

@@ -38,7 +38,7 @@ from autopar.collectives import (
     identity,
     with_gradient,
 )
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuleError
 from autopar.graph import Op, Ref, Value
 from autopar.mesh import Mesh
 from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
@@ -407,8 +407,9 @@ def register(
     needs a fake implementation and, to be trained through, a registered derivative. Check a rule
     with `check_rule`, which compares every choice with the unsplit op.
 
-    Raises PlanError for a name that has a rule already.
+    Raises RuleError for what is no such name, and PlanError for one that has a rule already.
     """
+    _check_names(targets)
 
     def wrap(space: SpaceFn) -> SpaceFn:
         for target in targets:
@@ -418,6 +419,17 @@ def register(
         return space
 
     return wrap
+
+
+def _check_names(targets: Sequence[Any]) -> None:
+    for target in targets or ("",):
+        parts = target.split(".") if isinstance(target, str) else ()
+        if len(parts) != 3 or not all(part.isidentifier() for part in parts):
+            raise RuleError(
+                f"cannot register a rule for {target!r}; an operator is named as in str(op), with "
+                "namespace, name and overload: @autopar.register_rule('mylib.product.default') is "
+                "the rule of torch.ops.mylib.product.default"
+            )
 
 
 def unregister(target: str) -> None:
@@ -585,4 +597,12 @@ class SpaceBuilder:
 
 def layout(*dims: str | tuple[str, ...]) -> Layout:
     """A layout from names; a tuple is a product of names."""
+    for dim in dims:
+        factors = (dim,) if isinstance(dim, str) else dim
+        if not isinstance(factors, tuple) or not all(isinstance(f, str) for f in factors):
+            raise RuleError(
+                f"layout{dims} has {dim!r}; each tensor dimension is the name of an iteration "
+                "dimension, or a tuple of names whose product it is: builder.dim('k', size) makes "
+                "one that may be split, builder.whole(size) one that may not"
+            )
     return tuple((d,) if isinstance(d, str) else d for d in dims)

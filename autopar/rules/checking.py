@@ -44,7 +44,13 @@ from autopar.rules.base import (
     supplies,
 )
 from autopar.runtime.lockstep import LockstepMachine, Shards, gather, scatter
-from autopar.torch_private import FakeTensorMode, canonical_call, trace_fx
+from autopar.torch_private import (
+    FakeTensorMode,
+    canonical_call,
+    is_overload,
+    overloads_named,
+    trace_fx,
+)
 
 MESHES = (
     Mesh(("a",), (2,)),
@@ -82,6 +88,8 @@ def check_rule(
     Raises RuleError naming the target, the choice, and the operand or output that differs, or
     where the target has no rule, or no size divides so that nothing could be tried.
     """
+    if not is_overload(target):
+        raise RuleError(_what_to_pass(target))
     call = _WholeCall(target, args, kwargs)
     if rule_of(call.op) is None:
         raise RuleError(
@@ -104,6 +112,17 @@ def check_rule(
             f"{dict(space.sizes)} divides by 2, 3 or 4; pass example arguments of sizes 4, 6 or 12"
         )
     return tuple(checked)
+
+
+def _what_to_pass(target: Any) -> str:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = name.removeprefix("torch.ops.").removeprefix("aten.").partition(".")[0]
+    found = overloads_named(name)
+    fix = " or ".join(found[:4]) or "torch.ops.mylib.product.default"
+    return (
+        f"check_rule({target!r}): a rule belongs to one overload of an operator; pass it, as in "
+        f"check_rule({fix}, ...)"
+    )
 
 
 def _further_digits(space: Space) -> dict[str, tuple[int, ...]]:

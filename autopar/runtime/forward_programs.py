@@ -24,12 +24,12 @@ from autopar.capture import (
     call_key,
     capture,
     without_data,
-    without_targets,
 )
 from autopar.errors import InputError
 from autopar.lowering.program import RankProgram
 from autopar.placement import Placements
 from autopar.runtime.parts import local_input_shape
+from autopar.targets import without_targets
 from autopar.torch_private import pytree
 
 MAX_PROGRAMS = 8
@@ -155,7 +155,7 @@ class ForwardPrograms:
         """The model's own arguments: a call like those trained with has the loss's targets too."""
         if self._loss_fn is None or call_key(args, kwargs)[0] != self._own_key[0]:
             return args, kwargs
-        return without_targets(self._loss_fn, args, kwargs)
+        return without_targets(self._loss_fn, self._model, args, kwargs)
 
     def _held(self, captured: Captured, *, with_inputs: bool) -> dict[int, Placements]:
         """Parameters lie as in training; so do the inputs of a call that is trained with."""

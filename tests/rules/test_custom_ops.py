@@ -174,3 +174,30 @@ def test_a_model_with_the_op_trains_as_in_eager(registered):
         return
     with rule(product_space, lower=product_local):
         assert len(check()) > 1
+
+
+@pytest.mark.parametrize("name", ["nonsense", "mylib.product", "", 3, torch.ops.aten.mm.default])
+def test_a_rule_for_no_operators_name_is_refused(name):
+    with pytest.raises(RuleError, match=r"register_rule\('mylib.product.default'\)"):
+        register(name)
+
+
+def test_a_rule_without_a_name_is_refused():
+    with pytest.raises(RuleError, match="namespace, name and overload"):
+        register()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.relu, nn.functional.relu, torch.ops.aten.relu, "aten.relu.default", "relu"],
+    ids=str,
+)
+def test_what_is_no_overload_names_the_one_to_pass(target):
+    with pytest.raises(RuleError, match=r"check_rule\(torch.ops.aten.relu.default, ...\)"):
+        check_rule(target, torch.randn(4))
+
+
+@pytest.mark.parametrize("dims", [(None, "k"), (("a", 3), "k"), (4,)])
+def test_a_layout_of_something_but_names(dims):
+    with pytest.raises(RuleError, match="is the name of an iteration dimension"):
+        layout(*dims)
