@@ -8,9 +8,9 @@ accumulated. `Microbatches.cut` adds this axis to a strategy that was found with
   its gradient a partial sum, so that every gradient becomes a sum over micro-batches by itself;
 - sums over the batch are partial, and stay so through ops that are linear (`linear_operands`), so
   the loss is the sum of the micro-batches' shares of it;
-- what a mean divides by (how many targets are not ignored) must be known before the first
-  micro-batch is finished: `with_explicit_totals` makes it a value of its own, computed from the
-  inputs alone in a block in front of the others.
+- what a mean divides by (how many targets are not ignored, or the sum of a mask) must be known
+  before the first micro-batch is finished: `with_explicit_totals` makes it a value of its own,
+  computed from the inputs alone in a block in front of the others.
 
 So the result is that of the whole batch, also for unevenly filled micro-batches. An op that needs
 the whole batch at once (batch norm with global statistics, a contrastive loss) is an error.
@@ -57,8 +57,10 @@ def analysed(
         raise InputError(f"num_microbatches is {num_microbatches}; it must be at least 1")
     if num_microbatches == 1:
         return captured, Analysis(captured.graph), None
-    captured = replace(captured, graph=with_explicit_totals(captured.graph))
     analysis = Analysis(captured.graph)
+    graph = with_explicit_totals(analysis)
+    if graph is not captured.graph:
+        captured, analysis = replace(captured, graph=graph), Analysis(graph)
     return captured, analysis, Microbatches(analysis, num_microbatches)
 
 
@@ -72,18 +74,51 @@ def lower_training(
 
 
 # --- totals as values ---------------------------------------------------------------------------
-def with_explicit_totals(graph: Graph) -> Graph:
-    """The same computation, with the weight that each mean loss divides by as a value.
+def with_explicit_totals(analysis: Analysis) -> Graph:
+    """The same computation, with all that is summed over the batch of inputs alone in front.
 
-    ``cross_entropy(x, target)`` becomes ``cross_entropy(x, target, reduction=sum) / total``. The
-    ops behind the totals form the block `TOTALS`.
+    That is the weight that a mean loss divides by: ``cross_entropy(x, target)`` becomes
+    ``cross_entropy(x, target, reduction=sum) / total``. And it is what the model itself sums:
+    the mask that a masked mean divides by, the mean that it takes off its inputs. The ops behind
+    these totals form the block `TOTALS`.
     """
-    return _Rewrite(graph).run()
+    return _Rewrite(analysis).run()
+
+
+def _sums_of_inputs(analysis: Analysis) -> list[Op]:
+    """The ops that add up, over the batch, what is computed of inputs alone.
+
+    Not those that need another total first: all totals are made at once.
+    """
+    graph = analysis.graph
+    mesh = Mesh((MICROBATCH,), (2,))
+    known = {v.index for v in graph.values if v.kind is not ValueKind.ACTIVATION}
+    known -= {v.index for v in graph.parameters}
+    behind: set[int] = set()
+    found = []
+    for op in graph.ops:
+        made = {o for o in op.outputs if o is not None}
+        is_random = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+        if is_random or any(i not in known for i in op.inputs):
+            continue
+        if any(graph.values[o].differentiable for o in made):
+            continue
+        known |= made
+        split = analysis.batch_splits[op.index]
+        if any(i in behind for i in op.inputs):
+            behind |= made
+        elif split is not None and graph.loss not in made:
+            supplied = analysis.supplies(op, Choice((split,)), mesh)
+            if any(o is not None and p[0] == P for o, p in zip(op.outputs, supplied)):
+                found.append(op)
+                behind |= made
+    return found
 
 
 class _Rewrite:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        self.graph = graph = analysis.graph
         self.values = list(graph.values)
         self.early: list[Op] = []
         self.replaced: dict[int, list[Op]] = {}
@@ -94,9 +129,10 @@ class _Rewrite:
         for op in graph.ops:
             if op.target_name in _LOSSES and _argument(op, 3, "reduction", _MEAN) == _MEAN:
                 totals.append(self._rewrite(op))
-        if not totals:
+        sums = _sums_of_inputs(self.analysis)
+        if not totals and not sums:
             return graph
-        moved = self._moved_ops()
+        moved = self._moved_ops(sums)
         fixed = [o for o in graph.ops if o.index not in moved and self._is_fixed(o)]
         first = [*fixed, *(o for o in graph.ops if o.index in moved), *self.early]
         return self._assembled(len(fixed), first, moved | {o.index for o in fixed})
@@ -186,11 +222,11 @@ class _Rewrite:
             )  # fmt: skip
         return self._early(op, aten.sum.default, (Ref(counted),), counted, shape=())
 
-    def _moved_ops(self) -> set[int]:
-        """Ops of the graph that the totals depend on, all of them computed from inputs alone."""
+    def _moved_ops(self, sums: Sequence[Op]) -> set[int]:
+        """``sums`` and what the totals depend on, all of it computed from inputs alone."""
         producers = {o: op for op in self.graph.ops for o in op.outputs if o is not None}
-        stack = [i for op in self.early for i in op.inputs]
-        moved: set[int] = set()
+        stack = [i for op in (*self.early, *sums) for i in op.inputs]
+        moved = {op.index for op in sums}
         while stack:
             value = self.graph.values[i] if (i := stack.pop()) < len(self.graph.values) else None
             if value is None:
@@ -321,11 +357,21 @@ class Microbatches:
                     for split, choice in zip(self.splits, assignment.choices)
                 ),
                 stored=stored,
-                relays={**relays, **dict.fromkeys(self.totals, (R,) * mesh.num_axes)},
+                relays={**relays, **self._total_relays(assignment)},
             ),
         )
         result.verify()
         return result
+
+    def _total_relays(self, assignment: Assignment) -> dict[int, Placements]:
+        """Totals are summed and otherwise lie as they are made: their sums are the last step."""
+        relays = {}
+        for total in self.totals:
+            producer, position = self.analysis.producers[total]
+            op, choice = self.graph.ops[producer], assignment.choices[producer]
+            made = self.analysis.supplies(op, choice, assignment.mesh)[position]
+            relays[total] = (R, *(p if p.state is State.SHARD else R for p in made))
+        return relays
 
     def _start(self) -> None:
         """Inputs that have the batch in front are split; all else is there whole."""
@@ -338,6 +384,8 @@ class Microbatches:
         """Choose the op's part, and note the states of its outputs."""
         space = self.analysis.spaces[op.index]
         given = [self.states[i] for i in op.inputs]
+        if is_total and any(i in self.totals for i in op.inputs):
+            raise self._needs_all(op)  # it would be computed before its operand is complete
         split = self.analysis.batch_splits[op.index]
         if all(p == V for p in given):
             split = None

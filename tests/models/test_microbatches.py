@@ -143,6 +143,73 @@ def test_every_kind_of_mean_is_that_of_the_whole_batch(num):
     assert_same(got, reference_steps(model, batches), tolerance=1e-9)
 
 
+class Masked(nn.Module):
+    """Means over what a mask leaves, written by hand, and inputs centred by their own mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+        mask = y != 3
+        logits = self.head(x - x.mean(0))
+        loss = F.cross_entropy(logits, y, reduction="none")
+        masked = (loss * mask).sum() / mask.sum()
+        clamped = (loss * (y == 1)).sum() / (y == 1).sum().clamp(min=1)
+        weights = p[:, 0].exp() / p[:, 0].exp().sum()
+        per_class = (logits * mask[:, None]).sum(0) / (mask.sum() + p.abs().sum(0))
+        ignoring = F.cross_entropy(logits, y, ignore_index=2)
+        return masked + clamped + (loss * weights).sum() + per_class.sum() + ignoring
+
+
+@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_mean_by_hand_over_a_mask_is_that_of_the_whole_batch(num, mesh):
+    torch.manual_seed(0)
+    model = Masked().double()
+    batches = [losses_batch(seed) for seed in range(2)]
+    captured, analysis, _ = analysed(capture(model, batches[0]), num)
+    verify(captured.graph)
+    assert [b.name for b in captured.graph.blocks].count(TOTALS) == 1
+    expected = reference_steps(model, batches)
+    tried = 0
+    for seed in range(12):
+        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
+        try:
+            program = lower_training(strategy, num)
+        except PlanError as error:
+            if "micro-batches leaves" not in str(error):
+                raise
+            continue
+        got = train_program(program, captured, state_of(model), batches)
+        assert_same(got, expected, tolerance=1e-9)
+        tried += 1
+        if tried == 2:
+            return
+    assert tried or (mesh, num) == ("2x2", 4)
+
+
+class Nested(nn.Module):
+    """A total that needs another total, and one that needs a parameter."""
+
+    def __init__(self, *, by_parameter: bool) -> None:
+        super().__init__()
+        self.head, self.by_parameter = nn.Linear(6, 5), by_parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.head(x).square().sum(1)
+        if self.by_parameter:
+            return (loss * x[:, 0]).sum() / loss.sum()
+        return loss.sum() / (x / x.sum()).square().sum()
+
+
+@pytest.mark.parametrize("by_parameter", [False, True])
+def test_a_total_that_is_not_known_before_the_rest_is_named(by_parameter):
+    captured = capture(Nested(by_parameter=by_parameter), torch.randn(8, 6))
+    with pytest.raises(PlanError, match=r"op 'div.*' .*needs the whole batch at once"):
+        analysed(captured, 2)
+
+
 def test_an_op_that_needs_the_whole_batch_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     captured = capture(model, torch.randn(8, 4), loss_fn=lambda out: out.pow(2).mean())
