@@ -82,8 +82,8 @@ def check_rule(
     tensors and plain values. Every choice on ``mesh`` is tried, or without one on meshes of 2, 3,
     4, 2 x 2 and 2 x 3; sizes that divide by these offer the most choices. Outputs are compared,
     and the gradients of all floating-point operands (or, if some tensor of ``args`` requires
-    a gradient, of those that do), within the tolerance of their dtype. Of a random op only shapes
-    are compared.
+    a gradient, of those that do), within the tolerance of their dtype. Of a random op, and of
+    memory that nobody has written to, only shapes are compared.
 
     Raises RuleError naming the target, the choice, and the operand or output that differs, or
     where the target has no rule, or no size divides so that nothing could be tried.
@@ -171,6 +171,7 @@ class _WholeCall:
             outputs=(), module_path="",
         )  # fmt: skip
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        self.is_random |= op.target_name == "aten.empty_like.default"  # whatever lay there
         floating = [v.differentiable for v in self.values]
         chosen = self.chosen if any(self.chosen) else floating
         self.flows = (False,) * len(chosen) if self.is_random else tuple(chosen)

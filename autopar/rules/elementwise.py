@@ -49,7 +49,7 @@ _KEEP_ZEROS = frozenset(
         "leaky_relu", "hardtanh", "relu6", "hardswish", "mish", "square", "sign", "trunc", "round",
         "floor", "ceil", "expm1", "log1p", "dropout", "native_dropout", "clone", "contiguous",
         "_to_copy", "to", "detach", "zeros_like", "alias", "positive", "sinh", "asinh", "atan",
-        "multiply",
+        "multiply", "_prelu_kernel", "empty_like",
     }
 )  # fmt: skip
 """f(0) = 0 (of a product: 0 times anything), with a finite derivative at 0."""
@@ -109,7 +109,32 @@ def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None
     )
 
 
-register("aten.broadcast_tensors.default")(elementwise_space)
+@register("aten.type_as.default")
+def type_as_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
+    """Of the second operand nothing but its dtype is read; where it can be it is split alike."""
+    shape, other = inputs[0].shape, inputs[1].shape
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    named = dict(zip(range(-len(dims), 0), dims))
+    alike = tuple(
+        (named[d],) if builder.sizes.get(named.get(d, "")) == size else (builder.whole(size),)
+        for d, size in zip(range(-len(other), 0), other)
+    )
+    return builder.build([layout(*dims), alike], [layout(*dims)], clean=dims)
+
+
+@register("aten.prelu.default")
+def prelu_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
+    """``x[n, c, ...]`` with one slope for each channel, or one for all."""
+    shape, slopes = inputs[0].shape, inputs[1].shape
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    per_channel = len(slopes) == 1 and slopes[0] > 1
+    weight = layout(dims[1]) if per_channel else ((),) * len(slopes)
+    return builder.build([layout(*dims), weight], [layout(*dims)], clean=dims)
+
+
+register("aten.broadcast_tensors.default", "aten._prelu_kernel.default")(elementwise_space)
 register(
     "aten.clone.default",
     "aten.contiguous.default",
@@ -127,6 +152,7 @@ register(
     "aten.randn_like.default",
     "aten.zeros_like.default",
     "aten.ones_like.default",
+    "aten.empty_like.default",
     "aten.full_like.default",
     "aten.masked_fill.Scalar",
     "aten.masked_fill.Tensor",

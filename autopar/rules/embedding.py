@@ -57,6 +57,31 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     )
 
 
+def _one_hot_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Classes that another device holds are zeros here."""
+    index = args[0]
+    classes = torch.arange(context.local_size("c"), device=index.device)
+    return (index.unsqueeze(-1) == classes + context.shard_start(index, "c")).to(index.dtype)
+
+
+@register("aten.one_hot.default", lower=_one_hot_local)
+def one_hot_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``out[..., c]``: free in positions and classes, whose number must be given."""
+    given = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("num_classes", -1)
+    if given < 1:
+        return None
+    builder = SpaceBuilder()
+    positions = builder.dims("d", inputs[0].shape)
+    c = builder.dim("c", given)
+    return builder.build(
+        [layout(*positions)],
+        [layout(*positions, c)],
+        plain=frozenset({c}),
+        padded=positions,
+        clean={c},
+    )
+
+
 SUM, MEAN = 0, 1
 _BAG_NAMES = (
     "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse",

@@ -35,6 +35,21 @@ def layer_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
     return builder.build([x, *weights], [x], padded=free)
 
 
+@register("aten._weight_norm.default", "aten._weight_norm_interface.default")
+def weight_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``g v / |v|``: free in the dimension that has a norm for each of its elements."""
+    shape, norms = inputs[0].shape, inputs[1].shape
+    given = int(op.args[2]) if len(op.args) > 2 else 0
+    if not shape or len(norms) != len(shape) or given == -1:  # -1: one norm of all
+        return None
+    dim = given % len(shape)
+    builder = SpaceBuilder()
+    names = [builder.dim(f"d{d}", s) if d == dim else builder.whole(s) for d, s in enumerate(shape)]
+    v = layout(*names)
+    g = tuple((names[d],) if d == dim else () for d in range(len(shape)))
+    return builder.build([v, g], [v, g][: len(outputs)])
+
+
 def _group_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     groups = int(context.space.sizes["g"]) // context.num_shards("g")
     return context.op.target(args[0], groups, *args[2:], **kwargs)

@@ -102,3 +102,39 @@ def einsum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     summed = frozenset(builder.sizes) - set(result)
     paired = [c for c in builder.sizes if c in result or sum(c in term for term in terms) > 1]
     return builder.build(operands, [layout(*result)], sums=summed, clean=paired, anchor=True)
+
+
+@register("aten.bilinear.default")
+def bilinear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[..., i] w[n, i, j] y[..., j] + b[n]``; the bias enters the sums over i and j once."""
+    left, right, weight = (v.shape for v in inputs[:3])
+    builder = SpaceBuilder()
+    rows = builder.dims("m", left[:-1])
+    n, i, j = (builder.dim(name, size) for name, size in zip("nij", weight))
+    if left[:-1] != right[:-1]:
+        return None
+    operands = [layout(*rows, i), layout(*rows, j), layout(n, i, j), layout(n)][: len(inputs)]
+    return builder.build(
+        operands,
+        [layout(*rows, n)],
+        sums=frozenset({i, j}),
+        partial_inputs=frozenset({3}),
+        padded=rows,  # a bias makes the rows behind the end non-zero
+        clean={n, i, j} if len(inputs) > 3 else {n, i, j, *rows},
+        anchor=True,
+    )
+
+
+@register("aten.cdist.default")
+def cdist_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """The distance of each row of ``a[..., m, k]`` from each of ``b[..., n, k]``; k stays whole."""
+    left, right = inputs[0].shape, inputs[1].shape
+    batch_sizes = outputs[0].shape[:-2]  # type: ignore[union-attr]
+    builder = SpaceBuilder()
+    batch = builder.dims("b", batch_sizes)
+    m, n, k = builder.dim("m", left[-2]), builder.dim("n", right[-2]), builder.whole(left[-1])
+    sides = [
+        broadcast_layout(shape[:-2], batch, batch_sizes) + layout(row, k)
+        for shape, row in ((left, m), (right, n))
+    ]
+    return builder.build(sides, [layout(*batch, m, n)], anchor=True)

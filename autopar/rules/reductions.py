@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.graph import Op, Value
-from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.mesh import Mesh
+from autopar.rules.base import (
+    Choice,
+    InternalCollective,
+    LocalContext,
+    Space,
+    SpaceBuilder,
+    layout,
+    register,
+)
 
 Outputs = Sequence[Value | None]
 
@@ -68,6 +79,9 @@ def mean_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     return _reduction_space(inputs, outputs, reduced, sums=True)
 
 
+_LAST_BY_DEFAULT = ("aten.mode.default", "aten.kthvalue.default")
+
+
 @register(
     "aten.amax.default",
     "aten.amin.default",
@@ -79,20 +93,107 @@ def mean_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     "aten.min.dim",
     "aten.logsumexp.default",
     "aten.prod.dim_int",
-    "aten.var.correction",
-    "aten.var.dim",
-    "aten.std.correction",
+    "aten.median.dim",
+    "aten.nanmedian.dim",
+    "aten.mode.default",
+    "aten.kthvalue.default",
     "aten.linalg_vector_norm.default",
     "aten.norm.ScalarOpt_dim",
 )
 def whole_reduction_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     rank = len(inputs[0].shape)
-    position = 2 if "norm" in op.target_name else 1
-    dims = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim")
+    position = 2 if "norm" in op.target_name or "kthvalue" in op.target_name else 1
+    default = -1 if op.target_name in _LAST_BY_DEFAULT else None
+    dims = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim", default)
     if dims is None or dims == () or rank == 0:
         return None
     reduced = tuple(d % rank for d in ((dims,) if isinstance(dims, int) else dims))
     return _reduction_space(inputs, outputs, reduced, sums=False)
+
+
+def _variance_local(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mean and squares are all-reduced; each device measures its own share from the mean of all."""
+    op, space = context.op, context.space
+    reduced = [d for d in space.sizes if d in space.reduced]
+    axes = context.axes_of(*reduced)
+    if context.mesh.size(axes) == 1:
+        whole: Tensor | tuple[Tensor, Tensor] = op.target(*args, **kwargs)
+        return whole
+    x, keepdim = args[0], bool(_variance_argument(op, 3, "keepdim", False))
+    precise = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    dims = [d for d, (name,) in enumerate(space.inputs[0]) if name in reduced]
+    count = math.prod(space.sizes[d] for d in reduced)
+    mean = context.all_reduce(precise.sum(dims, keepdim=True) / count, axes, varying=True)
+    squares = context.all_reduce((precise - mean).square().sum(dims, keepdim=True), axes)
+    result = squares / max(count - _correction(op), 0)
+    if "std" in op.target_name:  # the derivative at 0 is 0
+        result = torch.where(result == 0, 0.0, torch.where(result == 0, 1.0, result).sqrt())
+    found = [result]
+    if "_mean" in op.target_name:
+        found.append(context.all_reduce(precise.sum(dims, keepdim=True) / count, axes))
+    found = [r.to(x.dtype) if keepdim else r.to(x.dtype).squeeze(dims) for r in found]
+    return (found[0], found[1]) if len(found) == 2 else found[0]
+
+
+def _correction(op: Op) -> float:
+    """What is taken off the count: given, or 1 where it is unbiased."""
+    if op.target_name.endswith(".dim"):
+        return 1.0 if _variance_argument(op, 2, "unbiased", True) else 0.0
+    given = dict(op.kwargs).get("correction")
+    return 1.0 if given is None else float(given)
+
+
+def _variance_argument(op: Op, position: int, name: str, default: Any) -> Any:
+    return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
+
+
+def _variance_collectives(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
+) -> tuple[InternalCollective, ...]:
+    axes = tuple(sorted(a for d in space.reduced for a in choice.axes_of(d)))
+    if mesh.size(axes) == 1:
+        return ()
+    kept = [d for d in space.sizes if d not in space.reduced]
+    numel = math.prod(space.sizes[d] // mesh.size(choice.axes_of(d)) for d in kept)
+    one = InternalCollective(
+        kind="all_reduce", axes=axes, size_bytes=numel * max(inputs[0].dtype.itemsize, 4)
+    )
+    return (one,) * (3 if "_mean" in op.target_name else 2)
+
+
+@register(
+    "aten.var.correction",
+    "aten.var.dim",
+    "aten.std.correction",
+    "aten.std.dim",
+    "aten.var_mean.correction",
+    "aten.var_mean.dim",
+    "aten.std_mean.correction",
+    "aten.std_mean.dim",
+    lower=_variance_local,
+    collectives=_variance_collectives,
+)
+def variance_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Reduced dimensions may be split too: the variance of all comes out complete."""
+    shape = inputs[0].shape
+    if not shape or inputs[0].dtype.is_complex:
+        return None
+    reduced = _reduced_dims(op, len(shape))
+    keepdim = bool(_variance_argument(op, 3, "keepdim", False))
+    builder = SpaceBuilder()
+    names = builder.dims("d", shape)
+    out = tuple(
+        () if d in reduced else (names[d],)
+        for d in range(len(shape))
+        if keepdim or d not in reduced
+    )
+    return builder.build(
+        [layout(*names)],
+        [out for _ in outputs],
+        reduced=frozenset(names[d] for d in reduced),
+    )
 
 
 @register(

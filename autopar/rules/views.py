@@ -207,6 +207,7 @@ def _ignore_unused(space: Space, outputs: Outputs) -> Space:
     "aten.narrow.default",
     "aten.cumsum.default",
     "aten.cumprod.default",
+    "aten.logcumsumexp.default",
     "aten.glu.default",
     "aten.sort.default",
     "aten.topk.default",
@@ -221,7 +222,11 @@ def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
         return None
     if op.target_name == "aten.index_select.default":
         return _index_select_space(op, inputs, outputs, dim % len(inputs[0].shape))
-    keeps_zeros = op.target_name not in ("aten.topk.default", "aten.sort.default")
+    keeps_zeros = op.target_name not in (
+        "aten.topk.default",
+        "aten.sort.default",
+        "aten.logcumsumexp.default",
+    )
     return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape), keeps_zeros=keeps_zeros)
 
 

@@ -438,17 +438,13 @@ def full_reduction(draw: Draw, new: New):
 
 @case(
     "aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", "aten.amin.default",
-    "aten.logsumexp.default", "aten.var.dim", "aten.var.correction", "aten.std.correction",
+    "aten.logsumexp.default",
 )  # fmt: skip
 def reduction(draw: Draw, new: New, target: str = ""):
     shape = shape_of(draw)
     dims = sorted({dim_of(draw, shape) % len(shape) for _ in range(draw(st.integers(1, 2)))})
     keep = draw(BOOL)
     x = new.distinct(*shape) if target.startswith(("aten.am", "aten.log")) else new(*shape)
-    if target.endswith(".correction"):
-        return x, dims, {"correction": 0, "keepdim": keep}
-    if target == "aten.var.dim":
-        return x, dims, False, keep
     return x, dims, keep
 
 
