@@ -29,7 +29,7 @@ from autopar.cost_models import (
     RooflineModel,
     default_store_path,
 )
-from autopar.errors import InputError, OptimizerError
+from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
 from autopar.lowering import RankProgram, lower
 from autopar.microbatches import lower_training
@@ -155,6 +155,18 @@ def compile(
         raise OptimizerError(
             f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
             f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
+        )
+    if lr_scheduler is not None and (optimizer is None or not callable(lr_scheduler)):
+        raise OptimizerError(
+            f"lr_scheduler is {lr_scheduler!r}, with optimizer={optimizer!r}; pass a callable that "
+            "makes a scheduler from the optimizer, and the optimizer: lr_scheduler="
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)"
+        )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise InputError(f"seed is {seed!r}; it must be an int, such as seed=0, or None")
+    if not isinstance(plan, Plan | str | Path | None):
+        raise PlanError(
+            f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
         )
     found, mesh = _resolve(devices, mesh)
     options: dict[str, Any] = {

@@ -68,6 +68,9 @@ class Pin:
                 f"Pin({self.pattern!r}) needs exactly one of choice= and stored=, such as "
                 "Pin('layers.0.*', choice='m0 -') or Pin('*.weight', stored='S0 R')"
             )
+        for given in (self.pattern, self.choice, self.stored):
+            if not isinstance(given, str | None):
+                raise ConstraintError(f"{self}: {given!r} is no text; write {self.fix}")
         try:
             wanted = self.choice_wanted if self.stored is None else self.stored_wanted
         except PlanError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,12 +60,13 @@ def candidate_meshes(
     """
     total = cluster.num_devices
     if mesh is not None:
-        if not isinstance(mesh, Mapping) or MICROBATCH in mesh:
+        is_valid = isinstance(mesh, Mapping) and MICROBATCH not in mesh
+        if not is_valid or not all(isinstance(size, int) for size in mesh.values()):
             raise InputError(
                 f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "
                 f"({MICROBATCH!r} is the axis that num_microbatches makes)"
             )
-        chosen = Mesh(tuple(mesh), tuple(int(s) for s in mesh.values()))
+        chosen = Mesh(tuple(mesh), tuple(mesh.values()))
         if chosen.num_devices != total:
             raise InputError(
                 f"mesh {dict(mesh)} has {chosen.num_devices} devices, the cluster {total}; "
@@ -110,19 +111,13 @@ def make_planned(
     the program that runs. Raises ConstraintError where the constraints, or the memory, leave no
     strategy.
     """
-    constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
+    constraints = _listed(constraints)
     if captured.graph.loss is None:
         raise InputError(
             "the model returns no scalar loss, so there is nothing to train on. Pass "
             "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
             "example_inputs=(inputs, targets), or labels that make the model return .loss"
         )
-    for constraint in constraints:
-        if not isinstance(constraint, Constraint):
-            raise ConstraintError(
-                f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
-                "MemoryBudget; write constraints=[autopar.Force('zero3')]"
-            )
     captured, analysis, microbatches = analysed(captured, num_microbatches)
     candidates = search_meshes(
         analysis,
@@ -136,6 +131,19 @@ def make_planned(
     progress("price the known strategies")
     baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
     return _finish(captured, cluster, candidates, constraints, device_type, progress, baselines)
+
+
+def _listed(constraints: object) -> list[Constraint]:
+    given = list(constraints) if isinstance(constraints, Iterable) else [constraints]
+    found: list[Constraint] = []
+    for constraint in given:
+        if not isinstance(constraint, Constraint):
+            raise ConstraintError(
+                f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
+                "MemoryBudget; write constraints=[autopar.Force('zero3')]"
+            )
+        found.append(constraint)
+    return found
 
 
 def search_meshes(

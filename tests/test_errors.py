@@ -220,3 +220,31 @@ class VectorLoss(nn.Module):
 def test_a_models_own_loss_that_is_a_vector():
     with pytest.raises(autopar.InputError, match=r"the model's .loss is a tensor of shape \(8,\)"):
         autopar.capture(VectorLoss(), torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr_scheduler": 3, "optimizer": torch.optim.SGD}, autopar.OptimizerError, "is 3, with"),
+        ({"lr_scheduler": print}, autopar.OptimizerError, "with optimizer=None"),
+        ({"seed": "x"}, autopar.InputError, "seed is 'x'"),
+        ({"plan": 3}, autopar.PlanError, "plan is 3"),
+    ],
+)
+def test_options_of_the_wrong_kind(options, error, message):
+    with pytest.raises(error, match=message):
+        autopar.compile(build("mlp")[0], 2, **options)
+
+
+@pytest.mark.parametrize("options", [{"mesh": {"a": "2"}}, {"constraints": None}], ids=str)
+def test_planning_options_of_the_wrong_kind(options):
+    model, make_batch = build("mlp")
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+    with pytest.raises((autopar.InputError, autopar.ConstraintError), match=r"such as|write"):
+        autopar.plan(model, cluster, make_batch(0), **options)
+
+
+@pytest.mark.parametrize("given", [{"stored": 3}, {"choice": ["n"]}])
+def test_pin_that_is_no_text(given):
+    with pytest.raises(autopar.ConstraintError, match="is no text; write Pin"):
+        autopar.Pin("weight", **given)

@@ -48,6 +48,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
 
 def check_exists(path: Path) -> None:
     """Raise InputError where there is no checkpoint."""
+    _check_path(path)
     if not os.path.isfile(os.path.join(path, ".metadata")):
         raise InputError(
             f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) or "
@@ -57,6 +58,7 @@ def check_exists(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise InputError where no folder can be made or written to."""
+    _check_path(path)
     name = os.fspath(path)
     existing = os.path.abspath(path)
     while not os.path.lexists(existing):
@@ -70,6 +72,14 @@ def check_writable(path: Path) -> None:
         raise InputError(
             f"cannot save to {name!r}: nothing may be written in {existing!r}; pass a folder of "
             "your own, such as compiled.save('checkpoint')"
+        )
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InputError(
+            f"a checkpoint cannot be at {path!r}; pass the name of a folder, such as "
+            "compiled.save('checkpoint')"
         )
 
 

@@ -43,6 +43,11 @@ def check_state(state: Any, keys: Sequence[tuple[str, str]], program: RankProgra
                 f"{key!r} is a {type(state[key]).__name__}, not a tensor; load the state_dict() of "
                 "the same model"
             )
+        if state[key].is_meta:
+            raise InputError(
+                f"{key!r} is on the meta device, which holds no numbers; load the state_dict() of "
+                "a model with data"
+            )
         if tuple(state[key].shape) != shapes[name]:
             raise InputError(
                 f"{key!r} has shape {tuple(state[key].shape)}; the compiled model's is "
@@ -67,10 +72,14 @@ def check_optimizer_state(
         )
     expected = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     _check_groups(state["param_groups"], expected)
-    given = state["state"]
+    for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        _check_options(given, group)
+    entries: Any = state["state"]
     known = {name for group in expected for name in group}
-    if not isinstance(given, Mapping) or not given.keys() <= known:
-        others = sorted(given.keys() - known, key=str) if isinstance(given, Mapping) else given
+    if not isinstance(entries, Mapping) or not entries.keys() <= known:
+        others = (
+            sorted(entries.keys() - known, key=str) if isinstance(entries, Mapping) else entries
+        )
         raise InputError(
             f"the optimizer state has entries for {others!r}, which are no parameters of this "
             f"optimizer. {_OPTIMIZER_FIX}"
@@ -78,9 +87,9 @@ def check_optimizer_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if name in given:
+            if name in entries:
                 held = optimizer.state.get(parameter, {})
-                _check_entries(name, given[name], held, parameter.shape, shapes[name])
+                _check_entries(name, entries[name], held, parameter.shape, shapes[name])
 
 
 def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
@@ -92,6 +101,24 @@ def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
             f"{_short(expected)}; build the optimizer with the same groups as when the state was "
             f"saved. {_OPTIMIZER_FIX}"
         )
+
+
+def _check_options(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Learning rates and their like: what is a number, or several, must be so again."""
+    for key, value in held.items():
+        numbers = 0 if key == "params" else _num_numbers(value)
+        if numbers and key in given and _num_numbers(given[key]) != numbers:
+            raise InputError(
+                f"{key!r} of a group of the optimizer state is {given[key]!r}; it must be of the "
+                f"kind of {value!r}. {_OPTIMIZER_FIX}"
+            )
+
+
+def _num_numbers(value: Any) -> int:
+    """How many numbers an option is made of; 0 for what is none (flags, None)."""
+    items = value if isinstance(value, tuple | list) else (value,)
+    numbers = [isinstance(v, int | float | Tensor) and not isinstance(v, bool) for v in items]
+    return len(items) if all(numbers) else 0
 
 
 def _check_entries(

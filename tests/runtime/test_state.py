@@ -339,6 +339,10 @@ class TestWhatDoesNotFit:
             lambda s: {**s, "state": {"scale": {"momentum_buffer": torch.ones(())}}},
             r"'scale' has \['momentum_buffer'\], but this optimizer keeps \['exp_avg'",
         ),
+        "no number": (
+            lambda s: {**s, "param_groups": [{**s["param_groups"][0], "lr": "x"}]},
+            "'lr' of a group of the optimizer state is 'x'; it must be of the kind of 0.05",
+        ),
         "a part": (
             lambda s: {
                 **s,
@@ -381,6 +385,17 @@ class TestWhatDoesNotFit:
             runner.load_state_dict([1])  # type: ignore[arg-type]
         with pytest.raises(InputError, match="'scale' is a float, not a tensor"):
             runner.load_state_dict({**runner.full_state_dict(), "scale": 1.0})  # type: ignore[dict-item]
+        meta = {n: t.to("meta") for n, t in runner.full_state_dict().items()}
+        with pytest.raises(InputError, match="on the meta device"):
+            runner.load_state_dict(meta)
+        assert runner.full_state_dict()
+
+    @pytest.mark.parametrize("path", [None, 3, ""])
+    def test_a_path_that_is_none(self, groups: Groups, path: Any) -> None:
+        runner = start(groups, "2", None)
+        for act in (runner.save, runner.load):
+            with pytest.raises(InputError, match="pass the name of a folder"):
+                act(path)
         assert runner.full_state_dict()
 
     def test_a_checkpoint_cannot_be_written_onto_a_file(
