@@ -16,6 +16,8 @@ from autopar.errors import DeviceError
 
 MICROBATCH = "microbatch"
 """The axis in time: its positions are computed one after the other, by the same devices."""
+PIPELINE = "pipeline"
+"""The axis of the devices of a pipeline, each with a mesh of its own, in front of that mesh's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class Mesh:
     @property
     def num_microbatches(self) -> int:
         return self.axis_sizes[0] if MICROBATCH in self.axis_names else 1
+
+    def repeated(self, num_devices: int) -> Mesh:
+        """As many meshes like this one, one after the other, along the axis `PIPELINE`."""
+        if num_devices == 1:
+            return self
+        return Mesh((PIPELINE, *self.axis_names), (num_devices, *self.axis_sizes))
 
     def is_sequential(self, axis: int) -> bool:
         """Whether the axis is one in time."""

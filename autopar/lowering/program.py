@@ -8,20 +8,33 @@ per distinct parameter redistribution, and the list of blocks and parameters tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autopar.blocks import FIXED, TOTALS
-from autopar.collectives import COLLECTIVES, RAW_OPS, move
+from autopar.collectives import move
 from autopar.errors import PlanError
 from autopar.graph import Block, Graph, Value, ValueKind
 from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
 from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
+from autopar.lowering.listing import (
+    CollectiveCall,
+    collective_nodes,
+    collectives_of,
+    format_program,
+    graphs_of,
+    operator_name,
+)
+from autopar.lowering.pipeline import (
+    Pipeline,
+    forward_schedule,
+    serial_pipeline,
+    serial_schedule,
+)
 from autopar.lowering.shard import (
     BlockInterface,
     block_function,
@@ -29,13 +42,17 @@ from autopar.lowering.shard import (
     block_signature,
 )
 from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, R, State, format_placements, local_shape
+from autopar.placement import Placement, Placements, R, State, local_shape
+from autopar.schedules import Schedule
 from autopar.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterProgram:
-    """One parameter: how it is stored, how blocks find it, and the kernel between the two."""
+    """One parameter: how it is stored, how blocks find it, and the kernel between the two.
+
+    ``devices``: the devices of the pipeline that hold it, each a copy of its own.
+    """
 
     value: int
     name: str
@@ -47,17 +64,22 @@ class ParameterProgram:
     kernel: int | None
     first_block: int
     last_block: int
+    devices: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferProgram:
-    """One buffer or constant: replicated; ``following`` is what it becomes after a step."""
+    """One buffer or constant: replicated; ``following`` is what it becomes after a step.
+
+    ``device`` is the device of the pipeline that updates it, and so has its present value.
+    """
 
     value: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     following: OutputProgram | None
+    device: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +111,11 @@ class Role(StrEnum):
     FIXED = "fixed"
     TOTALS = "totals"
 
+    @property
+    def has_stage(self) -> bool:
+        """Whether the block belongs to a stage; the others run on every device by themselves."""
+        return self is Role.EVERY
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgram:
@@ -102,16 +129,22 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputProgram:
-    """One value that leaves the program, and the kernel that makes it whole, if it needs one."""
+    """One value that leaves the program, and the kernel that makes it whole, if it needs one.
+
+    ``devices``: the devices of the pipeline that can make it; None where all can.
+    """
 
     value: int
     kernel: int | None
+    meta: TensorMeta
+    devices: tuple[int, ...] | None = (0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """Everything a rank runs in one step; see the module's docstring.
 
+    ``mesh`` is that of one device of the pipeline: ranks number its positions device by device.
     ``totals`` are values summed over the micro-batches before the first one is computed.
     """
 
@@ -128,35 +161,51 @@ class RankProgram:
     constants: tuple[tuple[str, Tensor], ...]
     device_type: str
     fingerprint: str
+    pipeline: Pipeline
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all devices of the pipeline together."""
+        return self.pipeline.num_devices * self.mesh.num_devices
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The device of the pipeline that ``rank`` belongs to, and its position on the mesh."""
+        return divmod(rank, self.mesh.num_devices)
 
     def collectives(self) -> tuple[CollectiveCall, ...]:
         """Every collective of one training step, in order of phase and block."""
-        return tuple(_collectives(self))
+        return tuple(collectives_of(self))
 
     def __str__(self) -> str:
         return format_program(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCall:
-    """One collective: ``phase`` F (forward), I, W, or G (gradient of a parameter)."""
+def lower(
+    strategy: Strategy,
+    *,
+    device_type: str = "cpu",
+    training: bool = True,
+    blocks: tuple[Block, ...] | None = None,
+) -> RankProgram:
+    """Lower ``strategy``; with ``training`` off, only forward graphs that keep all outputs.
 
-    phase: str
-    where: str
-    kind: str
-    axes: str
-    size_bytes: int
-
-
-def lower(strategy: Strategy, *, device_type: str = "cpu", training: bool = True) -> RankProgram:
-    """Lower ``strategy``; with ``training`` off, only forward graphs that keep all outputs."""
-    return _Lowering(strategy, torch.device(device_type), training).lower()
+    ``blocks``: other contiguous runs of the graph's ops than its own blocks.
+    """
+    return _Lowering(strategy, torch.device(device_type), training, blocks).lower()
 
 
 class _Lowering:
-    def __init__(self, strategy: Strategy, device: torch.device, training: bool) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        device: torch.device,
+        training: bool,
+        blocks: tuple[Block, ...] | None,
+    ) -> None:
         self.strategy = strategy
         self.graph: Graph = strategy.graph
+        if blocks is not None:
+            self.graph = replace(self.graph, blocks=blocks)
         self.device = device
         self.training = training
         self.kernels: list[Kernel] = []
@@ -200,7 +249,13 @@ class _Lowering:
             constants=graph.constants,
             device_type=self.device.type,
             fingerprint=graph.fingerprint,
+            pipeline=serial_pipeline([b.role.has_stage for b in blocks], self._schedule()),
         )
+
+    def _schedule(self) -> Schedule:
+        if self.training:
+            return serial_schedule(self.strategy.mesh.num_microbatches)
+        return forward_schedule((0,))
 
     def _kept(self) -> frozenset[int]:
         """Values that the program must hand out."""
@@ -266,17 +321,17 @@ class _Lowering:
                 kernel, forward=module, num_outputs=1, output_metas=(meta,), cotangents=()
             )
             self.totals.append(
-                OutputProgram(value=interface.outputs[position], kernel=self._add(sums))
+                OutputProgram(value=interface.outputs[position], kernel=self._add(sums), meta=meta)
             )
         return replace(kernel, forward=forward)
 
     def _check_microbatches(self, name: str, kernel: Kernel) -> None:
-        for _, module in _graphs(kernel):
-            for node in _calls(module):
+        for _, module in graphs_of(kernel):
+            for node in collective_nodes(module):
                 if spans_microbatches(node):
                     raise PlanError(
                         f"{name!r} needs several micro-batches at once "
-                        f"({_operator(node)}); use num_microbatches=1"
+                        f"({operator_name(node)}); use num_microbatches=1"
                     )
 
     def _add(self, kernel: Kernel) -> int:
@@ -366,7 +421,8 @@ class _Lowering:
         is_parameter = value.kind is ValueKind.PARAMETER  # handed out as it is stored
         source = strategy.supply(value) if is_parameter else strategy.interface(value)
         kernel = self._move_kernel(value, source, strategy.replicated, differentiable=False)
-        return OutputProgram(value=index, kernel=kernel)
+        meta = TensorMeta.contiguous(value.shape, value.dtype)
+        return OutputProgram(value=index, kernel=kernel, meta=meta)
 
 
 def _inside(placement: Placement, cut: Placement, num: int) -> Placement:
@@ -375,101 +431,3 @@ def _inside(placement: Placement, cut: Placement, num: int) -> Placement:
         return placement
     behind = placement.outer >= cut.outer * num
     return placement._replace(outer=placement.outer // num) if behind else placement
-
-
-def _graphs(kernel: Kernel) -> Iterator[tuple[str, fx.GraphModule]]:
-    yield "F", kernel.forward
-    if kernel.backward_input is not None:
-        yield "I", kernel.backward_input
-    if kernel.backward_weight is not None:
-        yield "W", kernel.backward_weight
-
-
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in COLLECTIVES:
-            yield node
-
-
-def _collectives(program: RankProgram) -> Iterator[CollectiveCall]:
-    def of(module: fx.GraphModule, phase: str, where: str) -> Iterator[CollectiveCall]:
-        for node in _calls(module):
-            source: Any = node.args[0]
-            largest = max((node.meta["val"], source.meta["val"]), key=Tensor.numel)
-            yield CollectiveCall(
-                phase=phase,
-                where=where,
-                kind=str(node.target).split(".")[1],
-                axes=str(node.args[1]),
-                size_bytes=largest.numel() * largest.element_size(),
-            )
-
-    for parameter in program.parameters:
-        if parameter.kernel is not None:
-            yield from of(program.kernels[parameter.kernel].forward, "F", parameter.name)
-    for block in program.blocks:
-        yield from of(program.kernels[block.kernel].forward, "F", block.name)
-    for block in reversed(program.blocks):
-        for phase, module in _graphs(program.kernels[block.kernel]):
-            if phase != "F":
-                yield from of(module, phase, block.name)
-    for parameter in reversed(program.parameters):
-        if parameter.kernel is not None and parameter.trainable:
-            backward = program.kernels[parameter.kernel].backward_input
-            if backward is not None:
-                yield from of(backward, "G", parameter.name)
-
-
-def format_program(program: RankProgram) -> str:
-    """The program as text: parameters, blocks, then the distinct kernels' graphs."""
-    lines = [f"program on mesh {program.mesh} ({program.device_type})", "", "parameters"]
-    for p in program.parameters:
-        via = "" if p.kernel is None else f"  by kernel {p.kernel}"
-        lines.append(
-            f"  {p.name} {list(p.shape)}: stored {format_placements(p.stored)}, "
-            f"used {format_placements(p.used)}{via}"
-        )
-    lines += ["", "blocks"]
-    lines += [f"  {i} {b.name}: kernel {b.kernel}" for i, b in enumerate(program.blocks)]
-    for number, kernel in enumerate(program.kernels):
-        for phase, module in _graphs(kernel):
-            lines += ["", f"kernel {number} {phase}"]
-            lines += [f"  {line}" for line in format_graph(module)]
-    return "\n".join(lines)
-
-
-def format_graph(module: fx.GraphModule) -> list[str]:
-    """One line per node: name, operator, arguments and local shape."""
-    lines = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            lines.append(f"{node.name}: {_shape(node)}")
-        elif node.op == "output":
-            lines.append("return " + ", ".join(str(a) for a in node.args[0]))
-        else:
-            lines.append(f"{node.name}: {_shape(node)} = {_operator(node)}({_arguments(node)})")
-    return lines
-
-
-def _operator(node: fx.Node) -> str:
-    name = str(node.target)
-    if node.target in RAW_OPS:
-        return name.removesuffix(".default")
-    return {"<built-in function getitem>": "getitem"}.get(name, name.removesuffix(".default"))
-
-
-def _arguments(node: fx.Node) -> str:
-    parts = [_argument(a) for a in node.args]
-    parts += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-    return ", ".join(parts)
-
-
-def _argument(argument: Any) -> str:
-    return repr(argument) if isinstance(argument, str) else str(argument)
-
-
-def _shape(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return "tuple"

@@ -17,11 +17,12 @@ from autopar.collectives import ALL_REDUCE, MASK, RAW_OPS, SHARD
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
 
 
 class ProcessMachine:
-    """`autopar.runtime.executor.Machine` on one device. Call it with gradients disabled."""
+    """`autopar.runtime.machine.Machine` on one device. Call it with gradients disabled."""
 
     def __init__(self, communicator: Communicator, dice: Dice) -> None:
         self.communicator = communicator
@@ -36,8 +37,9 @@ class ProcessMachine:
             bound = self._bound[module] = self._bind(module)
         return bound(*arguments)
 
-    def begin_microbatch(self, index: int) -> None:
-        self.communicator.microbatch = index
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self.communicator.microbatch = microbatch
+        self.dice.begin_call(microbatch, block, phase)
 
     def release(self, program: RankProgram) -> None:
         """Let go of what was made of a program's graphs."""
@@ -105,14 +107,7 @@ class ProcessMachine:
                 copied.target = self._seeded(node, random[node])
         bound = fx.GraphModule(_on_device(module, self.device), graph)
         run: Callable[..., Sequence[Tensor]] = bound.forward
-        if not random:
-            return run
-
-        def run_random(*arguments: Tensor) -> Sequence[Tensor]:
-            self.dice.begin_call()
-            return run(*arguments)
-
-        return run_random
+        return run
 
     def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
         _, label, _, *static = node.args

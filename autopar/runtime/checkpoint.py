@@ -7,7 +7,6 @@ ranks, and by plain ``torch.distributed.checkpoint`` tools.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
@@ -30,8 +29,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
 
     Raises InputError where the checkpoint does not fit, and leaves everything as it was.
     """
-    made = contextlib.nullcontext() if runtime.optimizer is None else runtime.made_optimizer_state()
-    with made:
+    with runtime.made_optimizer_state(), runtime.refused_by_all():
         state = _state(runtime)
         metadata = _metadata(path)
         _drop_what_was_not_saved(state, metadata)
@@ -42,7 +40,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
         runtime.load_optimizer_state_dict(state["optimizer"])
     trainer = state["trainer"]
     runtime.num_steps = trainer["num_steps"]
-    if "lr_scheduler" in trainer:
+    if "lr_scheduler" in trainer and runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
 
@@ -112,7 +110,7 @@ def _state(runtime: RankRuntime) -> dict[str, Any]:
     state["trainer"] = {"num_steps": runtime.num_steps}
     if runtime.lr_scheduler is not None:
         state["trainer"]["lr_scheduler"] = runtime.lr_scheduler.state_dict()
-    if runtime.optimizer is not None:
+    if runtime.options.optimizer is not None:
         state["optimizer"] = runtime.optimizer_state_dict()
     return state
 

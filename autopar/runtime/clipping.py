@@ -46,11 +46,16 @@ class Clipper:
         programs: Sequence[ParameterProgram],
         communicator: Communicator,
     ) -> None:
-        mesh, rank = communicator.mesh, communicator.rank
+        mesh, rank, world = communicator.mesh, communicator.rank, communicator.world
+        here = communicator.pipeline_device
         self.max_grad_norm = max_grad_norm
         self.device = communicator.device
-        self._counted = {p.name for p in programs if holder(p.stored, mesh, rank) == rank}
-        self._sum = communicator.bind_in_place(mesh.axes_label(range(mesh.num_axes)))
+        self._counted = {
+            p.name
+            for p in programs
+            if p.devices[0] == here and holder(p.stored, mesh, rank) == rank
+        }
+        self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all gradients together, the same on all ranks."""

@@ -76,44 +76,86 @@ AnyGroup = Group | TimedGroup
 
 
 class Communicator:
-    """This rank's groups of one mesh. Making it is collective: all ranks, the same labels."""
+    """This rank's groups of one mesh, of which a pipeline has one on each of its devices.
+
+    Making it is collective: all ranks, the same labels and sets of devices. ``mesh`` and ``rank``
+    are those of this rank's own device, ``pipeline_device`` of ``num_devices``.
+    """
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, labels: Iterable[str], num_microbatches: int = 1
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        labels: Iterable[str],
+        num_microbatches: int = 1,
+        *,
+        num_devices: int = 1,
+        device_sets: Iterable[tuple[int, ...]] = (),
     ) -> None:
-        if dist.get_world_size() != mesh.num_devices:
+        world = mesh.repeated(num_devices)
+        if dist.get_world_size() != world.num_devices:
             raise DeviceError(
-                f"the mesh {mesh} has {mesh.num_devices} ranks but the process group has "
+                f"the mesh {world} has {world.num_devices} ranks but the process group has "
                 f"{dist.get_world_size()}; start as many processes as the plan has devices: "
-                f"torchrun --nproc-per-node={mesh.num_devices} train.py"
+                f"torchrun --nproc-per-node={world.num_devices} train.py"
             )
         self.mesh = mesh
         self.device = device
-        self.rank = dist.get_rank()
-        self.device_mesh = device_mesh(mesh, device.type)
+        self.world = world
+        self.num_devices = num_devices
+        self.pipeline_device, self.rank = divmod(dist.get_rank(), mesh.num_devices)
+        made = device_mesh(world, device.type)
+        self.device_mesh = made if num_devices == 1 else made[mesh.axis_names]
         self.num_microbatches = num_microbatches
         self.microbatch = 0
         self._groups: dict[str, AnyGroup] = {}
+        self._device_groups: dict[tuple[int, ...], Any] = {}
+        self._directed: tuple[Any, Any] = (None, None)
         for label in sorted(set(labels)):
             self.group(label)
+        if num_devices > 1:
+            for devices in sorted({tuple(range(num_devices)), *device_sets}):
+                self._device_groups[devices] = self._make_device_group(devices)
+            self._directed = _directed_groups(device.type)
 
     def group(self, label: str) -> AnyGroup:
         """The group of a label; collective where it is new."""
         if label not in self._groups and label.split(",")[0] == MICROBATCH:
             self._groups[label] = TimedGroup(self, label)
         if label not in self._groups:
-            axes = self.mesh.axes_of(label)
+            axes = self.world.axes_of(label)
             if len(axes) == 1:
-                process_group = self.device_mesh.get_group(axes[0])
+                process_group = device_mesh(self.world, self.device.type).get_group(axes[0])
             else:
-                process_group = _joint_group(self.mesh.groups(axes), self.rank)
+                process_group = _joint_group(self.world.groups(axes), dist.get_rank())
             self._groups[label] = Group(
                 process_group=process_group,
-                size=self.mesh.size(axes),
-                index=self.mesh.index(self.rank, axes),
+                size=self.world.size(axes),
+                index=self.world.index(dist.get_rank(), axes),
                 label=label,
             )
         return self._groups[label]
+
+    def _make_device_group(self, devices: tuple[int, ...]) -> Any:
+        size = self.mesh.num_devices
+        groups = tuple(tuple(d * size + rank for d in devices) for rank in range(size))
+        return _joint_group(groups, dist.get_rank())
+
+    def device_group(self, devices: tuple[int, ...]) -> Any:
+        """The group of the ranks of this mesh position on some devices of the pipeline."""
+        return self._device_groups[devices]
+
+    def peer(self, device: int) -> int:
+        """The rank of this mesh position on another device of the pipeline."""
+        return device * self.mesh.num_devices + self.rank
+
+    def link_to(self, device: int) -> Any:
+        """The group for messages to another device; None is that of all processes."""
+        return self._directed[device > self.pipeline_device]
+
+    def link_from(self, device: int) -> Any:
+        """The group for messages from another device."""
+        return self._directed[self.pipeline_device > device]
 
     def bind(self, op: Any, label: str, *static: int) -> LocalFunction:
         """A raw op with its static arguments (after ``num``) as a function of a local tensor."""
@@ -158,6 +200,7 @@ class _Known:
         self.world: Any = None
         self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
         self.groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self.directed: tuple[Any, Any] | None = None
 
     def of_this_world(self) -> _Known:
         if self.world is not dist.group.WORLD:
@@ -192,6 +235,16 @@ def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
             own = made if rank in group else own
         known[groups] = own
     return known[groups]
+
+
+def _directed_groups(device_type: str) -> tuple[Any, Any]:
+    """Groups of all processes for messages down and up a pipeline; gloo needs none of its own."""
+    if device_type == "cpu":
+        return None, None
+    known = _KNOWN.of_this_world()
+    if known.directed is None:
+        known.directed = (dist.new_group(), dist.new_group())
+    return known.directed
 
 
 @dataclass(slots=True)

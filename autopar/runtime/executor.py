@@ -1,58 +1,34 @@
-"""Run one training step, or one forward pass, of a rank program.
+"""Run one training step, or one forward pass, of a rank program: one device's list of actions.
 
-The executor knows the order of things and who needs what; a `Machine` knows how to run one graph.
-There are two: one bound to process groups (`autopar.runtime.binding`), and one that runs all ranks
-side by side in one process (`autopar.runtime.lockstep`), where a value is a list of shards.
+The executor plays the actions of the program's schedule in their order (forward, input and weight
+gradients, recomputation, reductions, messages between stages); a program without a pipeline has one
+stage and the plain order. What a stage computes is in `autopar.runtime.computation`, how messages
+travel in `autopar.runtime.exchange`, and where graphs run in `autopar.runtime.machine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from torch import fx
-
-from autopar.lowering.differentiate import Kernel, TensorMeta
-from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram, Role
+from autopar.lowering.program import OutputProgram, RankProgram, Role
+from autopar.runtime.computation import Computation
+from autopar.runtime.exchange import Exchange
+from autopar.runtime.machine import Links, Machine, Phase
+from autopar.runtime.reductions import Reductions
+from autopar.runtime.route import Route, route_of
+from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")
 
 
-class Machine(Protocol[T]):
-    """Runs graphs on values of type T."""
-
-    def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
-
-    def begin_microbatch(self, index: int) -> None:
-        """Set the position on the axis in time for the graphs that follow."""
-        ...
-
-    def add(self, left: T, right: T) -> T: ...
-
-    def contiguous(self, value: T) -> T: ...
-
-    def filled(self, meta: TensorMeta, fill: float) -> T: ...
-
-    def start_moves(self, moves: Sequence[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
-        """Begin to run graphs of one operand and one result each; the returned call finishes.
-
-        The machine may join what it communicates.
-        """
-        ...
-
-
-@dataclass(slots=True)
-class _Record(Generic[T]):
-    """What the forward pass of a block leaves for its backward pass."""
-
-    operands: dict[int, T]
-    saved: list[T]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(Generic[T]):
-    """Of one step: the loss (replicated), gradients in stored placement, and next buffers."""
+    """Of one step: the loss (replicated), gradients in stored placement, and next buffers.
+
+    Gradients and buffers are those of this device's stages.
+    """
 
     loss: T
     gradients: Mapping[int, T]
@@ -62,76 +38,34 @@ class StepResult(Generic[T]):
 class Executor(Generic[T]):
     """One program on one machine. Parameters and buffers are handed in, never owned."""
 
-    def __init__(self, program: RankProgram, machine: Machine[T]) -> None:
+    def __init__(
+        self, program: RankProgram, machine: Machine[T], links: Links[T], device: int = 0
+    ) -> None:
         self.program = program
         self.machine = machine
+        self.links = links
+        self.route = route_of(program, device)
         self.fixed: dict[int, T] = {}
-        self._freed = self._find_freed()
-        self._parameter_of = {p.value: p for p in program.parameters}
-
-    def _find_freed(self) -> list[tuple[int, ...]]:
-        """Per block, the values that nobody reads after it."""
-        program = self.program
-        kept = {b.following.value for b in program.buffers if b.following is not None}
-        kept |= {o.value for o in program.outputs}
-        if program.loss is not None:
-            kept.add(program.loss.value)
-        last: dict[int, int] = {}
-        for position, block in enumerate(program.blocks):
-            last.update(dict.fromkeys(block.interface.outputs, position))
-            last.update(dict.fromkeys(block.interface.inputs, position))
-        freed: list[list[int]] = [[] for _ in program.blocks]
-        for value, position in last.items():
-            if value not in kept:
-                freed[position].append(value)
-        return [tuple(values) for values in freed]
 
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
     ) -> dict[int, T]:
         """The loss and outputs of a forward program, made whole, by value."""
-        run = _Pass(self, parameters)
-        run.fix(buffers)
-        self.machine.begin_microbatch(0)
-        run.env = {**buffers, **inputs, **self.fixed}
-        run.forward(keep_for_backward=False)
+        self._fix(buffers)
+        run = self._computation(parameters, buffers, [inputs])
+        _Play(self, run).run()
         wanted = [*self.program.outputs]
         if self.program.loss is not None:
             wanted.append(self.program.loss)
-        result = {}
-        values = {**parameters, **run.env}
-        for output in wanted:
-            result[output.value] = self._whole(output, values[output.value])
-        return result
+        return {output.value: self._shared(output, run) for output in wanted}
 
-    def _early(
-        self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
-    ) -> list[dict[int, T]]:
-        """Per micro-batch what the block of totals makes; the totals are those of all."""
-        early: list[dict[int, T]] = [{} for _ in batches]
-        for block in self.program.blocks:
-            if block.role is not Role.TOTALS:
-                continue
-            kernel = self.program.kernels[block.kernel]
-            for index, batch in enumerate(batches):
-                self.machine.begin_microbatch(index)
-                env = {**self.fixed, **buffers, **batch}
-                operands = [env[i] for i in block.interface.inputs]
-                results = self.machine.run(kernel.forward, operands)
-                early[index].update(zip(block.interface.outputs, results))
-        for total in self.program.totals:
-            summed = early[0][total.value]
-            for made in early[1:]:
-                summed = self.machine.add(summed, made[total.value])
-            summed = self._whole(total, summed)
-            for made in early:
-                made[total.value] = summed
-        return early
-
-    def _whole(self, output: OutputProgram, value: T) -> T:
-        if output.kernel is None:
-            return value
-        return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
+    def _shared(self, output: OutputProgram, run: Computation[T]) -> T:
+        if output.devices is None:
+            return run.whole(output, run.value(0, output.value))
+        own = None
+        if self.route.device in output.devices:
+            own = run.whole(output, run.value(0, output.value))
+        return self.links.share(output.devices, own, output.meta)
 
     def step(
         self,
@@ -139,165 +73,156 @@ class Executor(Generic[T]):
         buffers: Mapping[int, T],
         batches: Sequence[Mapping[int, T]],
     ) -> StepResult[T]:
-        """Forward and backward of the micro-batches, one by one, in the conventional order."""
-        program = self.program
-        assert program.loss is not None
-        run = _Pass(self, parameters)
-        run.fix(buffers)
-        early = self._early(buffers, batches)
-        loss: T | None = None
-        following: dict[int, T] = {}
-        for index, batch in enumerate(batches):
-            self.machine.begin_microbatch(index)
-            run.env = {**buffers, **following, **batch, **early[index], **self.fixed}
-            run.forward(keep_for_backward=True)
-            part = run.env[program.loss.value]
-            loss = part if loss is None else self.machine.add(loss, part)
-            following.update(
-                (b.value, self._whole(b.following, run.env[b.following.value]))
-                for b in program.buffers
-                if b.following is not None
-            )
-            run.backward(program.loss.value, is_last=index == len(batches) - 1)
-        assert loss is not None
-        loss = self._whole(program.loss, loss)
-        return StepResult(loss=loss, gradients=run.gradients, buffers=following)
+        """Forward and backward of all micro-batches, in the order of the schedule."""
+        assert self.program.loss is not None
+        self._fix(buffers)
+        run = self._computation(parameters, buffers, self._early(buffers, batches))
+        play = _Play(self, run)
+        play.run()
+        run.finish()
+        gradients = play.reductions.finish()
+        loss = self._total_loss(self.program.loss, run)
+        return StepResult(loss=loss, gradients=gradients, buffers=run.following)
 
+    def _total_loss(self, output: OutputProgram, run: Computation[T]) -> T:
+        """The sum of what the devices of the loss's stage have, on all devices."""
+        num_devices = self.program.pipeline.num_devices
+        if run.loss is None:
+            own = self.machine.filled(output.meta, 0.0)
+        else:
+            own = run.whole(output, run.loss)
+        return self.links.sum_over(tuple(range(num_devices)), [own])[0]
 
-class _Pass(Generic[T]):
-    """The values alive during one pass over the program."""
+    def _computation(
+        self,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        given: Sequence[Mapping[int, T]],
+    ) -> Computation[T]:
+        return Computation(
+            self.program,
+            self.route,
+            self.machine,
+            parameters=parameters,
+            buffers=buffers,
+            fixed=self.fixed,
+            given=given,
+        )
 
-    def __init__(self, executor: Executor[T], parameters: Mapping[int, T]) -> None:
-        self.executor = executor
-        self.machine = executor.machine
-        self.program = executor.program
-        self.stored = parameters
-        self.env: dict[int, T] = {}
-        self.used: dict[int, T] = {}
-        self.records: dict[int, _Record[T]] = {}
-        self.cotangents: dict[int, T] = {}
-        self.partial: dict[int, T] = {}
-        self.gradients: dict[int, T] = {}
-        self.reductions: list[tuple[list[int], Callable[[], Sequence[T]]]] = []
-
-    def forward(self, *, keep_for_backward: bool) -> None:
-        for position, block in enumerate(self.program.blocks):
-            if block.role is Role.EVERY:
-                self._run_block(position, block, keep_for_backward)
-            self._free(position, block)
-
-    def fix(self, buffers: Mapping[int, T]) -> None:
+    def _fix(self, buffers: Mapping[int, T]) -> None:
         """Blocks that depend on nothing but constants run in the first pass only."""
-        fixed = self.executor.fixed
-        for block in self.program.blocks:
+        fixed = self.fixed
+        for position, block in enumerate(self.program.blocks):
             if block.role is not Role.FIXED or all(o in fixed for o in block.interface.outputs):
                 continue
             kernel = self.program.kernels[block.kernel]
             operands = [fixed[i] if i in fixed else buffers[i] for i in block.interface.inputs]
+            self.machine.begin(0, position, Phase.FORWARD)
             fixed.update(zip(block.interface.outputs, self.machine.run(kernel.forward, operands)))
 
-    def _run_block(self, position: int, block: BlockProgram, keep: bool) -> None:
-        kernel = self.program.kernels[block.kernel]
-        interface = block.interface
-        operands = [self.env[i] for i in interface.inputs]
-        operands += [self._fetch(i) for i in interface.parameters]
-        results = list(self.machine.run(kernel.forward, operands))
-        self.env.update(zip(interface.outputs, results[: kernel.num_outputs]))
-        if keep:
-            sources = {*kernel.input_sources, *kernel.weight_sources}
-            kept = {i for kind, i in sources if kind == "operand"}
-            self.records[position] = _Record(
-                operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
-            )
-
-    def _fetch(self, value: int) -> T:
-        """A parameter in the placement that blocks use it in."""
-        if value not in self.used:
-            parameter = self.executor._parameter_of[value]
-            stored = self.stored[value]
-            if parameter.kernel is None:
-                self.used[value] = stored
-            else:
-                forward = self.program.kernels[parameter.kernel].forward
-                self.used[value] = self.machine.run(forward, [stored])[0]
-        return self.used[value]
-
-    def _free(self, position: int, block: BlockProgram) -> None:
-        for value in self.executor._freed[position]:
-            self.env.pop(value, None)
-        for value in block.interface.parameters:
-            if self.executor._parameter_of[value].last_block == position:
-                self.used.pop(value, None)
-
-    def backward(self, loss: int, *, is_last: bool) -> None:
-        for position in reversed(range(len(self.program.blocks))):
-            block = self.program.blocks[position]
+    def _early(
+        self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
+    ) -> list[dict[int, T]]:
+        """Each micro-batch's inputs, and the totals of all of them."""
+        given = [dict(batch) for batch in batches]
+        for position, block in enumerate(self.program.blocks):
+            if block.role is not Role.TOTALS:
+                continue
             kernel = self.program.kernels[block.kernel]
-            record = self.records.pop(position, None)
-            if record is None or not kernel.cotangents:
-                continue
-            self._run_backward(block, kernel, record, self._take(block, kernel, loss))
-            if is_last:
-                self._start_reductions(block, position)
-        for values, finish in self.reductions:
-            self.gradients.update(zip(values, finish()))
-        self.reductions.clear()
+            for index, batch in enumerate(given):
+                self.machine.begin(index, position, Phase.FORWARD)
+                known = {**self.fixed, **buffers, **batch}
+                operands = [known[i] for i in block.interface.inputs]
+                results = self.machine.run(kernel.forward, operands)
+                batch.update(zip(block.interface.outputs, results))
+        for total in self.program.totals:
+            summed = given[0][total.value]
+            for batch in given[1:]:
+                summed = self.machine.add(summed, batch[total.value])
+            if total.kernel is not None:
+                forward = self.program.kernels[total.kernel].forward
+                summed = self.machine.run(forward, [summed])[0]
+            for batch in given:
+                batch[total.value] = summed
+        return given
 
-    def _take(self, block: BlockProgram, kernel: Kernel, loss: int) -> list[T]:
-        """Cotangents of the block's outputs; zeros where nothing flowed back."""
-        taken = []
-        for index in kernel.cotangents:
-            value = block.interface.outputs[index]
-            cotangent = self.cotangents.pop(value, None)
-            if value == loss:
-                cotangent = self.machine.filled(kernel.output_metas[index], 1.0)
-            if cotangent is None:
-                cotangent = self.machine.filled(kernel.output_metas[index], 0.0)
-            taken.append(self.machine.contiguous(cotangent))
-        return taken
 
-    def _run_backward(
-        self, block: BlockProgram, kernel: Kernel, record: _Record[T], cotangents: list[T]
-    ) -> None:
-        interface = block.interface
-        sources: dict[str, Mapping[int, T]] = {
-            "operand": record.operands,
-            "saved": dict(enumerate(record.saved)),
-            "cotangent": dict(enumerate(cotangents)),
-        }
-        if kernel.backward_input is not None:
-            arguments = [sources[kind][i] for kind, i in kernel.input_sources]
-            results = list(self.machine.run(kernel.backward_input, arguments))
-            for operand, gradient in zip(kernel.input_grads, results):
-                self._accumulate(self.cotangents, interface.inputs[operand], gradient)
-            sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
-        if kernel.backward_weight is not None:
-            arguments = [sources[kind][i] for kind, i in kernel.weight_sources]
-            gradients = self.machine.run(kernel.backward_weight, arguments)
-            for operand, gradient in zip(kernel.weight_grads, gradients):
-                value = interface.parameters[operand - len(interface.inputs)]
-                self._accumulate(self.partial, value, gradient)
+class _Play(Generic[T]):
+    """One pass through a device's actions."""
 
-    def _accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
-        into[value] = self.machine.add(into[value], gradient) if value in into else gradient
+    def __init__(self, executor: Executor[T], run: Computation[T]) -> None:
+        self.program = executor.program
+        self.route: Route = executor.route
+        self.compute = run
+        self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
+        self.reductions = Reductions(
+            self.program, self.route, executor.machine, executor.links, run.partial
+        )
+        self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
+        self.outputs = frozenset(o.value for o in self.program.outputs)
 
-    def _start_reductions(self, block: BlockProgram, position: int) -> None:
-        """Bring gradients whose last contribution is in to the stored placement.
+    def run(self) -> None:
+        for place, action in enumerate(self.route.actions):
+            try:
+                self._do(action)
+            except Exception as error:
+                error.add_note(
+                    f"in action {action}, step {place} of pipeline device {self.route.device}, "
+                    f"schedule {self.program.pipeline.schedule.name!r}"
+                )
+                raise
+        self.exchange.finish()
 
-        This goes on beside the backward pass of earlier blocks.
-        """
-        values, moves = [], []
-        for value in block.interface.parameters:
-            parameter = self.executor._parameter_of[value]
-            if parameter.first_block != position or value not in self.partial:
-                continue
-            gradient = self.machine.contiguous(self.partial.pop(value))
-            if parameter.kernel is None:
-                self.gradients[value] = gradient
-                continue
-            backward = self.program.kernels[parameter.kernel].backward_input
-            assert backward is not None
-            values.append(value)
-            moves.append((backward, gradient))
-        if moves:
-            self.reductions.append((values, self.machine.start_moves(moves)))
+    def _do(self, action: Action) -> None:
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind is Kind.G:
+            self.reductions.start_stage(stage)
+            return
+        if kind is Kind.U:
+            return  # by the optimizer, when the step's gradients are there
+        assert microbatch is not None
+        if kind in SEND_KINDS:
+            self._send(action, microbatch)
+        elif kind in RECV_KINDS:
+            self.exchange.post(action)
+        elif kind is Kind.F:
+            self._receive(Action(stage, Kind.RECV_F, microbatch, 1, action.replica))
+            self.compute.forward(stage, microbatch, keep=self.keep)
+            if self.keep:
+                self.compute.finish_forward(stage, microbatch)
+        elif kind is Kind.R:
+            self.compute.recompute(stage, microbatch)
+        elif kind is Kind.W:
+            self._reduce(self.compute.weights(stage, microbatch))
+        else:
+            assert kind in (Kind.I, Kind.B), action
+            self._receive(Action(stage, Kind.RECV_B, microbatch, 1, action.replica))
+            weights = kind is Kind.B
+            self._reduce(self.compute.backward(stage, microbatch, weights=weights))
+
+    def _reduce(self, completed: Iterable[list[int]]) -> None:
+        for values in completed:
+            self.reductions.complete(values)
+
+    def _send(self, action: Action, microbatch: int) -> None:
+        flight, carried = self.compute.flights[microbatch], self.exchange.values(action)
+        if action.kind is Kind.SEND_B:
+            self.exchange.send(action, [flight.cotangents.pop(v) for v in carried])
+            return
+        self.exchange.send(action, [flight.values[v] for v in carried])
+        for value in carried:
+            if value not in self.outputs:
+                del flight.values[value]
+
+    def _receive(self, action: Action) -> None:
+        """Wait for what a stage is sent, if it is."""
+        if not self.exchange.expects(action):
+            return
+        assert action.microbatch is not None
+        flight = self.compute.flights[action.microbatch]
+        received = zip(self.exchange.values(action), self.exchange.take(action))
+        if action.kind is Kind.RECV_F:
+            flight.values.update(received)
+            return
+        for value, gradient in received:
+            self.compute.accumulate(flight.cotangents, value, gradient)

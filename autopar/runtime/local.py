@@ -17,7 +17,7 @@ from autopar.errors import InputError
 from autopar.lowering.program import RankProgram
 from autopar.placement import local_shape
 from autopar.runtime import checkpoint
-from autopar.runtime.optimizers import is_like_parameter, make_optimizer
+from autopar.runtime.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime, no_optimizer
@@ -48,10 +48,13 @@ class RankService:
 
     def receive(self, whole: Mapping[str, Tensor]) -> None:
         """Keep this rank's part of some whole tensors."""
-        stored = {p.name: p.stored for p in self.program.parameters}
+        programs = {p.name: p for p in self.program.parameters}
+        device, rank = self.program.place(self.rank)
         for name, tensor in whole.items():
-            if name in stored:
-                tensor = local_part(tensor, stored[name], self.program.mesh, self.rank)
+            if name in programs:
+                if device not in programs[name].devices:
+                    continue
+                tensor = local_part(tensor, programs[name].stored, self.program.mesh, rank)
             self._state[name] = tensor.detach().to(self.device, copy=True)
 
     def start(self, options: RankOptions) -> None:
@@ -81,16 +84,19 @@ class RankService:
         return [x.cpu() for x in outputs] if self.rank == 0 else None
 
     def held(self, what: str) -> dict[str, Tensor]:
-        """Parts of parameters or gradients that no lower rank holds; buffers from rank 0."""
+        """Parts of parameters, gradients and buffers that no lower rank holds."""
         runtime = self.running
         parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
         return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
 
     def _is_holder(self, name: str) -> bool:
-        stored = {p.name: p.stored for p in self.program.parameters}.get(name, ())
-        if not stored:
-            return self.rank == 0
-        return holder(stored, self.program.mesh, self.rank) == self.rank
+        device, rank = self.program.place(self.rank)
+        parameter = next((p for p in self.program.parameters if p.name == name), None)
+        if parameter is not None:
+            first = holder(parameter.stored, self.program.mesh, rank)
+            return device == parameter.devices[0] and rank == first
+        buffer = next(b for b in self.program.buffers if b.name == name)
+        return (device, rank) == (buffer.device, 0)
 
     def held_optimizer_state(self) -> dict[str, Any]:
         """As `RankRuntime.optimizer_state_dict`, with the parts that no lower rank holds."""
@@ -194,16 +200,16 @@ class LocalRunner:
 
     def _gathered(self, what: str) -> dict[str, Tensor]:
         by_rank = self.group.call("held", what)
-        return {name: self._whole(name, [h.get(name) for h in by_rank]) for name in by_rank[0]}
+        names = dict.fromkeys(name for held in by_rank for name in held)
+        return {name: self._whole(name, [h.get(name) for h in by_rank]) for name in names}
 
     def _whole(self, name: str, parts: Sequence[Tensor | None]) -> Tensor:
         """From the parts of the ranks that sent theirs."""
         mesh, parameter = self.program.mesh, self._parameters.get(name)
         if parameter is None:
-            assert parts[0] is not None
-            return parts[0]
-        stored = parameter.stored
-        full = [parts[holder(stored, mesh, rank)] for rank in range(mesh.num_devices)]
+            return next(part for part in parts if part is not None)
+        stored, first = parameter.stored, parameter.devices[0] * mesh.num_devices
+        full = [parts[first + holder(stored, mesh, rank)] for rank in range(mesh.num_devices)]
         return gather([p for p in full if p is not None], stored, parameter.shape, mesh)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -219,7 +225,9 @@ class LocalRunner:
         mesh = self.program.mesh
         shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in self.program.parameters}
         state: dict[str, dict[str, Any]] = {}
-        for name, entries in by_rank[0]["state"].items():
+        # What a holder has; of a split parameter all its holders have the same kinds of entries.
+        held = {name: e for r in reversed(by_rank) for name, e in r["state"].items()}
+        for name, entries in held.items():
             reference = torch.empty(shapes[name], device="meta")
             state[name] = {
                 key: self._whole(name, [r["state"].get(name, {}).get(key) for r in by_rank])
@@ -227,7 +235,8 @@ class LocalRunner:
                 else value
                 for key, value in entries.items()
             }
-        return {"state": state, "param_groups": by_rank[0]["param_groups"]}
+        groups = joined_groups([r["param_groups"] for r in by_rank], self.program.parameters)
+        return {"state": state, "param_groups": groups}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         self._require_optimizer()
@@ -239,9 +248,9 @@ class LocalRunner:
 
     def _taken_over(self, method: str, *args: Any) -> None:
         """Raise what the workers refused it for; they stay as they were."""
-        refusal: str | None = self.group.call(method, *args)[0]
-        if refusal is not None:
-            raise InputError(refusal)
+        refusals = [text for text in self.group.call(method, *args) if text is not None]
+        if refusals:
+            raise InputError(refusals[0])
 
     def save(self, path: checkpoint.Path) -> None:
         checkpoint.check_writable(path)

@@ -32,6 +32,7 @@ from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.runtime.executor import Executor, StepResult
+from autopar.runtime.machine import NoLinks, Phase
 from autopar.runtime.parts import gather, microbatch_of, reduced, scatter
 from autopar.runtime.randomness import Dice, kept_generators, random_nodes, split_axes
 
@@ -112,15 +113,14 @@ class LockstepMachine:
         self.dice = Dice(mesh, seed)
         self.microbatch = 0
 
-    def begin_microbatch(self, index: int) -> None:
-        self.microbatch = index
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self.microbatch = microbatch
+        self.dice.begin_call(microbatch, block, phase)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}
         given = iter(arguments)
         random = random_nodes(module)
-        if random:
-            self.dice.begin_call()
         with torch.no_grad():
             for node in module.graph.nodes:
                 if node.op == "placeholder":
@@ -202,7 +202,7 @@ class LockstepRun:
         self.num_steps = 0
         mesh = program.mesh
         self.machine = LockstepMachine(mesh, seed)
-        self.executor: Executor[Shards] = Executor(program, self.machine)
+        self.executor: Executor[Shards] = Executor(program, self.machine, NoLinks())
         self.parameters = {
             p.value: scatter(state[p.name], p.stored, mesh) for p in program.parameters
         }

@@ -114,3 +114,16 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter, gradient, old in zip(parameters, gradients, before):
             parameter.grad = gradient
             parameter.copy_(old)
+
+
+def joined_groups(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]], programs: Sequence[ParameterProgram]
+) -> list[dict[str, Any]]:
+    """Parameter groups of several ranks, with all their parameters by name, in program order."""
+    groups: list[dict[str, Any]] = []
+    for place in range(max((len(groups) for groups in by_rank), default=0)):
+        found = [groups[place] for groups in by_rank if len(groups) > place]
+        names = {name for group in found for name in group["params"]}
+        ordered = [p.name for p in programs if p.name in names]
+        groups.append({**found[0], "params": ordered})
+    return groups

@@ -1,9 +1,10 @@
 """Random numbers that are equal on replicas and different on shards.
 
 Every random operator of a program is preceded by a seed that depends on the run's seed, the step,
-the number of the call, the operator's place in its graph, and the position of the rank along the
-axes that split the operator (``split_axes``, written on the node when it was traced). Ranks that
-hold the same shard draw the same numbers, others draw their own; a step can be repeated.
+the micro-batch, the block and which of its graphs it is in, the operator's place there, and the
+position of the rank along the axes that split the operator (``split_axes``, written on the node
+when it was traced). Ranks that hold the same shard draw the same numbers, others draw their own; a
+step can be repeated, and its numbers are the same in whatever order a schedule runs it.
 """
 
 from __future__ import annotations
@@ -54,24 +55,23 @@ def random_nodes(module: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 class Dice:
-    """Seeds of one step. ``begin_step`` starts a step, ``begin_call`` each run of a graph."""
+    """Seeds of one step. ``begin_step`` starts a step, ``begin_call`` each run of a block."""
 
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self.mesh = mesh
         self.seed = seed
         self._step_seed = 0
-        self._call = 0
+        self._call = (0, 0, 0)
 
     def begin_step(self, step: int) -> None:
         self._step_seed = mixed(self.seed, step)
-        self._call = 0
 
-    def begin_call(self) -> None:
-        self._call += 1
+    def begin_call(self, microbatch: int, block: int, phase: int) -> None:
+        self._call = (microbatch, block, phase)
 
     def seed_of(self, place: int, axes: tuple[int, ...], rank: int) -> int:
         shard = self.mesh.index(rank, axes)
-        return mixed(self._step_seed, self._call, place, shard)
+        return mixed(self._step_seed, *self._call, place, shard)
 
 
 @contextlib.contextmanager

@@ -13,25 +13,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import InputError, OptimizerError
+from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import ParameterProgram, RankProgram
 from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
 from autopar.runtime.executor import Executor
+from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
     MakeOptimizer,
     MakeScheduler,
     is_like_parameter,
+    joined_groups,
     make_optimizer,
     materialize_state,
 )
 from autopar.runtime.parts import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.randomness import Dice, kept_generators
-from autopar.runtime.state_checks import check_optimizer_state, check_state
+from autopar.runtime.state_checks import (
+    check_optimizer_state,
+    check_state,
+    without_parameters,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +93,27 @@ class RankRuntime:
         self.device = device
         self.num_steps = 0
         self.communicator = Communicator(
-            program.mesh, device, labels_of(program), program.num_microbatches
+            program.mesh,
+            device,
+            labels_of(program),
+            program.num_microbatches,
+            num_devices=program.pipeline.num_devices,
+            device_sets={p.devices for p in program.parameters if len(p.devices) > 1},
         )
         self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
+        self.links = ProcessLinks(self.communicator)
         self.porter = Porter(self.communicator)
-        self._programs = {p.name: p for p in program.parameters}
+        here = self.communicator.pipeline_device
+        self._programs = {p.name: p for p in program.parameters if here in p.devices}
         self._parameters = {
-            p.name: nn.Parameter(state[p.name], requires_grad=p.trainable)
-            for p in program.parameters
+            name: nn.Parameter(state[name], requires_grad=p.trainable)
+            for name, p in self._programs.items()
         }
         self._trained = [(p.value, self._parameters[p.name]) for p in self._trainable()]
         constants = dict(program.constants)
         self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
+        # A buffer that training changes is right only where it is changed.
+        self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
         self._training = self._bound(program)
         self._forwards: dict[int, _Bound] = {}
         self.optimizer: torch.optim.Optimizer | None = None
@@ -109,10 +126,12 @@ class RankRuntime:
             self._clipper = Clipper(options.max_grad_norm, self._trainable(), self.communicator)
 
     def _trainable(self) -> list[ParameterProgram]:
-        return [p for p in self.program.parameters if p.trainable]
+        return [p for p in self._programs.values() if p.trainable]
 
     def _make_optimizer(self, make: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
         trainable = {p.name: self._parameters[p.name] for p in self._trainable()}
+        if not trainable and any(p.trainable for p in self.program.parameters):
+            return  # the stages of this device have nothing to train
         self.optimizer = make_optimizer(make, trainable, self.program.parameters, self.program.mesh)
         if scheduler is not None:
             self.lr_scheduler = scheduler(self.optimizer)
@@ -121,9 +140,13 @@ class RankRuntime:
         constants = dict(program.constants)
         return _Bound(
             program=program,
-            executor=Executor(program, self.machine),
+            executor=Executor(program, self.machine, self.links, self.communicator.pipeline_device),
             is_random=has_random_ops(program),
-            parameters={p.value: self._parameters[p.name] for p in program.parameters},
+            parameters={
+                p.value: self._parameters[p.name]
+                for p in program.parameters
+                if p.name in self._parameters
+            },
             buffers={b.value: b.name for b in program.buffers if b.name not in constants},
             constants={
                 b.value: constants[b.name].to(self.device)
@@ -140,12 +163,13 @@ class RankRuntime:
 
         ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
         """
-        optimizer = self._optimizer()
+        self._check_optimizer()
         batches = [
             self.inputs(self.program, tensors, index, local=local)
             for index in range(self.program.num_microbatches)
         ]
-        optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         bound = self._training
         with self._dice(bound.is_random):
             result = bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
@@ -157,7 +181,8 @@ class RankRuntime:
         loss = result.loss.reshape(())
         del result  # and with it the gradients as they were before they are clipped
         self._clip()
-        optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         if self.lr_scheduler is not None:
             self._step_scheduler(loss)
         self.num_steps += 1
@@ -191,7 +216,8 @@ class RankRuntime:
         It reads the parameters, as they are stored for training, and the buffers, both by name.
         """
         for parameter in program.parameters:
-            assert parameter.stored == self._programs[parameter.name].stored, parameter.name
+            own = self._programs.get(parameter.name, parameter)
+            assert parameter.stored == own.stored, parameter.name
         for label in sorted(labels_of(program)):
             self.communicator.group(label)
         if slot in self._forwards:
@@ -249,20 +275,32 @@ class RankRuntime:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's own keys: parameters as DTensors, buffers whole."""
+        """The model's own keys: parameters as DTensors, buffers whole.
+
+        In a pipeline, those of this device's stages.
+        """
         named = {**self.parameters(), **self.buffers()}
-        return {key: named[name] for key, name in self.options.keys}
+        return {key: named[name] for key, name in self.options.keys if name in named}
 
     def buffers(self) -> dict[str, Tensor]:
-        return dict(self._buffers)
+        return {name: held for name, held in self._buffers.items() if name in self._owned}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Plain whole tensors under the model's own keys, on every rank; copies."""
-        named = {
-            name: self.porter.whole(self._parameters[name], p.stored, p.shape)
-            for name, p in self._programs.items()
-        }
-        named.update((name, tensor.clone()) for name, tensor in self.buffers().items())
+        here, named = self.communicator.pipeline_device, {}
+        for p in self.program.parameters:
+            own = None
+            if here == p.devices[0]:
+                own = self.porter.whole(self._parameters[p.name], p.stored, p.shape)
+            meta = TensorMeta.contiguous(p.shape, p.dtype)
+            named[p.name] = self.links.share(p.devices, own, meta)
+        for b in self.program.buffers:
+            if b.name in self._buffers:
+                own = self._buffers[b.name].clone()
+                meta = TensorMeta.contiguous(b.shape, b.dtype)
+                named[b.name] = own
+                if b.following is not None:
+                    named[b.name] = self.links.share((b.device,), own, meta)
         return {key: named[name] for key, name in self.options.keys}
 
     def held_parts(self) -> dict[str, Tensor]:
@@ -275,14 +313,22 @@ class RankRuntime:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""
-        check_state(state, self.options.keys, self.program)
-        self.load_named({name: state[key] for key, name in reversed(self.options.keys)})
+        pairs = [(key, name) for key, name in self.options.keys if self._is_here(name)]
+        check_state(state, self.options.keys, self.program, needed=[key for key, _ in pairs])
+        self.load_named({name: state[key] for key, name in reversed(pairs)})
+
+    def _is_here(self, name: str) -> bool:
+        return name in self._programs or name in self._owned
 
     @torch.no_grad()
     def load_named(self, state: Mapping[str, Tensor]) -> None:
-        """As `load_state_dict`, for some tensors, by their names in the program."""
+        """As `load_state_dict`, for some tensors, by their names in the program.
+
+        What other devices of a pipeline hold is passed over.
+        """
         for name, source in state.items():
-            self._load(name, source)
+            if self._is_here(name):
+                self._load(name, source)
 
     def _load(self, name: str, source: Tensor) -> None:
         if name in self._programs:
@@ -295,10 +341,14 @@ class RankRuntime:
 
     # --- optimizer state -------------------------------------------------------------------
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
+    def _check_optimizer(self) -> None:
+        if self.options.optimizer is None:
             raise no_optimizer()
-        return self.optimizer
+
+    def _optimizer_groups(self) -> list[dict[str, Any]]:
+        """None on a device whose stages have nothing to train."""
+        self._check_optimizer()
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._parameters.items()}
@@ -309,20 +359,25 @@ class RankRuntime:
         State with one element per element of its parameter is a DTensor like it (with ``local``
         this rank's part); the rest (step counts) is left as it is.
         """
-        optimizer, names = self._optimizer(), self._names()
+        names = self._names()
         state: dict[str, dict[str, Any]] = {}
-        for group in optimizer.param_groups:
+        groups = []
+        for group in self._optimizer_groups():
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                if parameter in optimizer.state:
-                    entries = optimizer.state[parameter]
+                if self.optimizer is not None and parameter in self.optimizer.state:
+                    entries = self.optimizer.state[parameter]
                     state[name] = dict(entries) if local else self._state_out(name, entries)
-        groups = [
-            {k: v for k, v in group.items() if k != "params"}
-            | {"params": [names[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+            groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+        if not local and self.communicator.num_devices > 1:
+            groups = self._groups_of_all(groups)
         return {"state": state, "param_groups": groups}
+
+    def _groups_of_all(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The parameter groups of all devices of a pipeline, joined."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return joined_groups(gathered, self.program.parameters)
 
     def _state_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         program, parameter = self._programs[name], self._parameters[name]
@@ -339,10 +394,16 @@ class RankRuntime:
 
         Raises InputError where it does not fit, and leaves everything as it was.
         """
-        optimizer, names = self._optimizer(), self._names()
-        with self.made_optimizer_state():
-            shapes = {p.name: p.shape for p in self.program.parameters}
-            check_optimizer_state(state, optimizer, names, shapes)
+        self._check_optimizer()
+        optimizer, names = self.optimizer, self._names()
+        elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
+        state = without_parameters(state, elsewhere)
+        with self.made_optimizer_state(), self.refused_by_all():
+            if optimizer is not None:
+                shapes = {p.name: p.shape for p in self.program.parameters}
+                check_optimizer_state(state, optimizer, names, shapes)
+        if optimizer is None:
+            return
         for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update((k, v) for k, v in given.items() if k != "params")
             for parameter in group["params"]:
@@ -355,7 +416,10 @@ class RankRuntime:
     @contextlib.contextmanager
     def made_optimizer_state(self) -> Iterator[None]:
         """With the state that the first step would make; without it again after an InputError."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
+        if optimizer is None:  # the stages of this device have nothing to train
+            yield
+            return
         is_new = not optimizer.state
         with torch.enable_grad():
             materialize_state(optimizer)
@@ -365,6 +429,23 @@ class RankRuntime:
             if is_new:
                 optimizer.state.clear()
             raise
+
+    @contextlib.contextmanager
+    def refused_by_all(self) -> Iterator[None]:
+        """An InputError on one device of a pipeline is raised on all of them. Collective."""
+        refusal: InputError | None = None
+        try:
+            yield
+        except InputError as error:
+            refusal = error
+        if self.communicator.num_devices > 1:
+            texts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, None if refusal is None else str(refusal))
+            first = next((text for text in texts if text is not None), None)
+            if refusal is None and first is not None:
+                refusal = InputError(first)
+        if refusal is not None:
+            raise refusal
 
     def _state_in(self, name: str, held: dict[str, Any], given: Mapping[str, Any]) -> None:
         parameter, program = self._parameters[name], self._programs[name]

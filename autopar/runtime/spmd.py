@@ -145,11 +145,14 @@ def own_parts(
     program: RankProgram, state: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Copies of this rank's parts of the whole state, on its device."""
-    rank, stored = dist.get_rank(), {p.name: p.stored for p in program.parameters}
+    device_here, rank = program.place(dist.get_rank())
+    programs = {p.name: p for p in program.parameters}
     parts = {}
     for name, tensor in needed_state(program, state).items():
-        if name in stored:
-            tensor = local_part(tensor, stored[name], program.mesh, rank)
+        if name in programs:
+            if device_here not in programs[name].devices:
+                continue
+            tensor = local_part(tensor, programs[name].stored, program.mesh, rank)
         parts[name] = tensor.to(device, copy=True)
     return parts
 

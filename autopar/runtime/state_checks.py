@@ -6,7 +6,7 @@ exists because a rank that fails half-way leaves the others waiting, and the sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,24 @@ _OPTIMIZER_FIX = (
 )
 
 
-def check_state(state: Any, keys: Sequence[tuple[str, str]], program: RankProgram) -> None:
-    """Raise InputError unless ``state`` has exactly the model's own keys and shapes."""
+def check_state(
+    state: Any,
+    keys: Sequence[tuple[str, str]],
+    program: RankProgram,
+    needed: Sequence[str] | None = None,
+) -> None:
+    """Raise InputError unless ``state`` has exactly the model's own keys and shapes.
+
+    With ``needed`` keys other than these may be missing.
+    """
     if not isinstance(state, Mapping):
         raise InputError(
             f"the state is a {type(state).__name__}, not a mapping of names to tensors; load the "
             "state_dict() of the same model"
         )
     expected = dict(keys)
-    missing, unknown = sorted(expected.keys() - state), sorted(state.keys() - expected, key=str)
+    wanted = expected.keys() if needed is None else set(needed)
+    missing, unknown = sorted(wanted - state.keys()), sorted(state.keys() - expected, key=str)
     if missing or unknown:
         raise InputError(
             f"the state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]} "
@@ -38,6 +47,8 @@ def check_state(state: Any, keys: Sequence[tuple[str, str]], program: RankProgra
     shapes = {p.name: p.shape for p in program.parameters}
     shapes.update((b.name, b.shape) for b in program.buffers)
     for key, name in keys:
+        if key not in state:
+            continue
         if not isinstance(state[key], Tensor):
             raise InputError(
                 f"{key!r} is a {type(state[key]).__name__}, not a tensor; load the state_dict() of "
@@ -90,6 +101,21 @@ def check_optimizer_state(
             if name in entries:
                 held = optimizer.state.get(parameter, {})
                 _check_entries(name, entries[name], held, parameter.shape, shapes[name])
+
+
+def without_parameters(state: Any, names: Collection[str]) -> Any:
+    """An optimizer's state without some parameters; what is no such state is left as it is."""
+    if not names or not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return state
+    entries, groups = state["state"], state["param_groups"]
+    if isinstance(entries, Mapping):
+        entries = {name: entry for name, entry in entries.items() if name not in names}
+    if isinstance(groups, Sequence) and all(isinstance(g, Mapping) for g in groups):
+        groups = [
+            {**group, "params": [n for n in group.get("params", ()) if n not in names]}
+            for group in groups
+        ]
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:

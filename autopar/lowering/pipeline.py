@@ -1,0 +1,251 @@
+"""The pipeline of a program: which stage each block is in, and what crosses between stages.
+
+In: a lowered program (all blocks, on the mesh that every stage has), the stage of each block, and a
+schedule. Out: the same program with a `Pipeline`, and with the devices that hold each parameter.
+What a later stage reads of an earlier one travels from stage to stage, forward as a value and back
+as its gradient, so each boundary has one message each way a micro-batch, and its shapes are known
+before anything runs. ``device`` here means a position in the pipeline: the ranks of one mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autopar.errors import PlanError
+from autopar.lowering.differentiate import TensorMeta
+from autopar.schedules import (
+    Action,
+    Durations,
+    Kind,
+    PipelineShape,
+    Schedule,
+    Step,
+    build,
+    step,
+    verify,
+    with_communication,
+)
+from autopar.schedules.communication import message_of
+
+if TYPE_CHECKING:
+    from autopar.lowering.program import (
+        BufferProgram,
+        OutputProgram,
+        ParameterProgram,
+        RankProgram,
+    )
+
+NO_STAGE = -1
+"""The stage of blocks that every device runs by itself: fixed values and totals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """The messages between a stage and the next one, for one micro-batch on one rank.
+
+    ``values`` go on, in this order; ``gradients`` are those of them whose gradients come back.
+    ``metas`` and ``gradient_metas`` are their local shapes; all are sent contiguous.
+    """
+
+    values: tuple[int, ...]
+    metas: tuple[TensorMeta, ...]
+    gradients: tuple[int, ...]
+    gradient_metas: tuple[TensorMeta, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one rank sends on for one micro-batch."""
+        return sum(meta.size_bytes for meta in self.metas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The stages of a program and the schedule that runs them.
+
+    ``stage_of_block`` has a stage for each block of the program, or `NO_STAGE`. ``boundaries`` has
+    one entry a stage but the last. The schedule's sends and receives are written out.
+    """
+
+    schedule: Schedule
+    stage_of_block: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def shape(self) -> PipelineShape:
+        return self.schedule.shape
+
+    @property
+    def num_devices(self) -> int:
+        return self.shape.num_devices
+
+
+def serial_schedule(num_microbatches: int) -> Schedule:
+    """One stage: forward and backward of one micro-batch after the other."""
+    return build("1f1b", num_stages=1, num_microbatches=num_microbatches)
+
+
+def serial_pipeline(has_stage: Sequence[bool], schedule: Schedule) -> Pipeline:
+    """All blocks (but those without a stage) in one stage on one device."""
+    stages = tuple(0 if staged else NO_STAGE for staged in has_stage)
+    return Pipeline(schedule=schedule, stage_of_block=stages, boundaries=())
+
+
+def forward_schedule(placement: tuple[int, ...], num_devices: int = 1) -> Schedule:
+    """One micro-batch forward through the stages, and nothing back.
+
+    Devices without a stage take an empty one behind the last.
+    """
+    idle = sorted(set(range(num_devices)).difference(placement))
+    shape = PipelineShape(num_microbatches=1, placement=((*placement, *idle),))
+    devices: list[list[Step]] = [[] for _ in range(num_devices)]
+    for stage, device in enumerate(shape.placement[0]):
+        action = Action(stage, Kind.F, 0)
+        devices[device].append(step(action))
+        message = message_of(action, shape)
+        if message is not None:
+            send, receive, receiver = message
+            devices[device].append(step(send))
+            devices[receiver].append(step(receive))
+    return Schedule(name="forward", shape=shape, devices=tuple(map(tuple, devices)))
+
+
+def with_pipeline(
+    program: RankProgram, stage_of: Mapping[str, int], schedule: Schedule
+) -> RankProgram:
+    """``program`` cut into stages, which ``schedule`` runs; ``stage_of`` goes by block name.
+
+    Raises PlanError where the schedule does not fit the program, or a stage's buffers would be
+    updated by several replicas; ScheduleError where the schedule breaks a rule.
+    """
+    _check_schedule(program, schedule)
+    if not schedule.explicit_communication:
+        schedule = with_communication(schedule, Durations(F=1.0, I=1.0, W=1.0))
+    stages = tuple(
+        stage_of[block.name] if block.role.has_stage else NO_STAGE for block in program.blocks
+    )
+    cut = _Cut(program, stages, schedule)
+    return replace(
+        program,
+        pipeline=Pipeline(schedule=schedule, stage_of_block=stages, boundaries=cut.boundaries()),
+        parameters=cut.parameters(),
+        buffers=cut.buffers(),
+        loss=None if program.loss is None else cut.output(program.loss),
+        outputs=tuple(cut.output(output) for output in program.outputs),
+    )
+
+
+def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
+    if any(item.action.kind in (Kind.I, Kind.B) for row in schedule.devices for item in row):
+        verify(schedule)
+    if schedule.shape.num_microbatches != program.num_microbatches:
+        raise PlanError(
+            f"schedule {schedule.name!r} is for {schedule.shape.num_microbatches} micro-batches, "
+            f"the program has {program.num_microbatches}; pass "
+            f"num_microbatches={schedule.shape.num_microbatches}"
+        )
+    for row in schedule.devices:
+        for item in row:
+            if item.lag or item.action.kind in (Kind.O, Kind.L):
+                reason = (
+                    "belongs to the last training step" if item.lag else "keeps values on the host"
+                )
+                raise PlanError(
+                    f"schedule {schedule.name!r}: {item} {reason}, which is simulated but not run; "
+                    "use a schedule without such steps, such as schedule='1f1b'"
+                )
+
+
+class _Cut:
+    """What the stages of one program read and make."""
+
+    def __init__(self, program: RankProgram, stages: tuple[int, ...], schedule: Schedule) -> None:
+        self.program = program
+        self.shape = schedule.shape
+        self.stages = stages
+        self.made_in: dict[int, int] = {}
+        self.read_until: dict[int, int] = {}
+        self.graded_until: dict[int, int] = {}
+        self.metas: dict[int, TensorMeta] = {}
+        for stage, block in zip(stages, program.blocks):
+            kernel = program.kernels[block.kernel]
+            for value, meta in zip(block.interface.outputs, kernel.output_metas):
+                self.metas[value] = TensorMeta.contiguous(meta.shape, meta.dtype)
+                if stage != NO_STAGE:
+                    self.made_in[value] = stage
+            for value in block.interface.inputs:
+                self.read_until[value] = max(self.read_until.get(value, stage), stage)
+            graded = kernel.input_grads if kernel.cotangents else ()
+            for operand in graded:
+                value = block.interface.inputs[operand]
+                self.graded_until[value] = max(self.graded_until.get(value, stage), stage)
+
+    def boundaries(self) -> tuple[Boundary, ...]:
+        result = []
+        for stage in range(self.shape.num_stages - 1):
+            crossing = [v for v, made in self.made_in.items() if made <= stage]
+            values = tuple(v for v in crossing if self.read_until.get(v, NO_STAGE) > stage)
+            gradients = tuple(v for v in values if self.graded_until.get(v, NO_STAGE) > stage)
+            result.append(
+                Boundary(
+                    values=values,
+                    metas=tuple(self.metas[v] for v in values),
+                    gradients=gradients,
+                    gradient_metas=tuple(self.metas[v] for v in gradients),
+                )
+            )
+        return tuple(result)
+
+    def _devices_of(self, stages: set[int]) -> tuple[int, ...]:
+        return tuple(sorted({row[stage] for row in self.shape.placement for stage in stages}))
+
+    def parameters(self) -> tuple[ParameterProgram, ...]:
+        """Each parameter on the devices of the stages that use it; an unused one on the first."""
+        users: dict[int, set[int]] = {}
+        for stage, block in zip(self.stages, self.program.blocks):
+            for value in block.interface.parameters:
+                users.setdefault(value, set()).add(stage)
+        return tuple(
+            replace(p, devices=self._devices_of(users[p.value]) if p.value in users else (0,))
+            for p in self.program.parameters
+        )
+
+    def buffers(self) -> tuple[BufferProgram, ...]:
+        """Each buffer that changes with the device that changes it."""
+        result = []
+        for buffer in self.program.buffers:
+            stage = NO_STAGE
+            if buffer.following is not None:
+                stage = self.made_in.get(buffer.following.value, NO_STAGE)
+            if stage != NO_STAGE:
+                self._check_buffer(buffer.name, buffer.value, stage)
+                buffer = replace(buffer, device=self.shape.placement[0][stage])
+            result.append(buffer)
+        return tuple(result)
+
+    def _check_buffer(self, name: str, value: int, stage: int) -> None:
+        if self.shape.num_replicas > 1:
+            raise PlanError(
+                f"buffer {name!r} is updated in stage {stage}, of which this schedule has "
+                f"{self.shape.num_replicas} replicas, each with other micro-batches; use a "
+                "schedule with one replica, such as schedule='1f1b'"
+            )
+        readers = {
+            other
+            for other, block in zip(self.stages, self.program.blocks)
+            if value in block.interface.inputs
+        }
+        if readers - {stage}:
+            raise PlanError(
+                f"buffer {name!r} is updated in stage {stage} and read in stage "
+                f"{min(readers - {stage})}; cut the stages so that both are in one"
+            )
+
+    def output(self, output: OutputProgram) -> OutputProgram:
+        """An output with the devices that can make it: where its stage is, or everywhere."""
+        stage = self.made_in.get(output.value, NO_STAGE)
+        if stage != NO_STAGE:
+            return replace(output, devices=self._devices_of({stage}))
+        holders = {p.value: p.devices for p in self.parameters()}
+        return replace(output, devices=holders.get(output.value))

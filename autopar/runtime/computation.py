@@ -1,0 +1,248 @@
+"""The computation of a step on one device: the graphs of its stages, micro-batch by micro-batch.
+
+In: a program, a device's route through it, and this step's parameters, buffers and batches. Out:
+gradients as they accumulate, the loss's parts, next buffers. It knows blocks and values; the order
+of actions, communication between devices and reductions are the executor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from autopar.lowering.differentiate import Kernel
+from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram
+from autopar.runtime.machine import Machine, Phase
+from autopar.runtime.route import Route
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Record(Generic[T]):
+    """What the forward pass of a block leaves for its backward pass."""
+
+    operands: dict[int, T]
+    saved: list[T]
+
+
+@dataclass(slots=True)
+class Flight(Generic[T]):
+    """The values of one micro-batch on this device.
+
+    ``given`` are inputs and totals; ``values`` what stages made or received; ``cotangents`` the
+    gradients that have come back so far. By block, ``records`` wait for I, and ``late`` holds what
+    W still needs. By stage, ``entered`` is what a recomputed stage was given.
+    """
+
+    given: Mapping[int, T]
+    values: dict[int, T] = field(default_factory=dict)
+    cotangents: dict[int, T] = field(default_factory=dict)
+    records: dict[int, _Record[T]] = field(default_factory=dict)
+    late: dict[int, list[T]] = field(default_factory=dict)
+    entered: dict[int, dict[int, T]] = field(default_factory=dict)
+
+
+class Computation(Generic[T]):
+    """One step on one device; ``fixed`` are the values that depend on nothing but constants."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        route: Route,
+        machine: Machine[T],
+        *,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        fixed: Mapping[int, T],
+        given: Sequence[Mapping[int, T]],
+    ) -> None:
+        self.program = program
+        self.route = route
+        self.machine = machine
+        self.stored = parameters
+        self.buffers = dict(buffers)
+        self.fixed = fixed
+        self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
+        self.used: dict[int, T] = {}
+        self.partial: dict[int, T] = {}
+        self.remaining = route.contributions.copy()
+        self.following: dict[int, T] = {}
+        self.loss: T | None = None
+        self._parameter_of = {p.value: p for p in program.parameters}
+
+    def value(self, microbatch: int, index: int) -> T:
+        """A value as blocks read it."""
+        flight = self.flights[microbatch]
+        for known in (flight.values, flight.given, self.fixed, self.buffers):
+            if index in known:
+                return known[index]
+        return self.stored[index]
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        """F of a stage; with ``keep`` it leaves what the backward pass needs."""
+        recomputed = stage in self.program.pipeline.shape.recomputed
+        flight = self.flights[microbatch]
+        if recomputed and keep and stage:
+            entering = self.program.pipeline.boundaries[stage - 1].values
+            flight.entered[stage] = {v: flight.values[v] for v in entering}
+        self._run_blocks(stage, microbatch, keep=keep and not recomputed)
+
+    def recompute(self, stage: int, microbatch: int) -> None:
+        """R of a stage: its forward pass again, which leaves nothing but what backward needs."""
+        flight = self.flights[microbatch]
+        beside = flight.values
+        flight.values = flight.entered.pop(stage, {})
+        self._run_blocks(stage, microbatch, keep=True)
+        flight.values = beside
+
+    def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        values = self.flights[microbatch].values
+        for position in self.route.blocks[stage]:
+            self._run_block(position, microbatch, keep)
+            for value in self.route.dropped[position]:
+                values.pop(value, None)
+            for value in self.route.released[position]:
+                self.used.pop(value, None)
+
+    def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
+        block, flight = self.program.blocks[position], self.flights[microbatch]
+        kernel, interface = self.program.kernels[block.kernel], block.interface
+        operands = [self.value(microbatch, i) for i in interface.inputs]
+        operands += [self._fetch(i) for i in interface.parameters]
+        self.machine.begin(microbatch, position, Phase.FORWARD)
+        results = list(self.machine.run(kernel.forward, operands))
+        flight.values.update(zip(interface.outputs, results[: kernel.num_outputs]))
+        if keep:
+            sources = {*kernel.input_sources, *kernel.weight_sources}
+            kept = {i for kind, i in sources if kind == "operand"}
+            flight.records[position] = _Record(
+                operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
+            )
+
+    def _fetch(self, value: int) -> T:
+        """A parameter in the placement that blocks use it in."""
+        if value not in self.used:
+            parameter = self._parameter_of[value]
+            stored = self.stored[value]
+            if parameter.kernel is None:
+                self.used[value] = stored
+            else:
+                forward = self.program.kernels[parameter.kernel].forward
+                self.used[value] = self.machine.run(forward, [stored])[0]
+        return self.used[value]
+
+    def finish_forward(self, stage: int, microbatch: int) -> None:
+        """Take the loss's part and the next buffers from what F of a stage has made."""
+        values, crossing = self.flights[microbatch].values, self.route.crossing[stage]
+        for buffer in self.route.updated[stage]:
+            assert buffer.following is not None
+            self._follow(buffer.value, buffer.following, values[buffer.following.value])
+        if stage == self.route.loss_stage:
+            assert self.program.loss is not None
+            part = values[self.program.loss.value]
+            self.loss = part if self.loss is None else self.machine.add(self.loss, part)
+        for value in self.route.finished[stage]:
+            if value not in crossing:
+                del values[value]
+
+    def finish(self) -> None:
+        """Take the next buffers that no stage makes: copies of inputs and of constants."""
+        for buffer in self.route.copied:
+            assert buffer.following is not None
+            value = self.value(len(self.flights) - 1, buffer.following.value)
+            self._follow(buffer.value, buffer.following, value)
+
+    def _follow(self, buffer: int, following: OutputProgram, value: T) -> None:
+        self.following[buffer] = self.buffers[buffer] = self.whole(following, value)
+
+    def whole(self, output: OutputProgram, value: T) -> T:
+        """A value that leaves the program, made whole."""
+        if output.kernel is None:
+            return value
+        return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def backward(self, stage: int, microbatch: int, *, weights: bool) -> Iterator[list[int]]:
+        """I of a stage block by block, or with ``weights`` B: each block's W after its I.
+
+        Yields, after each block, the parameters whose gradients have become complete.
+        """
+        flight = self.flights[microbatch]
+        for position in reversed(self.route.blocks[stage]):
+            block = self.program.blocks[position]
+            kernel = self.program.kernels[block.kernel]
+            record = flight.records.pop(position, None)
+            if record is None or not kernel.cotangents:
+                continue
+            cotangents = self._take(flight, block, kernel)
+            arguments = self._run_input(position, microbatch, record, cotangents)
+            if kernel.backward_weight is None:
+                continue
+            if weights:
+                yield self._run_weight(position, microbatch, arguments)
+            else:
+                flight.late[position] = arguments
+
+    def weights(self, stage: int, microbatch: int) -> Iterator[list[int]]:
+        """W of a stage, as `backward`."""
+        for position in reversed(self.route.blocks[stage]):
+            arguments = self.flights[microbatch].late.pop(position, None)
+            if arguments is not None:
+                yield self._run_weight(position, microbatch, arguments)
+
+    def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
+        """Cotangents of the block's outputs; zeros where nothing flowed back."""
+        loss = None if self.program.loss is None else self.program.loss.value
+        taken = []
+        for index in kernel.cotangents:
+            value = block.interface.outputs[index]
+            cotangent = flight.cotangents.pop(value, None)
+            if value == loss:
+                cotangent = self.machine.filled(kernel.output_metas[index], 1.0)
+            if cotangent is None:
+                cotangent = self.machine.filled(kernel.output_metas[index], 0.0)
+            taken.append(self.machine.contiguous(cotangent))
+        return taken
+
+    def _run_input(
+        self, position: int, microbatch: int, record: _Record[T], cotangents: list[T]
+    ) -> list[T]:
+        """Run I and hand on the gradients; the arguments of W."""
+        block, flight = self.program.blocks[position], self.flights[microbatch]
+        kernel = self.program.kernels[block.kernel]
+        sources: dict[str, Mapping[int, T]] = {
+            "operand": record.operands,
+            "saved": dict(enumerate(record.saved)),
+            "cotangent": dict(enumerate(cotangents)),
+        }
+        if kernel.backward_input is not None:
+            arguments = [sources[kind][i] for kind, i in kernel.input_sources]
+            self.machine.begin(microbatch, position, Phase.INPUT)
+            results = list(self.machine.run(kernel.backward_input, arguments))
+            for operand, gradient in zip(kernel.input_grads, results):
+                self.accumulate(flight.cotangents, block.interface.inputs[operand], gradient)
+            sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
+        return [sources[kind][i] for kind, i in kernel.weight_sources]
+
+    def _run_weight(self, position: int, microbatch: int, arguments: list[T]) -> list[int]:
+        block = self.program.blocks[position]
+        kernel, interface = self.program.kernels[block.kernel], block.interface
+        assert kernel.backward_weight is not None
+        self.machine.begin(microbatch, position, Phase.WEIGHT)
+        gradients = self.machine.run(kernel.backward_weight, arguments)
+        complete = []
+        for operand, gradient in zip(kernel.weight_grads, gradients):
+            value = interface.parameters[operand - len(interface.inputs)]
+            self.accumulate(self.partial, value, gradient)
+            self.remaining[value] -= 1
+            if not self.remaining[value]:
+                complete.append(value)
+        return complete
+
+    def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
+        into[value] = self.machine.add(into[value], gradient) if value in into else gradient

@@ -1,0 +1,93 @@
+"""What an executor needs of the world: graphs that run, and other devices of the pipeline.
+
+A `Machine` runs graphs on values of type T, `Links` carry values between the devices of a pipeline.
+There are two of each: bound to this process (`autopar.runtime.binding`, `autopar.runtime.links`),
+and for all ranks side by side in one process (`autopar.runtime.lockstep`), where a value is a list
+of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Generic, Protocol, TypeVar
+
+from torch import fx
+
+from autopar.lowering.differentiate import TensorMeta
+
+T = TypeVar("T")
+
+
+class Phase(IntEnum):
+    """Which of a block's graphs runs."""
+
+    FORWARD = 0
+    INPUT = 1
+    WEIGHT = 2
+
+
+class Machine(Protocol[T]):
+    """Runs graphs on values of type T."""
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        """Say what runs next: the position on the axis in time, and the place of its random ops.
+
+        A block draws the same numbers for a micro-batch whenever it runs in a step.
+        """
+        ...
+
+    def add(self, left: T, right: T) -> T: ...
+
+    def contiguous(self, value: T) -> T: ...
+
+    def filled(self, meta: TensorMeta, fill: float) -> T: ...
+
+    def start_moves(self, moves: Sequence[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+        """Begin to run graphs of one operand and one result each; the returned call finishes.
+
+        The machine may join what it communicates.
+        """
+        ...
+
+
+class Links(Protocol[T]):
+    """Carries values between this device of a pipeline and others: rank to rank of equal place.
+
+    A link delivers in the order of its sends. Shapes are agreed beforehand; no metadata travels.
+    """
+
+    def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
+        """Begin to send; the returned call waits until the values may be forgotten."""
+        ...
+
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
+        """Begin to receive contiguous values; the returned call waits for them."""
+        ...
+
+    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
+        """The sums over some devices, on each of them; this device is one of them."""
+        ...
+
+    def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
+        """A value that the first of ``devices`` has, on all devices of the pipeline."""
+        ...
+
+
+class NoLinks(Generic[T]):
+    """`Links` where there is one device."""
+
+    def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
+        raise AssertionError(f"there is no device {device}")
+
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
+        raise AssertionError(f"there is no device {device}")
+
+    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
+        return values
+
+    def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
+        assert value is not None
+        return value

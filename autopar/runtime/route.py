@@ -1,0 +1,225 @@
+"""What one device of a pipeline does in a step: its actions in order, and tables by block.
+
+In: a program and a device's position in the pipeline. Out: frozen tables that the executor reads in
+every step; they are made once. Nothing here depends on tensors or processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.lowering.pipeline import NO_STAGE
+from autopar.lowering.program import BufferProgram, ParameterProgram, RankProgram
+from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from autopar.schedules.schedule import PipelineShape, Schedule
+
+_WEIGHT_KINDS = (Kind.W, Kind.B)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The tables of one device.
+
+    * ``actions``: one micro-batch each, in order of issue;
+    * ``blocks``: per stage the positions of its blocks;
+    * ``dropped``, ``released``: per block the values, and the parameters, that no later block of
+      its stage reads and no later stage needs;
+    * ``crossing``: per stage what it sends on, ``finished`` what leaves the program from it;
+    * ``updated``: per stage the buffers whose next value it makes; ``copied`` those whose next
+      value no stage makes; ``loss_stage``: the stage that makes the loss;
+    * ``contributions``: how often each parameter's gradient is added to in a step;
+    * ``summed``: parameters held by several devices whose gradients are summed over these devices,
+      by devices; equal on all of them;
+    * ``incoming``: per other device the receives from it, in the order in which it sends;
+    * ``arrived``: per receive, the sends of this device that must have arrived before it.
+    """
+
+    device: int
+    actions: tuple[Action, ...]
+    blocks: dict[int, tuple[int, ...]]
+    dropped: dict[int, tuple[int, ...]]
+    released: dict[int, tuple[int, ...]]
+    crossing: dict[int, frozenset[int]]
+    finished: dict[int, tuple[int, ...]]
+    updated: dict[int, tuple[BufferProgram, ...]]
+    copied: tuple[BufferProgram, ...]
+    loss_stage: int
+    contributions: Counter[int]
+    summed: dict[tuple[int, ...], tuple[ParameterProgram, ...]]
+    incoming: dict[int, tuple[Action, ...]]
+    arrived: dict[Action, tuple[Action, ...]]
+
+
+def route_of(program: RankProgram, device: int) -> Route:
+    """The tables of the device at that position of the program's pipeline."""
+    shape, schedule = program.pipeline.shape, program.pipeline.schedule
+    orders = [_singles(schedule, d) for d in range(shape.num_devices)]
+    blocks = {
+        stage: tuple(i for i, s in enumerate(program.pipeline.stage_of_block) if s == stage)
+        for stage in range(shape.num_stages)
+    }
+    ends = _Ends.of(program)
+    dropped: dict[int, tuple[int, ...]] = {}
+    released: dict[int, tuple[int, ...]] = {}
+    for stage, positions in blocks.items():
+        kept = ends.crossing[stage].union(ends.finished[stage])
+        _note_last_uses(program, positions, kept, dropped, released)
+    counts = [_contributions(program, order, blocks) for order in orders]
+    incoming: dict[int, list[Action]] = {}
+    for action in orders[device]:
+        if action.kind in RECV_KINDS:
+            incoming.setdefault(peer_of(action, shape), []).append(action)
+    return Route(
+        device=device,
+        actions=tuple(orders[device]),
+        blocks=blocks,
+        dropped=dropped,
+        released=released,
+        crossing=ends.crossing,
+        finished=ends.finished,
+        updated=ends.updated,
+        copied=ends.copied,
+        loss_stage=ends.loss_stage,
+        contributions=counts[device],
+        summed=_summed(program, counts),
+        incoming={peer: tuple(found) for peer, found in incoming.items()},
+        arrived=_arrived(orders, device, shape),
+    )
+
+
+def peer_of(action: Action, shape: PipelineShape) -> int:
+    """The device at the other end of a send or a receive."""
+    step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    return shape.placement[action.replica][action.stage + step]
+
+
+def _singles(schedule: Schedule, device: int) -> list[Action]:
+    """The device's actions, one for each micro-batch of those that take several."""
+    return [
+        action if action.span == 1 else action._replace(microbatch=microbatch, span=1)
+        for action, *_ in schedule.devices[device]
+        for microbatch in (action.microbatches or (action.microbatch,))
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """What leaves each stage; see `Route`."""
+
+    crossing: dict[int, frozenset[int]]
+    finished: dict[int, tuple[int, ...]]
+    updated: dict[int, tuple[BufferProgram, ...]]
+    copied: tuple[BufferProgram, ...]
+    loss_stage: int
+
+    @staticmethod
+    def of(program: RankProgram) -> _Ends:
+        pipeline = program.pipeline
+        stages = range(pipeline.shape.num_stages)
+        made_in = {
+            value: stage
+            for stage, block in zip(pipeline.stage_of_block, program.blocks)
+            for value in block.interface.outputs
+        }
+        updates = [b for b in program.buffers if b.following is not None]
+        stage_of = {b.value: made_in.get(b.following.value, NO_STAGE) for b in updates}  # type: ignore[union-attr]
+        wanted = [b.following.value for b in updates]  # type: ignore[union-attr]
+        wanted += [o.value for o in program.outputs]
+        if program.loss is not None:
+            wanted.append(program.loss.value)
+        boundaries = [frozenset(b.values) for b in pipeline.boundaries]
+        return _Ends(
+            crossing=dict(zip(stages, (*boundaries, frozenset[int]()))),
+            finished={
+                s: tuple(v for v in dict.fromkeys(wanted) if made_in.get(v) == s) for s in stages
+            },
+            updated={s: tuple(b for b in updates if stage_of[b.value] == s) for s in stages},
+            copied=tuple(b for b in updates if stage_of[b.value] == NO_STAGE),
+            loss_stage=NO_STAGE
+            if program.loss is None
+            else made_in.get(program.loss.value, NO_STAGE),
+        )
+
+
+def _note_last_uses(
+    program: RankProgram,
+    positions: Sequence[int],
+    kept: frozenset[int],
+    dropped: dict[int, tuple[int, ...]],
+    released: dict[int, tuple[int, ...]],
+) -> None:
+    """Per block of a stage what it is the last one to read there, or makes for nobody."""
+    seen: set[int] = set()
+    for position in reversed(positions):
+        interface = program.blocks[position].interface
+        values = dict.fromkeys((*interface.outputs, *interface.inputs))
+        dropped[position] = tuple(v for v in values if v not in seen and v not in kept)
+        released[position] = tuple(v for v in interface.parameters if v not in seen)
+        seen.update(values, interface.parameters)
+
+
+def _contributions(
+    program: RankProgram, order: Sequence[Action], blocks: dict[int, tuple[int, ...]]
+) -> Counter[int]:
+    runs = Counter(action.stage for action in order if action.kind in _WEIGHT_KINDS)
+    counts: Counter[int] = Counter()
+    for stage, num_runs in runs.items():
+        for position in blocks[stage]:
+            block = program.blocks[position]
+            kernel = program.kernels[block.kernel]
+            if kernel.cotangents and kernel.backward_weight is not None:
+                for operand in kernel.weight_grads:
+                    value = block.interface.parameters[operand - len(block.interface.inputs)]
+                    counts[value] += num_runs
+    return counts
+
+
+def _summed(
+    program: RankProgram, counts: Sequence[Counter[int]]
+) -> dict[tuple[int, ...], tuple[ParameterProgram, ...]]:
+    found: dict[tuple[int, ...], list[ParameterProgram]] = {}
+    for parameter in program.parameters:
+        if len(parameter.devices) > 1 and any(
+            counts[d][parameter.value] for d in parameter.devices
+        ):
+            found.setdefault(parameter.devices, []).append(parameter)
+    return {devices: tuple(found[devices]) for devices in sorted(found)}
+
+
+def _arrived(
+    orders: Sequence[Sequence[Action]], device: int, shape: PipelineShape
+) -> dict[Action, tuple[Action, ...]]:
+    """Which sends are known to have arrived once a receive has.
+
+    The other device sent that message after it had used what it was sent, so it had received it.
+    """
+    arrived: dict[Action, list[Action]] = {}
+    for action in orders[device]:
+        if action.kind not in SEND_KINDS:
+            continue
+        peer = peer_of(action, shape)
+        theirs = orders[peer]
+        used = next(i for i, other in enumerate(theirs) if _uses(other, action))
+        answers = (
+            other
+            for other in theirs[used:]
+            if other.kind in SEND_KINDS and peer_of(other, shape) == device
+        )
+        answer = next(answers, None)
+        if answer is not None:
+            step = 1 if answer.kind is Kind.SEND_F else -1
+            kind = Kind.RECV_F if answer.kind is Kind.SEND_F else Kind.RECV_B
+            receive = answer._replace(kind=kind, stage=answer.stage + step)
+            arrived.setdefault(receive, []).append(action)
+    return {receive: tuple(sends) for receive, sends in arrived.items()}
+
+
+def _uses(action: Action, send: Action) -> bool:
+    """Whether ``action`` is the one that reads what ``send`` sends."""
+    forward = send.kind is Kind.SEND_F
+    kinds = (Kind.F,) if forward else (Kind.I, Kind.B)
+    stage = send.stage + (1 if forward else -1)
+    same = (action.stage, action.microbatch) == (stage, send.microbatch)
+    return same and action.kind in kinds

@@ -1,0 +1,364 @@
+"""Pipelines on real processes equal eager PyTorch, under every schedule, alone and with meshes.
+
+Every model trains three steps; losses, gradients, weights and buffers must be those of one process.
+``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) adds eight processes and more drawn meshes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from autopar.cost_models import Cluster
+from torch import Tensor, nn
+
+from autopar.batch_norm import with_batch_norm
+from autopar.capture import Captured, capture
+from autopar.constraints import Constraint, Force
+from autopar.errors import InputError, PlanError, ScheduleError
+from autopar.lowering import RankProgram
+from autopar.lowering.pipeline import with_pipeline
+from autopar.mesh import Mesh
+from autopar.microbatches import analysed, lower_training
+from autopar.planner import make_planned
+from autopar.schedules import Durations, Schedule, build, with_reductions
+from autopar.stages import (
+    Stages,
+    lower_pipeline,
+    lower_staged_forward,
+    staged_blocks,
+    stages_from_cuts,
+)
+from autopar.strategy import Strategy
+from tests.models.zoo import build as build_model
+from tests.models.zoo import gpt2, optimizer_of
+from tests.oracles import (
+    NUM_STEPS,
+    Trained,
+    assert_same,
+    random_assignment,
+    reference_steps,
+    to_double,
+)
+from tests.runtime.conftest import Groups
+from tests.runtime.processes import process_steps, runner_of
+
+EXHAUSTIVE = bool(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS"))
+# transformers computes some losses and norms in float32 whatever the model's dtype.
+TOLERANCE = {"gpt2": 2e-6, "llama": 5e-6, "t5": 5e-6, "resnet": 1e-8}
+ALONE = Mesh(("x",), (1,))
+# Name, stages, micro-batches, options: on two devices.
+ON_2: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("gpipe", 2, 4, {}),
+    ("1f1b", 2, 4, {}),
+    ("interleaved", 4, 4, {"num_devices": 2}),
+    ("zb_h1", 2, 4, {}),
+    ("zb_h2", 2, 4, {}),
+    ("zb_v", 4, 4, {}),
+    ("v_half", 4, 4, {}),
+    ("v_min", 4, 4, {}),
+    ("dualpipe", 2, 4, {}),
+    ("chimera", 2, 4, {}),
+    ("chimera", 2, 4, {"concatenation": "forward_doubling"}),
+    ("chimera", 2, 2, {"concatenation": "backward_halving"}),
+    ("chimera", 2, 4, {"concatenation": "merged"}),
+    ("fast_forward", 4, 4, {"num_devices": 2}),
+]
+ON_4: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("gpipe", 4, 2, {}),
+    ("1f1b", 4, 4, {}),
+    ("zb_h1", 4, 4, {}),
+    ("chimera", 4, 4, {}),
+    ("chimera", 4, 4, {"num_pipelines": 4}),
+    ("dualpipe", 4, 8, {}),
+]
+ON_4_TWICE: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("interleaved", 8, 4, {"num_devices": 4}),
+    ("zb_v", 8, 4, {}),
+    ("v_half", 8, 4, {}),
+    ("v_min", 8, 4, {}),
+    ("fast_forward", 8, 4, {"num_devices": 4}),
+]
+WITH_REPLICAS = ("chimera", "dualpipe")
+
+
+def doubled(batch: dict[str, Tensor], further: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of 8, in which whole rows have no label, so that micro-batches fill unevenly."""
+    joined = to_double({k: torch.cat([v, further[k]]) for k, v in batch.items()})
+    if joined["labels"].dim() == 2:
+        joined["labels"][1, 2:] = -100
+        joined["labels"][2:4] = -100
+    return joined
+
+
+class Case:
+    """A model of the zoo with batches of 8, what eager makes of it, and its lowered programs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name == "gpt2 of 8 layers":
+            torch.manual_seed(0)
+            self.model: nn.Module = gpt2(8).train().double()
+            make_batch = build_model("gpt2")[1]
+        else:
+            self.model, make_batch = build_model(name)
+            self.model = self.model.double()
+        self.kind = name.split()[0]
+        self.optimizer = optimizer_of(self.kind)
+        self.batches = [doubled(make_batch(s), make_batch(s + 9)) for s in range(NUM_STEPS)]
+        self.captured = capture(self.model, self.batches[0])
+        self.tolerance = TOLERANCE.get(self.kind, 1e-9)
+
+    @functools.cache  # noqa: B019  a case lives as long as the tests
+    def prepared(self, num: int) -> Captured:
+        """As its strategies see it: batch norm has the statistics of each micro-batch."""
+        captured = self.captured
+        if num > 1:
+            captured = with_batch_norm(captured, "local")
+        return analysed(captured, num)[0]
+
+    @functools.cache  # noqa: B019
+    def expected(self, num: int) -> Trained:
+        if self.name != "resnet" or num == 1:
+            return reference_steps(self.model, self.batches, self.optimizer)
+        return accumulated_steps(self.model, self.batches, self.optimizer, num)
+
+    @functools.cache  # noqa: B019
+    def lowered(self, num: int, mesh: Mesh, seed: int) -> RankProgram:
+        return lower_training(self.strategy(num, mesh, seed), num)
+
+    def strategy(self, num: int, mesh: Mesh, seed: int) -> Strategy:
+        captured = self.captured if num == 1 else with_batch_norm(self.captured, "local")
+        analysis = analysed(captured, num)[1]
+        return Strategy(analysis, random_assignment(analysis, mesh, seed))
+
+    def stages(self, num_stages: int) -> Stages:
+        names = [b.name for b in staged_blocks(self.captured.graph)]
+        firsts = [names[len(names) * i // num_stages] for i in range(num_stages)]
+        return Stages(first_blocks=tuple(firsts))
+
+    def check(self, groups: Groups, program: RankProgram) -> None:
+        num = program.num_microbatches
+        runner = runner_of(
+            groups(program.num_ranks), self.captured, program, self.model,
+            optimizer=self.optimizer,
+        )  # fmt: skip
+        got = process_steps(runner, self.captured, self.batches)
+        assert_same(got, self.expected(num), tolerance=self.tolerance)
+
+    def check_schedule(
+        self, groups: Groups, schedule: Schedule, mesh: Mesh = ALONE, seed: int = 0
+    ) -> None:
+        program = self.lowered(schedule.shape.num_microbatches, mesh, seed)
+        stages = self.stages(schedule.shape.num_stages).of(self.captured.graph)
+        self.check(groups, with_pipeline(program, stages, schedule))
+
+
+def accumulated_steps(
+    model: nn.Module, batches: list[dict[str, Tensor]], make_optimizer: Any, num: int
+) -> Trained:
+    """Eager training with gradients accumulated over micro-batches, each normalised by itself."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(list(model.parameters()))
+    losses, gradients = [], {}
+    for batch in batches:
+        optimizer.zero_grad()
+        parts = zip(*(value.chunk(num) for value in batch.values()))
+        total = 0.0
+        for part in parts:
+            loss = model(**dict(zip(batch, part))).loss / num
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    return Trained(
+        losses=losses,
+        gradients=gradients,
+        weights={n: p.detach() for n, p in model.named_parameters()},
+        buffers=dict(model.named_buffers()),
+    )
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    return Case(name)
+
+
+def named(rows: list[tuple[str, int, int, dict[str, Any]]]) -> list[Any]:
+    return [pytest.param(*row, id=" ".join([row[0], *map(str, row[3].values())])) for row in rows]
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "num", "options"), named(ON_2))
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "resnet"])
+def test_every_schedule_on_two_devices(
+    name: str, schedule: str, num_stages: int, num: int, options: dict[str, Any], groups: Groups
+) -> None:
+    if name == "resnet" and schedule in WITH_REPLICAS:
+        pytest.skip("replicas of a batch norm would each have running statistics of their own")
+    made = build(schedule, num_stages=num_stages, num_microbatches=num, **options)
+    case_of(name).check_schedule(groups, made)
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "num", "options"), named(ON_4 + ON_4_TWICE))
+@pytest.mark.parametrize("name", ["gpt2 of 8 layers", "t5"])
+def test_every_schedule_on_four_devices(
+    name: str, schedule: str, num_stages: int, num: int, options: dict[str, Any], groups: Groups
+) -> None:
+    made = build(schedule, num_stages=num_stages, num_microbatches=num, **options)
+    case_of(name).check_schedule(groups, made)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "chimera"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "resnet"])
+def test_drawn_meshes_inside_stages(name: str, schedule: str, groups: Groups) -> None:
+    """Two stages of two processes each; ResNet with the whole batch, whose statistics it needs."""
+    if name == "resnet" and schedule in WITH_REPLICAS:
+        pytest.skip("replicas of a batch norm would each have running statistics of their own")
+    num = 1 if name == "resnet" else 2
+    made = build(schedule, num_stages=2, num_microbatches=num)
+    for seed in range(4 if EXHAUSTIVE else 2):
+        try:
+            case_of(name).check_schedule(groups, made, Mesh(("x",), (2,)), seed)
+        except PlanError as error:
+            if "micro-batches leaves" not in str(error):
+                raise
+
+
+INSIDE: dict[str, list[Constraint]] = {
+    "data": [Force("data_parallel")],
+    "tensor": [Force("tensor_parallel")],
+    "zero3": [Force("zero3")],
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("inside", list(INSIDE))
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+def test_known_strategies_inside_stages(
+    name: str, inside: str, schedule: str, groups: Groups
+) -> None:
+    case = case_of(name)
+    program = planned_program(name, inside, (2,))
+    made = build(schedule, num_stages=2, num_microbatches=2)
+    stages = case.stages(2).of(case.captured.graph)
+    case.check(groups, with_pipeline(program, stages, made))
+
+
+@functools.cache
+def planned_program(name: str, inside: str, sizes: tuple[int, ...]) -> RankProgram:
+    constraints = {
+        **INSIDE,
+        "data x tensor": [
+            Force("data_parallel", axis="x"), Force("tensor_parallel", axis="y"),
+        ],
+    }  # fmt: skip
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=math.prod(sizes))
+    mesh = dict(zip(("x", "y"), sizes))
+    planned = make_planned(
+        case_of(name).captured, cluster, mesh=mesh, constraints=constraints[inside],
+        num_microbatches=2,
+    )  # fmt: skip
+    return planned.program
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="eight processes: in the exhaustive mode")
+@pytest.mark.parametrize(
+    ("inside", "sizes"), [("data x tensor", (2, 2)), ("data", (4,)), ("tensor", (2,))]
+)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+def test_eight_processes(name: str, inside: str, sizes: tuple[int, ...], groups: Groups) -> None:
+    case = case_of(name)
+    num_stages = 8 // math.prod(sizes)
+    made = build("1f1b", num_stages=num_stages, num_microbatches=2)
+    stages = case.stages(num_stages).of(case.captured.graph)
+    case.check(groups, with_pipeline(planned_program(name, inside, sizes), stages, made))
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "1f1b"])
+def test_schedules_with_reductions_of_their_own(schedule: str, groups: Groups) -> None:
+    durations = Durations(F=1.0, I=1.0, W=1.0, G=0.5)
+    made = with_reductions(build(schedule, num_stages=2, num_microbatches=4), durations)
+    case_of("gpt2").check_schedule(groups, made)
+
+
+def test_one_device_runs_schedules_of_layers(groups: Groups) -> None:
+    """Reverse-first-k on data-parallel processes: no pipeline, gradients in the plan's order."""
+    case = case_of("gpt2")
+    made = build("reverse_first_k", num_stages=4, num_microbatches=2, k=2, reduces=False)
+    made = with_reductions(made, Durations(F=1.0, I=1.0, W=1.0, G=0.5))
+    stages = case.stages(4).of(case.captured.graph)
+    program = with_pipeline(planned_program("gpt2", "data", (2,)), stages, made)
+    assert program.num_ranks == 2
+    case.check(groups, program)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_forward_passes_find_the_parameters(name: str, groups: Groups) -> None:
+    case = case_of(name)
+    strategy = case.strategy(1, ALONE, 0)
+    made = build("1f1b", num_stages=2, num_microbatches=1)
+    program = lower_pipeline(strategy, case.stages(2), made)
+    runner = runner_of(groups(2), case.captured, program, case.model, optimizer=case.optimizer)
+    batch = case.batches[0]
+    tensors = case.captured.signature.flatten((), batch)
+    runner.set_forward_program(0, lower_staged_forward(strategy, program))
+    got = runner.forward(0, tensors)
+    expected = copy.deepcopy(case.model)(**batch)
+    wanted = [v for v in torch.utils._pytree.tree_leaves(dict(expected)) if v is not None]
+    assert len(got) == len(wanted)
+    for ours, theirs in zip(got, wanted):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=case.tolerance)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+def test_replicas_of_running_statistics_are_refused() -> None:
+    made = build("chimera", num_stages=2, num_microbatches=2)
+    with pytest.raises(PlanError, match=r"buffer .*running_mean.* 2 replicas"):
+        case_of("resnet").check_schedule(None, made)  # type: ignore[arg-type]
+
+
+def test_other_micro_batches_are_refused() -> None:
+    case = case_of("gpt2")
+    stages = case.stages(2).of(case.captured.graph)
+    made = build("1f1b", num_stages=2, num_microbatches=4)
+    with pytest.raises(PlanError, match="pass num_microbatches=4"):
+        with_pipeline(case.lowered(2, ALONE, 0), stages, made)
+
+
+def test_steps_of_the_last_iteration_are_refused() -> None:
+    case = case_of("gpt2")
+    made = build("conventional", num_stages=2, num_microbatches=2, reduces=True)
+    with pytest.raises(PlanError, match=r"U~1 .*last training step"):
+        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), made)
+
+
+def test_cuts_name_blocks_or_modules() -> None:
+    graph = case_of("gpt2").captured.graph
+    stages = stages_from_cuts(graph, ["transformer.h.1"])
+    assert stages.first_blocks == ("transformer", "transformer.h.1")
+    assert stages.of(graph)["transformer+lm_head"] == 1
+    with pytest.raises(InputError, match=r"'nothing', .* can begin at 'transformer.h.0'"):
+        stages_from_cuts(graph, ["nothing"])
+    with pytest.raises(InputError, match="each must begin behind the one before"):
+        stages_from_cuts(graph, ["transformer.h.1", "transformer.h.0"])
+    with pytest.raises(PlanError, match="2 stages, but the graph is cut into 3"):
+        lower_pipeline(
+            case_of("gpt2").strategy(2, ALONE, 0), case_of("gpt2").stages(3),
+            build("1f1b", num_stages=2, num_microbatches=2),
+        )  # fmt: skip
+
+
+def test_a_broken_schedule_names_the_step() -> None:
+    case = case_of("gpt2")
+    made = build("1f1b", num_stages=2, num_microbatches=2)
+    broken = Schedule(
+        name=made.name, shape=made.shape, devices=(made.devices[0][:-1], made.devices[1])
+    )
+    with pytest.raises(ScheduleError, match="missing"):
+        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), broken)
