@@ -31,11 +31,14 @@ from autopar.cost_models import (
 )
 from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
-from autopar.lowering import RankProgram, lower
+from autopar.lowering import RankProgram
+from autopar.lowering.pipeline import with_pipeline
+from autopar.mesh import Mesh
 from autopar.microbatches import lower_training
+from autopar.pipelines import pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
-from autopar.planner import Progress, candidate_meshes, make_planned
+from autopar.planner import Progress, candidate_meshes, check_mesh, make_planned
 from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
@@ -43,6 +46,8 @@ from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
 from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
+from autopar.schedules import Schedule
+from autopar.stages import lower_staged_forward
 from autopar.strategy import Analysis, Strategy
 from autopar.targets import LossFn, check_loss_fn
 
@@ -58,6 +63,9 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     num_microbatches: int = 1,
+    num_stages: int | None = None,
+    schedule: str | Schedule | None = None,
+    cuts: Sequence[str] | None = None,
     batch_norm: str = "global",
     compute: ComputeModel | None = None,
     progress: bool = False,
@@ -71,11 +79,18 @@ def plan(
     * ``example_inputs``: a tuple (positional), a mapping (keyword) or one tensor: a *global* batch.
     * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that returns no loss itself; the
       targets are the last positional inputs, or the keyword inputs that bear its names.
-    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried.
+    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried. In
+      a pipeline it is the mesh of each of its devices.
     * ``constraints``: what to force, forbid, pin or keep within; see `autopar.constraints`.
     * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
       with one update at the end. The result is that of the whole batch; the memory for activations
       is that of one part.
+    * ``num_stages``, ``schedule``: train as a pipeline of so many stages of contiguous blocks, in
+      the order of a schedule: a name that `autopar.schedules.build` knows (by default ``"1f1b"``),
+      or what it makes. The schedule says how many pipeline devices there are, which share the
+      cluster's devices evenly.
+    * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
+      slowest stage is made as fast as it can be.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
       ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
@@ -89,6 +104,15 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
+    check_mesh(mesh)
+    pipeline = pipeline_choice(
+        num_stages=num_stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        num_devices=cluster.num_devices,
+        mesh=mesh,
+    )
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
@@ -100,6 +124,7 @@ def plan(
             constraints=constraints,
             compute=compute,
             num_microbatches=num_microbatches,
+            pipeline=pipeline,
             progress=say,
         ).plan
 
@@ -116,6 +141,9 @@ def compile(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     num_microbatches: int = 1,
+    num_stages: int | None = None,
+    schedule: str | Schedule | None = None,
+    cuts: Sequence[str] | None = None,
     batch_norm: str = "global",
     max_grad_norm: float | None = None,
     profile_limit_s: float = 60.0,
@@ -169,6 +197,15 @@ def compile(
             f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
         )
     found, mesh = _resolve(devices, mesh)
+    check_mesh(mesh)
+    pipeline = pipeline_choice(
+        num_stages=num_stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        num_devices=len(found),
+        mesh=mesh,
+    )
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
         "optimizer": optimizer,
@@ -192,7 +229,9 @@ def compile(
                 cluster = devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
                 compute = None
                 if not isinstance(devices, Cluster) and profile_limit_s > 0:
-                    compute = _measured(captured, cluster, mesh, profile_limit_s, say)
+                    per_device = 1 if pipeline is None else pipeline.num_devices
+                    meshes = candidate_meshes(cluster, mesh, num_pipeline_devices=per_device)
+                    compute = _measured(captured, cluster, meshes, profile_limit_s, say)
                 return make_planned(
                     captured,
                     cluster,
@@ -200,6 +239,7 @@ def compile(
                     constraints=constraints,
                     compute=compute,
                     num_microbatches=num_microbatches,
+                    pipeline=pipeline,
                     device_type=kind,
                     progress=say,
                 ).plan
@@ -223,18 +263,23 @@ def _start(
     num_devices = dist.get_world_size() if is_spmd() else len(devices)
     strategy: Strategy = strategy_of(chosen, captured, num_devices)
     kind = devices[0].type
+    program = lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind)
+    pipeline = chosen.schedule.pipeline()
+    if pipeline is not None:
+        stages, schedule = pipeline
+        program = with_pipeline(program, stages.of(strategy.graph), schedule)
 
     def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
         graph = with_batch_norm(forward, chosen.graph.batch_norm).graph
         assignment = from_first_rank(
             lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held), "the forward plan"
         )
-        return lower(Strategy(Analysis(graph), assignment), device_type=kind, training=False)
+        return lower_staged_forward(Strategy(Analysis(graph), assignment), program)
 
     return Compiled(
         captured=captured,
-        program=lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind),
-        forward_program=lambda: lower(strategy, device_type=kind, training=False),
+        program=program,
+        forward_program=lambda: lower_staged_forward(strategy, program),
         lower_forward=lower_forward,
         plan=chosen,
         devices=devices,
@@ -279,7 +324,7 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
 def _measured(
     captured: Captured,
     cluster: Cluster,
-    mesh: Mapping[str, int] | None,
+    meshes: Sequence[Mesh],
     limit_s: float,
     progress: Progress,
 ) -> ComputeModel:
@@ -290,7 +335,7 @@ def _measured(
     device = cluster.device
     store = ProfileStore(default_store_path(), device)
     roofline = RooflineModel(device)
-    calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, mesh))
+    calls = calls_of(Analysis(captured.graph), meshes)
     progress(f"measure up to {len(calls)} op calls, at most {limit_s:.0f} s")
     calls = tuple(sorted(calls, key=lambda call: -_expected_s(roofline, call)))
     Profiler(store, device).profile(calls, progress=False, max_s=limit_s)

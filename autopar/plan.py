@@ -16,15 +16,17 @@ import msgspec
 from autopar.batch_norm import batch_norm_of, with_batch_norm
 from autopar.capture import Captured
 from autopar.cost_models import Cluster
-from autopar.errors import PlanError
+from autopar.errors import PlanError, ScheduleError
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
 from autopar.placement import Placements, format_placements, parse_placement
 from autopar.rules import parse_choice
+from autopar.schedules import Schedule, format_schedule, parse_schedule
+from autopar.stages import Stages
 from autopar.strategy import Assignment, Strategy
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,11 +55,48 @@ class GraphPlan(_Struct, frozen=True):
 
 
 class SchedulePlan(_Struct, frozen=True):
-    """The backward schedule and its size."""
+    """The backward schedule and its size.
+
+    Of a pipeline ``first_blocks`` names the block that each stage begins with, and ``actions`` is
+    the schedule's text, line by line (`autopar.schedules.format_schedule`); the mesh is that of
+    each of its ``num_devices``.
+    """
 
     name: str = "conventional"
     num_stages: int = 1
+    num_devices: int = 1
     num_microbatches: int = 1
+    first_blocks: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(stages: Stages, schedule: Schedule) -> SchedulePlan:
+        return SchedulePlan(
+            name=schedule.name,
+            num_stages=stages.num_stages,
+            num_devices=schedule.shape.num_devices,
+            num_microbatches=schedule.shape.num_microbatches,
+            first_blocks=stages.first_blocks,
+            actions=tuple(format_schedule(schedule).splitlines()),
+        )
+
+    def pipeline(self) -> tuple[Stages, Schedule] | None:
+        """The stages and the schedule that runs them; None without a pipeline. Raises PlanError."""
+        if not self.first_blocks:
+            return None
+        try:
+            schedule = parse_schedule("\n".join(self.actions) + "\n")
+        except ScheduleError as error:
+            raise PlanError(f"the plan's schedule cannot be read: {error}") from error
+        shape = schedule.shape
+        found = (shape.num_stages, shape.num_devices, shape.num_microbatches)
+        if found != (self.num_stages, self.num_devices, self.num_microbatches):
+            raise PlanError(
+                f"the plan's schedule has {found[0]} stages, {found[1]} devices and {found[2]} "
+                f"micro-batches; the plan says {self.num_stages}, {self.num_devices} and "
+                f"{self.num_microbatches}"
+            )
+        return Stages(first_blocks=self.first_blocks), schedule
 
 
 class Prediction(_Struct, frozen=True):
@@ -66,7 +105,9 @@ class Prediction(_Struct, frozen=True):
     ``sources`` counts the ops by where their price comes from; ``unpriced`` lists the operators
     that no cost model knows, priced by their memory traffic, and why. Communication has the weakest
     source among its collectives (none where nothing is communicated), updates and input copies are
-    analytical, and memory is counted over the lowered graphs.
+    analytical, and memory is counted over the lowered graphs. Of a pipeline the step is simulated,
+    the other times are those of the device that computes most, and ``bubble_share`` is the idle
+    share of all devices.
     """
 
     step_time_s: float
@@ -79,6 +120,7 @@ class Prediction(_Struct, frozen=True):
     unpriced: dict[str, str]
     memory_bytes: dict[str, int]
     memory_peak_at: str
+    bubble_share: float = 0.0
 
 
 class KnownStrategy(_Struct, frozen=True):
@@ -147,7 +189,12 @@ class Plan(_Struct, frozen=True):
             raise PlanError(f"the plan cannot be read: {error}") from error
 
     @property
+    def is_pipeline(self) -> bool:
+        return bool(self.schedule.first_blocks)
+
+    @property
     def device_mesh(self) -> Mesh:
+        """The mesh of one pipeline device: of all devices where there is no pipeline."""
         return Mesh(self.mesh.axis_names, self.mesh.axis_sizes)
 
     def __str__(self) -> str:
@@ -190,7 +237,7 @@ def make_plan(
     prediction: Prediction,
     search: SearchReport,
     redundant_ops: dict[str, int],
-    num_microbatches: int = 1,
+    schedule: SchedulePlan,
 ) -> Plan:
     """A strategy as a plan."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -199,7 +246,7 @@ def make_plan(
         graph=_describe(graph, captured),
         cluster=cluster,
         mesh=MeshPlan(axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes),
-        schedule=SchedulePlan(num_microbatches=num_microbatches),
+        schedule=schedule,
         prediction=prediction,
         search=search,
         redundant_ops=redundant_ops,
@@ -256,9 +303,11 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
     captured, analysis, _ = analysed(captured, plan.schedule.num_microbatches)
     graph, mesh = captured.graph, plan.device_mesh
     _check_graph(plan, _describe(graph, captured))
-    if num_devices is not None and num_devices != mesh.num_devices:
+    planned = mesh.repeated(plan.schedule.num_devices)
+    if num_devices is not None and num_devices != planned.num_devices:
         raise PlanError(
-            f"the plan is for {mesh.num_devices} devices ({mesh}), but there are {num_devices}; "
+            f"the plan is for {planned.num_devices} devices ({planned}), but there are "
+            f"{num_devices}; "
             "make a new plan, or pass as many devices"
         )
     unknown = sorted(set(plan.ops) - {op.name for op in graph.ops})

@@ -24,10 +24,19 @@ from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
 from autopar.lowering.memory import ProgramMemory, program_memory
-from autopar.mesh import MICROBATCH, Mesh
+from autopar.lowering.pipeline import with_pipeline
+from autopar.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.microbatches import Microbatches, analysed, lower_training
+from autopar.pipelines import PipelineChoice, PipelineTimes, choose_stages, pipeline_times
 from autopar.placement import local_shape
-from autopar.plan import KnownStrategy, Plan, Prediction, SearchReport, make_plan
+from autopar.plan import (
+    KnownStrategy,
+    Plan,
+    Prediction,
+    SchedulePlan,
+    SearchReport,
+    make_plan,
+)
 from autopar.pricing import OPTIMIZER_STATES, OpTable, Pricing
 from autopar.problem import Candidate, NodeKind, PricedGraph, price_graph
 from autopar.search import OPTIMAL_GAP, Status, relative_gap, solve
@@ -51,25 +60,40 @@ class Planned:
     best: Candidate
 
 
+def check_mesh(mesh: Mapping[str, int] | None) -> None:
+    """Raise InputError unless it is None or names axes and gives their sizes."""
+    if mesh is None:
+        return
+    is_valid = isinstance(mesh, Mapping) and not {MICROBATCH, PIPELINE} & mesh.keys()
+    if not is_valid or not all(isinstance(size, int) for size in mesh.values()):
+        raise InputError(
+            f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "
+            f"({MICROBATCH!r} is the axis that num_microbatches makes, {PIPELINE!r} that of "
+            "num_stages)"
+        )
+
+
 def candidate_meshes(
-    cluster: Cluster, mesh: Mapping[str, int] | None, max_axes: int = MAX_AXES
+    cluster: Cluster,
+    mesh: Mapping[str, int] | None,
+    max_axes: int = MAX_AXES,
+    num_pipeline_devices: int = 1,
 ) -> tuple[Mesh, ...]:
     """The user's mesh, or every ordered factorisation of the devices into up to ``max_axes``.
 
-    Later axes vary fastest, so they lie on the faster links.
+    Later axes vary fastest, so they lie on the faster links. In a pipeline it is the mesh of each
+    of its devices, which share the cluster's.
     """
-    total = cluster.num_devices
+    check_mesh(mesh)
+    total = cluster.num_devices // num_pipeline_devices
     if mesh is not None:
-        is_valid = isinstance(mesh, Mapping) and MICROBATCH not in mesh
-        if not is_valid or not all(isinstance(size, int) for size in mesh.values()):
-            raise InputError(
-                f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "
-                f"({MICROBATCH!r} is the axis that num_microbatches makes)"
-            )
         chosen = Mesh(tuple(mesh), tuple(mesh.values()))
         if chosen.num_devices != total:
+            shared = f"the cluster {total}"
+            if num_pipeline_devices > 1:
+                shared = f"each of {num_pipeline_devices} pipeline devices {total}"
             raise InputError(
-                f"mesh {dict(mesh)} has {chosen.num_devices} devices, the cluster {total}; "
+                f"mesh {dict(mesh)} has {chosen.num_devices} devices, {shared}; "
                 "the sizes must multiply to the number of devices"
             )
         return (chosen,)
@@ -102,14 +126,16 @@ def make_planned(
     constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
     num_microbatches: int = 1,
+    pipeline: PipelineChoice | None = None,
     device_type: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search every candidate mesh and lower the best strategy.
 
     A step of several micro-batches is priced as one of the whole batch; its memory is counted over
-    the program that runs. Raises ConstraintError where the constraints, or the memory, leave no
-    strategy.
+    the program that runs. In a ``pipeline`` (which says how many micro-batches there are) the
+    strategy is searched on the mesh of one of its devices, then cut into stages. Raises
+    ConstraintError where the constraints, or the memory, leave no strategy.
     """
     constraints = _listed(constraints)
     if captured.graph.loss is None:
@@ -118,19 +144,27 @@ def make_planned(
             "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
             "example_inputs=(inputs, targets), or labels that make the model return .loss"
         )
+    if pipeline is not None:
+        num_microbatches = pipeline.schedule.shape.num_microbatches
     captured, analysis, microbatches = analysed(captured, num_microbatches)
+    num_devices = 1 if pipeline is None else pipeline.num_devices
     candidates = search_meshes(
         analysis,
         cluster,
-        candidate_meshes(cluster, mesh),
+        candidate_meshes(cluster, mesh, num_pipeline_devices=num_devices),
         microbatches=microbatches,
         constraints=constraints,
         compute=compute,
         progress=progress,
     )
-    progress("price the known strategies")
-    baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
-    return _finish(captured, cluster, candidates, constraints, device_type, progress, baselines)
+    baselines = Baselines(found={}, missing={})  # of a pipeline: they would have its stages too
+    if pipeline is None:
+        progress("price the known strategies")
+        baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
+    lowering = _Lowering(
+        device_type=device_type, pipeline=pipeline, communication=CommunicationModel(cluster)
+    )
+    return _finish(captured, cluster, candidates, constraints, lowering, progress, baselines)
 
 
 def _listed(constraints: object) -> list[Constraint]:
@@ -207,7 +241,7 @@ def _finish(
     cluster: Cluster,
     candidates: list[Candidate],
     constraints: Sequence[Constraint],
-    device_type: str,
+    lowering: _Lowering,
     progress: Progress,
     baselines: Baselines,
 ) -> Planned:
@@ -220,10 +254,10 @@ def _finish(
     searched: Sequence[Candidate] = candidates
     best = cheapest([*candidates, *rivals[:1]])
     progress(f"lower on mesh {best.mesh}")
-    program, memory = _lowered(best, device_type)
+    program, memory = lowering.lowered(best)
     if memory.peak_bytes > budget:
         progress(f"search within {budget:,} bytes")
-        fit = _fit(candidates, rivals, best, memory, budget, constraints, device_type)
+        fit = _fit(candidates, rivals, best, memory, budget, constraints, lowering)
         searched, best, program, memory = fit.searched, fit.best, fit.program, fit.memory
     strategy = best.strategy()
     strategy.verify()
@@ -231,17 +265,43 @@ def _finish(
         strategy,
         captured,
         cluster,
-        _predict(best, memory),
+        _predict(best, memory, lowering.times(best, program)),
         _report(best, candidates, searched, baselines),
         _redundant(best),
-        best.num_microbatches,
+        lowering.schedule_plan(best),
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
 
 
-def _lowered(best: Candidate, device_type: str) -> tuple[RankProgram, ProgramMemory]:
-    program = lower_training(best.strategy(), best.num_microbatches, device_type=device_type)
-    return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lowering:
+    """How strategies become programs: as one stage, or as the pipeline that was asked for."""
+
+    device_type: str
+    pipeline: PipelineChoice | None
+    communication: CommunicationModel
+
+    def lowered(self, best: Candidate) -> tuple[RankProgram, ProgramMemory]:
+        strategy, num = best.strategy(), best.num_microbatches
+        program = lower_training(strategy, num, device_type=self.device_type)
+        if self.pipeline is not None:
+            stages = choose_stages(best, self.pipeline, self.communication)
+            program = with_pipeline(program, stages.of(strategy.graph), self.pipeline.schedule)
+        return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
+
+    def times(self, best: Candidate, program: RankProgram) -> PipelineTimes | None:
+        """The simulated step of a pipeline."""
+        if self.pipeline is None:
+            return None
+        stages = choose_stages(best, self.pipeline, self.communication)
+        schedule = self.pipeline.schedule
+        return pipeline_times(best, program, stages, schedule, self.communication)
+
+    def schedule_plan(self, best: Candidate) -> SchedulePlan:
+        if self.pipeline is None:
+            return SchedulePlan(num_microbatches=best.num_microbatches)
+        stages = choose_stages(best, self.pipeline, self.communication)
+        return SchedulePlan.of(stages, self.pipeline.schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +321,7 @@ def _fit(
     memory: ProgramMemory,
     budget: int,
     constraints: Sequence[Constraint],
-    device_type: str,
+    lowering: _Lowering,
 ) -> _Fit:
     """The cheapest strategy whose counted memory fits: searched for, or the best rival that does.
 
@@ -283,7 +343,7 @@ def _fit(
             least = _least_budget(tried)
             continue
         searched, best = tried, cheapest(feasible)
-        program, memory = _lowered(best, device_type)
+        program, memory = lowering.lowered(best)
         if memory.peak_bytes <= budget:
             found = _Fit(searched=tried, best=best, program=program, memory=memory)
             break
@@ -296,7 +356,7 @@ def _fit(
             break
         if _resident_bytes(rival) > budget:
             continue
-        program, memory = _lowered(rival, device_type)
+        program, memory = lowering.lowered(rival)
         if memory.peak_bytes <= budget:
             return _Fit(searched=searched, best=rival, program=program, memory=memory)
         smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
@@ -378,8 +438,9 @@ def time_parts(candidate: Candidate) -> TimeParts:
     )
 
 
-def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
-    priced, parts = best.priced, time_parts(best)
+def _predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
+    priced = best.priced
+    parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
     sources = Counter(
         str(table.estimates[pick].source)
         for table, pick in zip(priced.tables, best.solution.assignment)
@@ -397,6 +458,7 @@ def _predict(best: Candidate, memory: ProgramMemory) -> Prediction:
         unpriced=dict(sorted(priced.pricing.unpriced.items())),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
+        bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
     )
 
 

@@ -1,22 +1,30 @@
 """Peak memory of a rank program, counted by playing one training step over its graphs.
 
-Nothing is guessed: every value lives from the block that makes it to the last one that reads it,
-forward or backward; saved values live until their block's backward pass; gradients accumulate; and
-inside each graph the peak is found by liveness.
+Nothing is guessed: the actions of the schedule are played in their order. Every value lives from
+the block that makes it to the last one that reads it, forward or backward; saved values live until
+their block's backward pass, and what W needs until that; gradients accumulate; and inside each
+graph the peak is found by liveness.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
 from autopar.lowering.differentiate import Kernel, TensorMeta
-from autopar.lowering.program import BlockProgram, ParameterProgram, RankProgram
+from autopar.lowering.program import ParameterProgram, RankProgram
+from autopar.lowering.route import route_of
 from autopar.placement import Placements, local_shape
+from autopar.schedules.action import Kind
+
+Key = tuple[int, int]
+"""A micro-batch and a value; of parameters, `PARAMETER` and the value."""
+PARAMETER = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +40,80 @@ class ProgramMemory:
 
 
 def program_memory(program: RankProgram, *, num_optimizer_states: int) -> ProgramMemory:
-    """Memory of one training step in the conventional order."""
-    return _Play(program, num_optimizer_states).run()
+    """Memory of one training step on the device of the pipeline that needs most."""
+    kernels = [_measure(kernel, _rounding(program)) for kernel in program.kernels]
+    plays = (
+        _Play(program, device, kernels, num_optimizer_states).run()
+        for device in range(program.pipeline.num_devices)
+    )
+    return max(plays, key=lambda memory: memory.peak_bytes)
+
+
+def _rounding(program: RankProgram) -> Callable[[int], int]:
+    return (CPU_ALLOCATOR if program.device_type == "cpu" else CUDA_ALLOCATOR).rounded
 
 
 @dataclass(slots=True)
 class _KernelMemory:
-    """Working bytes of each graph of a kernel beyond its inputs, and what it saves."""
+    """Working bytes of each graph of a kernel beyond its inputs, what it saves, and what of that
+    and of I's results W still needs once I is done."""
 
     workspace: dict[str, int] = field(default_factory=dict)
     saved: int = 0
+    late: int = 0
+
+
+def _measure(kernel: Kernel, rounded: Callable[[int], int]) -> _KernelMemory:
+    memory = _KernelMemory()
+    graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
+    for phase, module in graphs.items():
+        if module is None:
+            continue
+        inputs = sum(rounded(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
+        found = graph_memory(module.graph)
+        memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
+    outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    made = set(outputs[: kernel.num_outputs])
+    memory.saved = sum(
+        rounded(_size(n)) for n in dict.fromkeys(outputs[kernel.num_outputs :]) if n not in made
+    )
+    if kernel.backward_weight is not None:
+        given = [n for n in kernel.backward_weight.graph.nodes if n.op == "placeholder"]
+        memory.late = sum(
+            rounded(_size(node))
+            for node, (kind, _) in zip(given, kernel.weight_sources)
+            if kind != "operand"
+        )
+    return memory
 
 
 class _Play:
-    def __init__(self, program: RankProgram, num_optimizer_states: int) -> None:
+    """One device of the program's pipeline."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        device: int,
+        kernels: Sequence[_KernelMemory],
+        num_optimizer_states: int,
+    ) -> None:
         self.program = program
-        allocator = CPU_ALLOCATOR if program.device_type == "cpu" else CUDA_ALLOCATOR
-        self.round = allocator.rounded
+        self.route = route_of(program, device)
+        self.kernels = kernels
+        self.round = _rounding(program)
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
-        self.kernels = [self._measure(k) for k in program.kernels]
-        self.holders: dict[int, set[object]] = {}
-        self.sizes: dict[int, int] = {}
+        self.holders: dict[Key, set[object]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.remaining = self.route.contributions.copy()
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
-            stored = self._bytes(p.shape, p.stored, p.dtype.itemsize)
-            self.live[Category.PARAMETERS] += stored
-            if p.trainable:
-                self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
+            if device in p.devices:
+                stored = self._bytes(p.shape, p.stored, p.dtype.itemsize)
+                self.live[Category.PARAMETERS] += stored
+                if p.trainable:
+                    self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
         for b in program.buffers:
             self.live[Category.BUFFERS] += self.round(math.prod(b.shape) * b.dtype.itemsize)
         for i in program.inputs:
@@ -69,102 +122,168 @@ class _Play:
     def _bytes(self, shape: tuple[int, ...], placements: Placements, itemsize: int) -> int:
         return self.round(math.prod(local_shape(shape, placements, self.program.mesh)) * itemsize)
 
-    def _measure(self, kernel: Kernel) -> _KernelMemory:
-        memory = _KernelMemory()
-        graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
-        for phase, module in graphs.items():
-            if module is None:
-                continue
-            inputs = sum(self.round(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
-            found = graph_memory(module.graph)
-            memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
-        outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
-        made = set(outputs[: kernel.num_outputs])
-        memory.saved = sum(
-            self.round(_size(n)) for n in dict.fromkeys(outputs[kernel.num_outputs :])
-            if n not in made
-        )  # fmt: skip
-        return memory
-
     def _at(self, where: str, working: int) -> None:
         now = self.live.copy()
         now[Category.WORKSPACE] += working
         if sum(now.values()) > sum(self.peak.values()):
             self.peak, self.peak_at = now, where
 
-    def _hold(self, value: int, holder: object, size: int, category: Category) -> None:
-        holders = self.holders.setdefault(value, set())
+    def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
+        holders = self.holders.setdefault(key, set())
         if not holders:
-            self.sizes[value] = size
+            self.sizes[key] = size
             self.live[category] += size
         holders.add(holder)
 
-    def _release(self, value: int, holder: object, category: Category) -> None:
-        holders = self.holders.get(value)
+    def _release(self, key: Key, holder: object, category: Category) -> None:
+        holders = self.holders.get(key)
         if holders and holder in holders:
             holders.discard(holder)
             if not holders:
-                self.live[category] -= self.sizes.pop(value)
+                self.live[category] -= self.sizes.pop(key)
 
     def run(self) -> ProgramMemory:
-        for position, block in enumerate(self.program.blocks):
-            self._forward(position, block)
-        for position in reversed(range(len(self.program.blocks))):
-            self._backward(position, self.program.blocks[position])
+        for action in self.route.actions:
+            stage, microbatch = action.stage, action.microbatch
+            if microbatch is None:
+                continue
+            recomputed = stage in self.program.pipeline.shape.recomputed
+            if action.kind is Kind.F:
+                self._enter(stage, microbatch, recomputed)
+                self._forward(stage, microbatch, keep=not recomputed)
+                self._leave(stage, microbatch)
+            elif action.kind is Kind.R:
+                self._forward(stage, microbatch, keep=True)
+                self._leave_recomputed(stage, microbatch)
+            elif action.kind in (Kind.I, Kind.B, Kind.W):
+                for position in reversed(self.route.blocks[stage]):
+                    if action.kind is not Kind.W:
+                        self._input(position, microbatch, late=action.kind is Kind.I)
+                    if action.kind is not Kind.I:
+                        self._weight(position, microbatch, late=action.kind is Kind.W)
         return ProgramMemory(
             by_category={str(c): v for c, v in sorted(self.peak.items()) if v},
             peak_at=self.peak_at,
         )
 
-    def _forward(self, position: int, block: BlockProgram) -> None:
+    # --- forward ---------------------------------------------------------------------------
+    def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:
+        """What comes from the stage before, which a recomputed stage keeps."""
+        if stage:
+            boundary = self.program.pipeline.boundaries[stage - 1]
+            for value, meta in zip(boundary.values, boundary.metas):
+                size = self.round(meta.size_bytes)
+                self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
+                if recomputed:
+                    self._hold((microbatch, value), ("R", stage), 0, Category.ACTIVATIONS)
+
+    def _leave(self, stage: int, microbatch: int) -> None:
+        """What the stage sends on is let go, unless the next stage is on this device."""
+        row = self.program.pipeline.shape.placement[self.program.pipeline.shape.replica(microbatch)]
+        if stage + 1 < len(row) and row[stage + 1] != row[stage]:
+            for value in self.program.pipeline.boundaries[stage].values:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+        for value in self.route.finished[stage]:
+            if value not in self.route.crossing[stage]:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+
+    def _leave_recomputed(self, stage: int, microbatch: int) -> None:
+        kept = self.route.crossing[stage].union(self.route.finished[stage])
+        for value in kept:
+            self._release((microbatch, value), "env", Category.ACTIVATIONS)
+        for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
+            self._release((microbatch, value), ("R", stage), Category.ACTIVATIONS)
+
+    def _forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        for position in self.route.blocks[stage]:
+            self._run(position, microbatch, keep)
+            for value in self.route.dropped[position]:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+            for value in self.route.released[position]:
+                self._release((PARAMETER, value), "env", Category.COMMUNICATION)
+
+    def _run(self, position: int, microbatch: int, keep: bool) -> None:
+        block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         for value in block.interface.parameters:
             self._fetch(self.parameter_of[value])
         self._at(f"F {block.name}", memory.workspace["F"])
         for value, meta in zip(block.interface.outputs, kernel.output_metas):
-            self._hold(value, "env", self.round(meta.size_bytes), Category.ACTIVATIONS)
-        self.live[Category.ACTIVATIONS] += memory.saved
-        sources = (*kernel.input_sources, *kernel.weight_sources)
-        kept = {i for kind, i in sources if kind == "operand"}
-        for index, value in enumerate(block.interface.inputs):
-            if index in kept and value in self.sizes:
-                self._hold(value, position, 0, Category.ACTIVATIONS)
-        for index, value in enumerate(block.interface.parameters, len(block.interface.inputs)):
-            if index in kept and value in self.sizes:
-                self._hold(value, position, 0, Category.COMMUNICATION)
-        for value in (*block.interface.inputs, *block.interface.outputs):
-            if not self._used_after(value, position):
-                self._release(value, "env", Category.ACTIVATIONS)
-        for value in block.interface.parameters:
-            if self.parameter_of[value].last_block == position:
-                self._release(value, "env", Category.COMMUNICATION)
+            size = self.round(meta.size_bytes)
+            self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
+        if keep:
+            self.live[Category.ACTIVATIONS] += memory.saved
+            sources = {*kernel.input_sources, *kernel.weight_sources}
+            for key, category in self._operands(position, microbatch, sources):
+                self._hold(key, (microbatch, position), 0, category)
+
+    def _operands(
+        self, position: int, microbatch: int, sources: Collection[tuple[str, int]]
+    ) -> Iterator[tuple[Key, Category]]:
+        """The operands among the sources of a backward graph that take memory of their own."""
+        interface = self.program.blocks[position].interface
+        num_inputs = len(interface.inputs)
+        for kind, index in sources:
+            if kind != "operand":
+                continue
+            if index < num_inputs:
+                key, category = (microbatch, interface.inputs[index]), Category.ACTIVATIONS
+            else:
+                value = interface.parameters[index - num_inputs]
+                key, category = (PARAMETER, value), Category.COMMUNICATION
+            if key in self.sizes:
+                yield key, category
 
     def _fetch(self, parameter: ParameterProgram) -> None:
-        if parameter.kernel is not None and parameter.value not in self.sizes:
+        key = (PARAMETER, parameter.value)
+        if parameter.kernel is not None and key not in self.sizes:
             size = self._bytes(parameter.shape, parameter.used, parameter.dtype.itemsize)
-            self._hold(parameter.value, "env", size, Category.COMMUNICATION)
+            self._hold(key, "env", size, Category.COMMUNICATION)
 
-    def _used_after(self, value: int, position: int) -> bool:
-        return any(value in b.interface.inputs for b in self.program.blocks[position + 1 :])
-
-    def _backward(self, position: int, block: BlockProgram) -> None:
+    # --- backward --------------------------------------------------------------------------
+    def _input(self, position: int, microbatch: int, *, late: bool) -> None:
+        """I; with ``late`` what W reads stays behind."""
+        block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
-        working = max((memory.workspace.get(p, 0) for p in ("I", "W")), default=0)
-        self._at(f"B {block.name}", working + self._cotangent_bytes(kernel))
-        for value in block.interface.parameters:
-            parameter = self.parameter_of[value]
-            if parameter.first_block == position and parameter.trainable:
-                self.live[Category.GRADIENTS] += self._gradient_bytes(parameter)
-            self._release(value, position, Category.COMMUNICATION)
+        kinds = ("I",) if late else ("I", "W")
+        working = max((memory.workspace.get(p, 0) for p in kinds), default=0)
+        self._at(f"{'I' if late else 'B'} {block.name}", working + self._cotangent_bytes(kernel))
+        waits = late and kernel.backward_weight is not None
+        kept = set(self._operands(position, microbatch, kernel.weight_sources)) if waits else set()
+        sources = {*kernel.input_sources, *kernel.weight_sources}
+        for key, category in [*self._operands(position, microbatch, sources)]:
+            if (key, category) not in kept:
+                self._release(key, (microbatch, position), category)
         self.live[Category.ACTIVATIONS] -= memory.saved
-        for value in block.interface.inputs:
-            self._release(value, position, Category.ACTIVATIONS)
+        if waits:
+            self.live[Category.ACTIVATIONS] += memory.late
 
-    def _gradient_bytes(self, parameter: ParameterProgram) -> int:
-        """As it is stored; while micro-batches are accumulated, as it is used."""
-        timed = self.program.num_microbatches > 1
-        placements = parameter.used if timed else parameter.stored
-        return self._bytes(parameter.shape, placements, parameter.dtype.itemsize)
+    def _weight(self, position: int, microbatch: int, *, late: bool) -> None:
+        block = self.program.blocks[position]
+        kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
+        if kernel.backward_weight is None:
+            return
+        if late:
+            self._at(f"W {block.name}", memory.workspace["W"])
+            for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
+                self._release(key, (microbatch, position), category)
+            self.live[Category.ACTIVATIONS] -= memory.late
+        if kernel.cotangents:
+            num_inputs = len(block.interface.inputs)
+            for operand in kernel.weight_grads:
+                self._contribute(block.interface.parameters[operand - num_inputs])
+
+    def _contribute(self, value: int) -> None:
+        """A gradient has its full size from its first contribution on; at the end as stored."""
+        parameter, total = self.parameter_of[value], self.route.contributions[value]
+        itemsize = parameter.dtype.itemsize
+        stored = self._bytes(parameter.shape, parameter.stored, itemsize)
+        used = self._bytes(parameter.shape, parameter.used, itemsize)
+        if self.remaining[value] == total:
+            self.live[Category.GRADIENTS] += used if total > 1 else stored
+        self.remaining[value] -= 1
+        if not self.remaining[value] and total > 1:
+            self.live[Category.GRADIENTS] += stored - used
 
     def _cotangent_bytes(self, kernel: Kernel) -> int:
         metas: list[TensorMeta] = [kernel.output_metas[i] for i in kernel.cotangents]

@@ -51,21 +51,38 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
         ("priced by memory traffic: operators no cost model knows", _unpriced(plan)),
         ("computed redundantly: operators without a rule", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
-        ("known strategies, by the same prices", _baselines(plan)),
+        *([] if plan.is_pipeline else [("known strategies, by the same prices", _baselines(plan))]),
     ]
 
 
 def _summary(plan: Plan) -> Rows:
     graph, search = plan.graph, plan.search
     return [
-        ("mesh", str(plan.device_mesh)),
+        ("mesh", f"{plan.device_mesh}{' on each pipeline device' if plan.is_pipeline else ''}"),
         ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
         ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
         ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
         *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
-        ("schedule", plan.schedule.name),
-        ("search", f"{search.status.lower()}, gap {search.gap:.2%}"),
+        *_schedule(plan),
+        (
+            "search",
+            f"{search.status.lower()}, gap {search.gap:.2%}"
+            + (" (sharding, by the sum of all stages)" if plan.is_pipeline else ""),
+        ),
+    ]
+
+
+def _schedule(plan: Plan) -> Rows:
+    schedule = plan.schedule
+    text = schedule.name
+    if schedule.num_microbatches > 1:
+        text += f", {schedule.num_microbatches} micro-batches"
+    if not plan.is_pipeline:
+        return [("schedule", text)]
+    return [
+        ("schedule", f"{text}, {schedule.num_devices} pipeline devices"),
+        ("stages begin at", ", ".join(schedule.first_blocks)),
     ]
 
 
@@ -78,6 +95,7 @@ def _times(plan: Plan) -> Rows:
         ("backward", format_seconds(p.backward_s)),
         ("communication", f"{format_seconds(p.communication_s)}  ({p.communication_source})"),
         ("update", f"{format_seconds(p.update_s)}  (analytical)"),
+        *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
         ("op prices", sources),
     ]
 

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 from autopar.lowering.differentiate import Kernel
 from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram
+from autopar.lowering.route import Route
 from autopar.runtime.machine import Machine, Phase
-from autopar.runtime.route import Route
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.pipeline import Pipeline
+from autopar.lowering.route import Route, peer_of
 from autopar.runtime.machine import Links
-from autopar.runtime.route import Route, peer_of
 from autopar.schedules.action import Action, Kind
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.lowering.program import OutputProgram, RankProgram, Role
+from autopar.lowering.route import Route, route_of
 from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.machine import Links, Machine, Phase
 from autopar.runtime.reductions import Reductions
-from autopar.runtime.route import Route, route_of
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")

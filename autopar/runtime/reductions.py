@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import ParameterProgram, RankProgram
+from autopar.lowering.route import Route
 from autopar.placement import local_shape
 from autopar.runtime.machine import Links, Machine
-from autopar.runtime.route import Route
 
 T = TypeVar("T")
 

@@ -1,0 +1,352 @@
+"""Pipelines in a plan: what the user fixed, where the stages begin, and what a step then takes.
+
+In: the schedule that was asked for, and a priced strategy for the mesh of one pipeline device. Out:
+stages (by dynamic programming over the blocks' priced times and the traffic between them), and the
+schedule simulated over these times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost_models import CommunicationModel
+from autopar.errors import AutoparError, InputError
+from autopar.graph import Graph, ValueKind
+from autopar.lowering import RankProgram
+from autopar.placement import local_shape
+from autopar.pricing import OpTable
+from autopar.problem import Candidate, NodeKind
+from autopar.schedules import Durations, Links, Schedule, Timeline, build, simulate, verify
+from autopar.search.stages import cut_chain
+from autopar.stages import Stages, staged_blocks, stages_from_cuts
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineChoice:
+    """What the user fixed: the schedule, and where stages begin if that too."""
+
+    schedule: Schedule
+    cuts: tuple[str, ...] | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.schedule.shape.num_devices
+
+
+def pipeline_choice(
+    *,
+    num_stages: int | None,
+    schedule: str | Schedule | None,
+    num_microbatches: int,
+    cuts: Sequence[str] | None,
+    num_devices: int,
+    mesh: Mapping[str, int] | None,
+) -> PipelineChoice | None:
+    """The arguments of `autopar.plan` as one value; None for a plan without a pipeline.
+
+    Raises InputError where they contradict each other or the number of devices.
+    """
+    if num_stages is None and schedule is None and cuts is None:
+        return None
+    num_stages = _number_of_stages(num_stages, schedule, cuts)
+    per_device = math.prod(mesh.values()) if mesh else 1
+    made = schedule
+    if not isinstance(made, Schedule):
+        made = _built(
+            made or DEFAULT_SCHEDULE, num_stages, num_microbatches, num_devices // per_device
+        )
+    elif num_microbatches not in (1, made.shape.num_microbatches):
+        raise InputError(
+            f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
+            f"{made.shape.num_microbatches}; leave num_microbatches out"
+        )
+    try:
+        verify(made)
+    except AutoparError as error:
+        raise InputError(f"schedule={made.name!r}: {error}") from error
+    if num_devices % made.shape.num_devices:
+        raise InputError(
+            f"schedule {made.name!r} with {num_stages} stages takes {made.shape.num_devices} "
+            f"pipeline devices, which do not divide {num_devices} devices; use a number of stages "
+            "whose pipeline does"
+        )
+    return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
+
+
+def _number_of_stages(
+    num_stages: int | None, schedule: str | Schedule | None, cuts: Sequence[str] | None
+) -> int:
+    if isinstance(cuts, str):
+        raise InputError(f"cuts is {cuts!r}; give a list of block names: cuts=[{cuts!r}]")
+    found = {
+        "num_stages": num_stages,
+        "cuts (one less)": None if cuts is None else len(cuts) + 1,
+        "schedule": schedule.shape.num_stages if isinstance(schedule, Schedule) else None,
+    }
+    given = {name: number for name, number in found.items() if number is not None}
+    if not given:
+        raise InputError(f"schedule={schedule!r} needs num_stages=..., or cuts=[...]")
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} is {number!r}; stages are a whole number, at least 1")
+    if len(set(given.values())) > 1:
+        text = ", ".join(f"{name} {number}" for name, number in given.items())
+        raise InputError(f"the number of stages is given twice and differs: {text}")
+    return next(iter(given.values()))
+
+
+def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """A schedule by name; those that deal stages to devices take the devices there are."""
+    options: dict[str, int] = {}
+    if name in ("interleaved", "fast_forward"):
+        options["num_devices"] = num_devices
+    try:
+        return build(name, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    except AutoparError as error:
+        raise InputError(
+            f"schedule={name!r}: {error}. For other options pass a schedule made by "
+            "autopar.schedules.build(...)"
+        ) from error
+
+
+# --- times --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one block for one micro-batch; communication inside is within F and I."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    communication_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyTimes:
+    """A strategy's prices by block of the graph, and by parameter what it costs once a step."""
+
+    blocks: dict[str, BlockTimes]
+    update_s: dict[int, float]
+    move_s: dict[int, float]
+
+
+def strategy_times(candidate: Candidate) -> StrategyTimes:
+    """Split a strategy's cost by what it is spent on."""
+    priced, picks = candidate.priced, candidate.solution.assignment
+    graph, num = priced.pricing.graph, candidate.num_microbatches
+    block_of = _block_of_ops(graph)
+    sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
+    update_s: dict[int, float] = {}
+    move_s: dict[int, float] = {}
+    homes: list[str | int] = []
+    for node, table, cost, pick in zip(priced.nodes, priced.tables, priced.costs, picks):
+        home: str | int
+        if isinstance(table, OpTable):
+            home = block_of[node.index]
+            estimate = table.estimates[pick]
+            parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
+            for place, seconds in enumerate(parts):
+                sums[home][place] += seconds
+            sums[home][3] += float(cost[pick]) - estimate.total_s
+        else:
+            home = _home_of_value(candidate, node.index, block_of)
+            own_s = float(table.cost_s[pick])
+            _spend(home, own_s, sums, update_s)
+            _spend(home, float(cost[pick]) - own_s, sums, move_s)
+        homes.append(home)
+    for (i, j), matrix in priced.edges.items():
+        home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
+        _spend(home, float(matrix[picks[i], picks[j]]), sums, move_s)
+    return StrategyTimes(
+        blocks={
+            name: BlockTimes(
+                forward_s=(f + c / 2) / num,
+                input_grad_s=(i + c / 2) / num,
+                weight_grad_s=w / num,
+                communication_s=c / num,
+            )
+            for name, (f, i, w, c) in sums.items()
+        },
+        update_s=update_s,
+        move_s=move_s,
+    )
+
+
+def _spend(
+    home: str | int, seconds: float, sums: dict[str, list[float]], of_parameters: dict[int, float]
+) -> None:
+    if isinstance(home, str):
+        sums[home][3] += seconds
+    else:
+        of_parameters[home] = of_parameters.get(home, 0.0) + seconds
+
+
+def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:
+    """Of a redistribution's two ends the parameter, or else the op that needs it."""
+    parameters = [home for home in homes if isinstance(home, int)]
+    ops = [home for home, kind in zip(homes, kinds) if kind is NodeKind.OP]
+    return (parameters or ops or homes)[-1]
+
+
+def _block_of_ops(graph: Graph) -> dict[int, str]:
+    return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
+
+
+def _home_of_value(candidate: Candidate, index: int, block_of: Mapping[int, str]) -> str | int:
+    """The block that makes or first reads a value; a parameter is its own."""
+    analysis = candidate.priced.pricing.analysis
+    if analysis.graph.values[index].kind is ValueKind.PARAMETER:
+        return index
+    uses = (analysis.producers.get(index, (0, 0)), *analysis.consumers.get(index, ()))
+    return block_of[uses[0][0] if index in analysis.producers else uses[-1][0]]
+
+
+def choose_stages(
+    candidate: Candidate, choice: PipelineChoice, communication: CommunicationModel
+) -> Stages:
+    """Where the user cuts, or where the slowest stage is fastest; raises InputError."""
+    graph = candidate.priced.pricing.graph
+    if choice.cuts is not None:
+        return stages_from_cuts(graph, choice.cuts)
+    names = [block.name for block in staged_blocks(graph)]
+    num_stages = choice.schedule.shape.num_stages
+    if num_stages > len(names):
+        raise InputError(
+            f"num_stages={num_stages}, but the model has {len(names)} blocks: "
+            f"{', '.join(names)}; use at most {len(names)} stages"
+        )
+    times = strategy_times(candidate).blocks
+    ranks = (0, candidate.mesh.num_devices)
+    traffic_s = [
+        2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
+        for size_bytes in _crossing_bytes(candidate)
+    ]
+    starts = cut_chain([times[name].total_s for name in names], traffic_s, num_stages)
+    return Stages(first_blocks=tuple(names[start] for start in starts))
+
+
+def _crossing_bytes(candidate: Candidate) -> list[int]:
+    """Bytes of one rank's part of what crosses each possible cut, for one micro-batch."""
+    strategy, analysis = candidate.strategy(), candidate.priced.pricing.analysis
+    graph, num = analysis.graph, candidate.num_microbatches
+    blocks = staged_blocks(graph)
+    place = {op.index: b for b, block in enumerate(blocks) for op in graph.block_ops(block)}
+    sizes = [0] * (len(blocks) - 1)
+    for value, (producer, _) in analysis.producers.items():
+        users = [place[op] for op, _ in analysis.consumers.get(value, ()) if op in place]
+        if producer in place and users:
+            held = graph.values[value]
+            shape = local_shape(held.shape, strategy.interface(held), strategy.mesh)
+            size_bytes = math.prod(shape) * held.dtype.itemsize
+            for cut in range(place[producer], max(users)):
+                sizes[cut] += math.ceil(size_bytes / num)
+    return sizes
+
+
+# --- the step -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """A simulated step: of the device that computes most, and of the step as a whole."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    update_s: float
+    bubble_share: float
+
+
+def pipeline_times(
+    candidate: Candidate,
+    program: RankProgram,
+    stages: Stages,
+    schedule: Schedule,
+    communication: CommunicationModel,
+) -> PipelineTimes:
+    """Simulate the schedule over the priced stages; parameters' own costs come after it."""
+    times = strategy_times(candidate)
+    stage_of = stages.of(candidate.priced.pricing.graph)
+    per_stage = [
+        [times.blocks[name] for name, stage in stage_of.items() if stage == s]
+        for s in range(stages.num_stages)
+    ]
+    durations = Durations(
+        F=tuple(sum(b.forward_s for b in blocks) for blocks in per_stage),
+        I=tuple(sum(b.input_grad_s for b in blocks) for blocks in per_stage),
+        W=tuple(sum(b.weight_grad_s for b in blocks) for blocks in per_stage),
+    )
+    timeline = simulate(schedule, durations, _links(program, communication))
+    move_s, update_s = _after(program, times, communication)
+    busiest = max(range(schedule.shape.num_devices), key=timeline.busy_s)
+    forward_s, backward_s, inside_s = _spent(timeline, busiest, per_stage)
+    return PipelineTimes(
+        step_s=timeline.makespan_s + move_s + update_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        communication_s=inside_s + move_s,
+        update_s=update_s,
+        bubble_share=timeline.bubble_ratio,
+    )
+
+
+def _spent(
+    timeline: Timeline, device: int, per_stage: Sequence[Sequence[BlockTimes]]
+) -> tuple[float, float, float]:
+    """Seconds of a device's forwards and backwards, and of the collectives inside."""
+    forward_s = backward_s = inside_s = 0.0
+    for item in timeline.of_device(device):
+        kind = item.action.kind.value
+        inside = sum(b.communication_s for b in per_stage[item.action.stage]) / 2
+        if kind in ("F", "R"):
+            forward_s += item.duration_s - inside * item.action.span
+        elif kind in ("I", "B", "W"):
+            backward_s += item.duration_s - (inside if kind != "W" else 0.0)
+        if kind in ("F", "R", "I", "B"):
+            inside_s += inside * item.action.span
+    return forward_s, backward_s, inside_s
+
+
+def _links(program: RankProgram, communication: CommunicationModel) -> Links:
+    """The link between neighbours in the pipeline, and the messages of this program."""
+    sizes = tuple(float(b.size_bytes) for b in program.pipeline.boundaries)
+    largest = int(max(sizes, default=0.0))
+    if not largest or program.pipeline.num_devices == 1:
+        return Links(message_bytes=(*sizes, 0.0))
+    ranks = (0, program.mesh.num_devices)
+    latency_s = communication.estimate("send_recv", 0, ranks).time_s
+    whole_s = communication.estimate("send_recv", largest, ranks).time_s
+    moving_s = max(whole_s - latency_s, 1e-12)
+    return Links(
+        latency_s=latency_s,
+        bandwidth_bytes_per_s=largest / moving_s,
+        message_bytes=(*sizes, 0.0),
+    )
+
+
+def _after(
+    program: RankProgram, times: StrategyTimes, communication: CommunicationModel
+) -> tuple[float, float]:
+    """Seconds after the last action, on the device with most of them: parameters are moved between
+    placements and summed over the devices that hold them; then they are updated."""
+    size = program.mesh.num_devices
+    moves_s = [0.0] * program.pipeline.num_devices
+    updates_s = [0.0] * program.pipeline.num_devices
+    for parameter in program.parameters:
+        move_s = times.move_s.get(parameter.value, 0.0)
+        if len(parameter.devices) > 1 and parameter.trainable:
+            shape = local_shape(parameter.shape, parameter.stored, program.mesh)
+            size_bytes = math.prod(shape) * parameter.dtype.itemsize
+            ranks = tuple(device * size for device in parameter.devices)
+            move_s += communication.estimate("all_reduce", size_bytes, ranks).time_s
+        for device in parameter.devices:
+            moves_s[device] += move_s
+            updates_s[device] += times.update_s.get(parameter.value, 0.0)
+    last = max(range(len(moves_s)), key=lambda device: moves_s[device] + updates_s[device])
+    return moves_s[last], updates_s[last]

@@ -1,0 +1,240 @@
+"""Pipelines from the user's side: plans that are fixed, saved, replayed, run, checkpointed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from autopar.cost_models import Cluster
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InputError, PlanError
+from autopar.plan import Plan
+from autopar.schedules import build as build_schedule
+from tests.models.zoo import build
+from tests.oracles import Trained, assert_same, reference_steps, to_double
+from tests.runtime.conftest import Groups
+from tests.runtime.test_spmd import torchrun
+
+TOLERANCE = 2e-6  # GPT-2's loss is computed in float32
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return build("gpt2")[0].double()
+
+
+@functools.cache
+def batches() -> list[dict[str, Tensor]]:
+    return [to_double(build("gpt2")[1](seed)) for seed in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.runtime.local import LocalRunner
+
+    monkeypatch.setattr(
+        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
+    )
+
+
+def compiled_for(model: nn.Module, num_devices: int, **options: Any) -> Any:
+    given = {"example_inputs": batches()[0], "optimizer": sgd, "profile_limit_s": 0, **options}
+    return autopar.compile(model, num_devices, **given)
+
+
+def trained(compiled: Any) -> Trained:
+    losses, gradients = [], {}
+    for batch in batches():
+        losses.append(compiled.train_step(**batch).item())
+        gradients = gradients or compiled.gradients()
+    weights = compiled.full_state_dict()
+    return Trained(losses=losses, gradients=gradients, weights=weights, buffers={})
+
+
+FIXED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"num_stages": 2, "num_microbatches": 2}),
+    (2, {"num_stages": 4, "schedule": "zb_v", "num_microbatches": 2}),
+    (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
+    (2, {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2, "max_grad_norm": 1e3}),
+    (2, {"cuts": ["transformer.h.1"], "num_microbatches": 2, "schedule": "gpipe"}),
+    (4, {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}}),
+    (4, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 2, "mesh": {"tp": 2}}),
+]
+
+
+@pytest.mark.parametrize(("num_devices", "options"), FIXED, ids=str)
+def test_what_the_user_fixes_trains_as_eager(
+    model: nn.Module, num_devices: int, options: dict[str, Any]
+) -> None:
+    compiled = compiled_for(model, num_devices, **options)
+    schedule = compiled.plan.schedule
+    assert schedule.num_microbatches == options["num_microbatches"]
+    assert schedule.name == options.get("schedule", "1f1b")
+    expected = reference_steps(model, batches(), sgd)
+    got = trained(compiled)
+    assert_same(
+        Trained(
+            losses=got.losses,
+            gradients=got.gradients,
+            weights={n: got.weights[n] for n in expected.weights},
+            buffers={},
+        ),
+        expected,
+        tolerance=TOLERANCE,
+    )
+    replayed = compiled_for(model, num_devices, plan=Plan.from_json(compiled.plan.to_json()))
+    assert trained(replayed).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+def test_a_schedule_of_the_user(model: nn.Module) -> None:
+    made = build_schedule("zb_h1", num_stages=2, num_microbatches=4)
+    compiled = compiled_for(model, 2, schedule=made)
+    assert compiled.plan.schedule.pipeline()[1] == made
+    expected = reference_steps(model, batches(), sgd)
+    assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+def test_evaluation_and_other_calls(model: nn.Module) -> None:
+    compiled = compiled_for(model, 2, num_stages=2, num_microbatches=2)
+    compiled.train_step(**batches()[0])
+    reference = copy.deepcopy(model)
+    compiled.copy_to(reference)
+    reference.eval()
+    batch = batches()[1]
+    for call in (batch, {"input_ids": batch["input_ids"][:3]}):
+        ours, theirs = compiled.eval()(**call), reference(**call)
+        torch.testing.assert_close(ours.logits, theirs.logits.detach())
+    torch.testing.assert_close(compiled.train()(**batch).loss, reference(**batch).loss.detach())
+
+
+def test_checkpoints_between_plans(model: nn.Module, tmp_path: Path) -> None:
+    """What a pipeline saves is read by data parallelism, by another pipeline, and by itself."""
+    compiled = compiled_for(model, 2, num_stages=2, num_microbatches=2)
+    compiled.train_step(**batches()[0])
+    compiled.save(tmp_path / "first")
+    expected = [compiled.train_step(**batch).item() for batch in batches()]
+    for options in (
+        {"num_stages": 4, "schedule": "zb_v", "num_microbatches": 2},
+        {"mesh": {"x": 2}},
+        {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2},
+    ):
+        other = compiled_for(model, 2, **options)
+        other.load(tmp_path / "first")
+        got = [other.train_step(**batch).item() for batch in batches()]
+        assert got == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_state_goes_out_and_comes_back(model: nn.Module) -> None:
+    compiled = compiled_for(
+        model, 2, num_stages=2, num_microbatches=2,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.01),
+    )  # fmt: skip
+    compiled.train_step(**batches()[0])
+    state, optimizer = compiled.state_dict(), compiled.optimizer_state_dict()
+    assert set(state) == set(model.state_dict())
+    assert set(optimizer["state"]) == {n for n, _ in model.named_parameters()}
+    assert set(optimizer["param_groups"][0]["params"]) == set(optimizer["state"])
+    expected = [compiled.train_step(**batch).item() for batch in batches()]
+    compiled.load_state_dict(state)
+    compiled.load_optimizer_state_dict(optimizer)
+    assert [compiled.train_step(**batch).item() for batch in batches()] == expected
+
+
+def test_norms_count_each_parameter_once(model: nn.Module) -> None:
+    for options in ({}, {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2}):
+        compiled = compiled_for(model, 2, max_grad_norm=0.5, **options)
+        compiled.train_step(**batches()[0])
+        plain = copy.deepcopy(model)
+        plain(**batches()[0]).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(compiled.grad_norm, norm, rtol=1e-6, atol=1e-6)
+
+
+def test_processes_of_torchrun(tmp_path: Path) -> None:
+    torchrun(2, "tests.runtime.torchrun_pipeline", str(tmp_path))
+    losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert losses[0] == losses[1]
+
+
+# --- plans -----------------------------------------------------------------------------------
+CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=4)
+
+
+def planned(model: nn.Module, **options: Any) -> Plan:
+    return autopar.plan(model, CLUSTER, batches()[0], **options)
+
+
+def test_a_plan_says_what_its_pipeline_is(model: nn.Module) -> None:
+    plan = planned(model, num_stages=4, num_microbatches=4)
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "1f1b, 4 micro-batches, 4 pipeline devices" in text
+    assert "stages begin at  transformer, transformer.h.0, transformer.h.1" in text
+    assert "bubbles" in text
+    assert "known strategies" not in text
+    assert 0.3 < plan.prediction.bubble_share < 0.9  # stages of a small model are uneven
+    assert plan.schedule.actions[-1].startswith("device 3: 3F0")
+    assert "pipeline" not in str(planned(model))
+
+
+def test_memory_follows_the_schedule(model: nn.Module) -> None:
+    """GPipe holds the activations of all micro-batches, 1F1B of as many as there are stages."""
+    options: dict[str, Any] = {"cuts": ["transformer.h.1"], "num_microbatches": 4}
+    held = [
+        planned(model, schedule=schedule, **options).prediction.memory_bytes["activations"]
+        for schedule in ("gpipe", "1f1b")
+    ]
+    assert held[1] < 0.7 * held[0]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "1f1b"}, r"schedule='1f1b' needs num_stages=..., or cuts="),
+    ({"num_stages": 2, "schedule": "fancy"}, r"no schedule is called 'fancy'"),
+    ({"num_stages": 3}, r"takes 3 pipeline devices, which do not divide 4 devices"),
+    ({"num_stages": 0}, r"num_stages is 0; stages are a whole number"),
+    ({"num_stages": True}, r"num_stages is True"),
+    ({"num_stages": 2, "cuts": ["a", "b"]}, r"given twice and differs: num_stages 2, cuts"),
+    ({"cuts": "transformer.h.1"}, r"give a list of block names: cuts=\['transformer.h.1'\]"),
+    ({"cuts": ["nowhere"]}, r"cuts names 'nowhere', which is no block"),
+    ({"num_stages": 2, "mesh": {"x": 4}}, r"has 4 devices, each of 2 pipeline devices 2"),
+    ({"num_stages": 2, "mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
+    ({"num_stages": 8, "schedule": "zb_v", "num_microbatches": 2}, r"the model has 4 blocks"),
+    ({"num_stages": 4, "schedule": "dualpipe", "num_microbatches": 2}, r"use num_microbatches=8"),
+    (
+        {
+            "schedule": build_schedule("1f1b", num_stages=2, num_microbatches=2),
+            "num_microbatches": 4,
+        },
+        r"num_microbatches=4, but the schedule '1f1b' is for 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: str(value)[:60])
+def test_what_does_not_fit_is_named(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(model, **options)
+
+
+def test_a_plan_for_other_devices_is_refused(model: nn.Module) -> None:
+    plan = planned(model, num_stages=2, num_microbatches=2)
+    with pytest.raises(PlanError, match=r"for 4 devices \(pipeline=2 x x=2\), but there are 2"):
+        compiled_for(model, 2, plan=plan)
+    document = json.loads(plan.to_json())
+    document["schedule"]["num_microbatches"] = 4
+    with pytest.raises(PlanError, match="2 micro-batches; the plan says 2, 2 and 4"):
+        compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
+    document = json.loads(plan.to_json())
+    document["schedule"]["first_blocks"][1] = "elsewhere"
+    with pytest.raises(PlanError, match="no block is called 'elsewhere'"):
+        compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
