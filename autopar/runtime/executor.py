@@ -18,9 +18,12 @@ from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.machine import Links, Machine, Phase
 from autopar.runtime.reductions import Reductions
+from autopar.runtime.whereabouts import padded, say
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")
+_SENT = padded("the last sends of its schedule")
+_REDUCED = padded("the reductions of gradients and of the loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class Executor(Generic[T]):
         self.machine = machine
         self.links = links
         self.route = route_of(program, device)
+        self.labels = tuple(padded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
 
     def forward(
@@ -80,6 +84,7 @@ class Executor(Generic[T]):
         play = _Play(self, run)
         play.run()
         run.finish()
+        say(_REDUCED)
         gradients = play.reductions.finish()
         loss = self._total_loss(self.program.loss, run)
         return StepResult(loss=loss, gradients=gradients, buffers=run.following)
@@ -153,6 +158,7 @@ class _Play(Generic[T]):
     def __init__(self, executor: Executor[T], run: Computation[T]) -> None:
         self.program = executor.program
         self.route: Route = executor.route
+        self.labels = executor.labels
         self.compute = run
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
         self.reductions = Reductions(
@@ -162,15 +168,14 @@ class _Play(Generic[T]):
         self.outputs = frozenset(o.value for o in self.program.outputs)
 
     def run(self) -> None:
-        for place, action in enumerate(self.route.actions):
+        for label, action in zip(self.labels, self.route.actions):
+            say(label)
             try:
                 self._do(action)
             except Exception as error:
-                error.add_note(
-                    f"in action {action}, step {place} of pipeline device {self.route.device}, "
-                    f"schedule {self.program.pipeline.schedule.name!r}"
-                )
+                error.add_note(f"in action {action} of pipeline device {self.route.device}")
                 raise
+        say(_SENT)
         self.exchange.finish()
 
     def _do(self, action: Action) -> None:

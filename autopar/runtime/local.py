@@ -7,6 +7,7 @@ once for all workers through shared memory, in portions, and each worker copies 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ from autopar.runtime.wire import pack_program, unpack_program
 from autopar.runtime.workers import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
+STALL_S, STALL_FACTOR = 25.0, 5.0
+"""After the first step, one that takes longer than both (seconds; the longest step so far times the
+factor) is taken to hang: all workers are ended within 30 s of the fault."""
 
 
 class RankService:
@@ -146,6 +150,7 @@ class LocalRunner:
         self.program = program
         self.options = options
         self.grad_norm: Tensor | None = None
+        self._longest_step_s: float | None = None
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
@@ -174,9 +179,20 @@ class LocalRunner:
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         _refuse_local(local)
+        started_s = time.monotonic()
         loss: Tensor
-        loss, self.grad_norm = self.group.call("train_step", list(tensors))[0]
+        loss, self.grad_norm = self.group.call(
+            "train_step", list(tensors), timeout_s=self._step_limit_s()
+        )[0]
+        self._longest_step_s = max(self._longest_step_s or 0.0, time.monotonic() - started_s)
         return loss
+
+    def _step_limit_s(self) -> float:
+        """A step that takes far longer than every one before it hangs."""
+        if self._longest_step_s is None:
+            return self.group.call_timeout_s
+        limit_s = max(STALL_S, STALL_FACTOR * self._longest_step_s)
+        return min(limit_s, self.group.call_timeout_s)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack_program(program))

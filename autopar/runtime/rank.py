@@ -40,6 +40,9 @@ from autopar.runtime.state_checks import (
     check_state,
     without_parameters,
 )
+from autopar.runtime.whereabouts import NOTHING, padded, say
+
+_UPDATE = padded("the update of the weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +183,14 @@ class RankRuntime:
             self._forget_fixed(self._forwards.values())
         loss = result.loss.reshape(())
         del result  # and with it the gradients as they were before they are clipped
+        say(_UPDATE)
         self._clip()
         if self.optimizer is not None:
             self.optimizer.step()
         if self.lr_scheduler is not None:
             self._step_scheduler(loss)
         self.num_steps += 1
+        say(NOTHING)
         return loss
 
     def _clip(self) -> None:
@@ -231,6 +236,7 @@ class RankRuntime:
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._dice(bound.is_random):
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
+        say(NOTHING)
         return [values[output.value] for output in bound.program.outputs]
 
     @contextlib.contextmanager

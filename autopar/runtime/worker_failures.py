@@ -16,25 +16,31 @@ from autopar.runtime.worker_main import Failure
 from autopar.runtime.worker_process import WorkerProcess, python_stacks
 
 _EXIT_WAIT_S = 2.0
+_WAITING = ("torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What one worker failed with. ``time_s`` is on the machine's monotonic clock."""
+    """What one worker failed with. ``time_s`` is on the machine's monotonic clock.
+
+    ``doing``: in which action of a training step, as `WorkerProcess.doing` says it.
+    """
 
     rank: int
     time_s: float
     died: bool
     summary: str
     traceback: str
+    doing: str = ""
 
     @classmethod
-    def of_failure(cls, rank: int, failure: Failure) -> Self:
+    def of_failure(cls, worker: WorkerProcess, failure: Failure) -> Self:
         return cls(
-            rank=rank,
+            rank=worker.rank,
             time_s=failure.time_s,
             died=False,
             summary=f"raised {failure.summary}",
+            doing=worker.doing(),
             traceback=failure.traceback,
         )
 
@@ -46,6 +52,7 @@ class Trouble:
             time_s=time.monotonic(),
             died=True,
             summary=f"(process {worker.pid}) {how}",
+            doing=worker.doing(),
             traceback=worker.written_stack(),
         )
 
@@ -67,8 +74,11 @@ def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerErr
     collectives. A death therefore comes before every exception, whichever was seen first.
     """
     first, *others = sorted(troubles, key=lambda trouble: (not trouble.died, trouble.time_s))
-    lines = [f"worker {first.rank} of {world_size} {first.summary} (during {what})"]
-    lines += [f"after it, worker {other.rank} {_first_line(other.summary)}" for other in others]
+    lines = [f"worker {first.rank} of {world_size} {first.summary} (during {what}{first.doing})"]
+    lines += [
+        f"after it, worker {other.rank} {_first_line(other.summary)}{other.doing}"
+        for other in others
+    ]
     if first.traceback:
         lines += [f"traceback of worker {first.rank}:", first.traceback.rstrip()]
     return WorkerError("\n".join(lines), rank=first.rank, traceback=first.traceback)
@@ -82,18 +92,19 @@ def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> Work
     """
     stacks = python_stacks(late)
     rank = min(stacks, key=lambda rank: (bool(stacks[rank]), _waits_for_peers(stacks[rank]), rank))
-    lines = [f"worker {rank} of {world_size} did not finish {what}"]
+    doing = {worker.rank: worker.doing() for worker in late}
+    lines = [f"worker {rank} of {world_size} did not finish {what}{doing[rank]}"]
     for other in (rank, *(other for other in stacks if other != rank)):
         stack = stacks[other].rstrip() or "none: it cannot write one (stopped?)"
-        lines += [f"Python stack of worker {other}:", stack]
+        lines += [f"Python stack of worker {other}{doing[other]}:", stack]
     lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
 
 
 def _waits_for_peers(stack: str) -> bool:
-    """Whether the innermost frame of faulthandler's text belongs to torch.distributed."""
+    """Whether the innermost frame of faulthandler's text waits for other processes."""
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return bool(frames) and "torch/distributed/" in frames[0]
+    return bool(frames) and any(place in frames[0] for place in _WAITING)
 
 
 def _first_line(text: str) -> str:

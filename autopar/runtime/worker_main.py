@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.runtime import whereabouts
 from autopar.runtime.transport import Channel, Message, packed, unpack
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in
@@ -91,10 +92,11 @@ class Reply:
     failure: Failure | None = None
 
 
-def main(socket_fd: int, parent_pid: int) -> None:
+def main(socket_fd: int, board_fd: int, parent_pid: int) -> None:
     """Serve the parent at the other end of the socket until it says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
+    whereabouts.join(board_fd)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.

@@ -19,18 +19,19 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
+from autopar.runtime import whereabouts
 from autopar.runtime.transport import Channel
 
 # Before anything is imported: the stack can be asked for from the first moment, and modules come
 # from where the parent finds them (-P keeps the working directory from coming first).
 _BOOT = """
 import faulthandler, json, signal, sys
-socket_fd, stack_fd, parent_pid, path = json.loads(sys.argv[1])
+socket_fd, stack_fd, board_fd, parent_pid, path = json.loads(sys.argv[1])
 faulthandler.enable(stack_fd, False)
 faulthandler.register(signal.SIGUSR1, stack_fd, False)
 sys.path[:] = path
 from autopar.runtime.worker_main import main
-main(socket_fd, parent_pid)
+main(socket_fd, board_fd, parent_pid)
 """
 _STACK_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
@@ -46,14 +47,15 @@ class WorkerProcess:
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        stack_fd = self._stack_file.fileno()
+        self._board = whereabouts.new_board()
+        stack_fd, board_fd = self._stack_file.fileno(), self._board.fileno()
         path = [os.path.abspath(entry) if entry == "" else entry for entry in sys.path]
-        boot_args = json.dumps([theirs.fileno(), stack_fd, os.getpid(), path])
+        boot_args = json.dumps([theirs.fileno(), stack_fd, board_fd, os.getpid(), path])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, boot_args],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), stack_fd),
+                pass_fds=(theirs.fileno(), stack_fd, board_fd),
                 env=env,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
             )
@@ -86,6 +88,11 @@ class WorkerProcess:
         """What faulthandler wrote, asked to or in a crash; empty if nothing."""
         return os.pread(self._stack_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
 
+    def doing(self) -> str:
+        """`` in action 2B5``: what it was doing in a training step; empty outside of one."""
+        text = whereabouts.read(self._board.fileno())
+        return f" in {text}" if text else ""
+
     def ask_for_stack(self) -> None:
         """Make the worker write down its main thread's Python stack, even one stuck in C code."""
         if not self.has_ended():
@@ -103,9 +110,10 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the connection and the stack file."""
+        """Let go of the connection and the files."""
         self.channel.close()
         self._stack_file.close()
+        self._board.close()
 
 
 def python_stacks(workers: Sequence[WorkerProcess]) -> dict[int, str]:

@@ -110,6 +110,11 @@ class WorkerGroup:
         return self._world_size
 
     @property
+    def call_timeout_s(self) -> float:
+        """The limit of a call that gives none."""
+        return self._call_timeout_s
+
+    @property
     def closed(self) -> bool:
         return self._why_closed is not None
 
@@ -301,7 +306,7 @@ def _outcome(worker: WorkerProcess, deadline_s: float) -> Reply | Trouble:
     except Exception as error:
         return Trouble.of_unreadable_result(worker.rank, error)
     if reply.failure is not None:
-        return Trouble.of_failure(worker.rank, reply.failure)
+        return Trouble.of_failure(worker, reply.failure)
     return reply
 
 

@@ -1,0 +1,145 @@
+"""Faults in the middle of a pipeline's step: every process ends, and the error names the action.
+
+A worker is killed at each kind of action of a running step; ``AUTOPAR_TEST_ASSIGNMENTS=20``
+(``make exhaustive``) does so 50 times.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.errors import WorkerError
+from autopar.runtime import local
+from tests.models.zoo import build
+from tests.oracles import reference_steps, to_double
+
+NUM_KILLS = 50 if os.environ.get("AUTOPAR_TEST_ASSIGNMENTS") else 6
+ACTIONS = [
+    r"action \d+F\d+", r"action \d+I\d+", r"action \d+W\d+", r"action \d+SEND_[FB]\d+",
+    r"action \d+RECV_[FB]\d+", r"the (update|reductions|last sends)",
+]  # fmt: skip
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@functools.cache
+def prepared() -> tuple[Any, list[dict[str, Tensor]]]:
+    model, make_batch = build("gpt2")
+    return model.double(), [to_double(make_batch(seed)) for seed in range(4)]
+
+
+def pipeline(**options: Any) -> Any:
+    model, batches = prepared()
+    return autopar.compile(
+        model, 2, example_inputs=batches[0], optimizer=sgd, profile_limit_s=0,
+        **{"num_stages": 2, "num_microbatches": 4, "schedule": "zb_h1", **options},
+    )  # fmt: skip
+
+
+def workers_of(compiled: Any) -> list[Any]:
+    return list(compiled._runner.group._workers)
+
+
+def when_doing(worker: Any, pattern: str, do: Callable[[], None]) -> threading.Thread:
+    """``do`` as soon as a worker is seen in such an action."""
+
+    def watch() -> None:
+        while not re.search(pattern, worker.doing()):
+            time.sleep(5e-5)
+        do()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def trained_until_it_fails(compiled: Any) -> tuple[WorkerError, float]:
+    """The error that ends training, and the seconds since the last step that was well."""
+    _, batches = prepared()
+    well_s = time.monotonic()
+    for step in itertools.count():
+        try:
+            compiled.train_step(**batches[step % 4])
+        except WorkerError as error:
+            return error, time.monotonic() - well_s
+        well_s = time.monotonic()
+    raise AssertionError("unreachable")
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_a_killed_rank_ends_all_and_training_resumes(number: int, tmp_path: Path) -> None:
+    """The loss goes on from the checkpoint as if nothing had happened, on another schedule too."""
+    model, batches = prepared()
+    expected = reference_steps(model, batches, sgd).losses
+    action, rank = ACTIONS[number % len(ACTIONS)], number % 2
+    compiled = pipeline()
+    compiled.train_step(**batches[0])
+    compiled.train_step(**batches[1])
+    compiled.save(tmp_path / "last")
+    workers = workers_of(compiled)
+    pids = [worker.pid for worker in workers]
+    thread = when_doing(workers[rank], action, lambda: os.kill(pids[rank], signal.SIGKILL))
+    error, late_s = trained_until_it_fails(compiled)
+    assert late_s < 30
+    thread.join()
+    assert error.rank == rank
+    assert re.match(rf"worker {rank} of 2 .*killed by SIGKILL .*train_step", str(error))
+    assert re.search(r"train_step\(\), within [^)]* in (action|the) ", str(error))
+    assert all(map(has_ended, pids))
+    schedule = {"schedule": "1f1b"} if number % 2 else {}
+    with pipeline(**schedule) as resumed:
+        resumed.load(tmp_path / "last")
+        got = [resumed.train_step(**batch).item() for batch in batches[2:]]
+    assert got == pytest.approx(expected[2:], abs=2e-6)
+
+
+def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STALL_S", 10.0)
+    _, batches = prepared()
+    compiled = pipeline()
+    compiled.train_step(**batches[0])
+    workers = workers_of(compiled)
+    pids = [worker.pid for worker in workers]
+    thread = when_doing(workers[1], r"action 1F\d", lambda: os.kill(pids[1], signal.SIGSTOP))
+    compiled._runner._longest_step_s = 0.1  # the first step also made its kernels
+    error, late_s = trained_until_it_fails(compiled)
+    assert late_s < 30
+    thread.join()
+    assert re.match(r"worker 1 of 2 did not finish train_step.*=10 in action \d", str(error))
+    assert re.search(r"Python stack of worker 0 in ", str(error))
+    assert all(map(has_ended, pids))
+
+
+def test_a_rank_that_raises_is_named_with_its_action() -> None:
+    """A token outside the vocabulary: the embedding in the first stage refuses it."""
+    _, batches = prepared()
+    compiled = pipeline()
+    pids = [worker.pid for worker in workers_of(compiled)]
+    wrong = {**batches[0], "input_ids": batches[0]["input_ids"] + 1000}
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)^worker 0 of 2 .*in action 0F0") as caught:
+        compiled.train_step(**wrong)
+    assert time.monotonic() - started_s < 30
+    assert "in action 0F0 of pipeline device 0" in caught.value.traceback
+    assert all(map(has_ended, pids))
