@@ -42,6 +42,7 @@ from autopar.planner import Progress, candidate_meshes, check_mesh, make_planned
 from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
+from autopar.runtime.collective_times import collective_times
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
@@ -170,6 +171,7 @@ def compile(
       device; ``compiled.grad_norm`` is the norm before.
     * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
       disk), for at most this long; what is left, and everything with 0, is priced by roofline.
+      Collectives between the devices are measured once too, in some seconds.
     * ``seed``: of dropout and every other random op.
 
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
@@ -225,10 +227,18 @@ def compile(
             if is_spmd():
                 initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
 
+            is_measured = plan is None and profile_limit_s > 0 and not isinstance(devices, Cluster)
+            communication = None
+            if is_measured:
+                say("measure collectives")
+                here = from_first_rank(lambda: Cluster.detect(len(found)), "the cluster")
+                path = default_store_path()
+                communication = collective_times(here, found, path, start_timeout_s)
+
             def search() -> Plan:
                 cluster = devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
                 compute = None
-                if not isinstance(devices, Cluster) and profile_limit_s > 0:
+                if is_measured:
                     per_device = 1 if pipeline is None else pipeline.num_devices
                     meshes = candidate_meshes(cluster, mesh, num_pipeline_devices=per_device)
                     compute = _measured(captured, cluster, meshes, profile_limit_s, say)
@@ -238,6 +248,7 @@ def compile(
                     mesh=mesh,
                     constraints=constraints,
                     compute=compute,
+                    communication=communication,
                     num_microbatches=num_microbatches,
                     pipeline=pipeline,
                     device_type=kind,

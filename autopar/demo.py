@@ -140,7 +140,7 @@ def show_prediction(
 ) -> None:
     prediction = compiled.plan.prediction
     measured_s = statistics.median(time_s for _, time_s in steps[2:])
-    memory = sum(prediction.memory_bytes.values())
+    memory = prediction.resident_bytes or sum(prediction.memory_bytes.values())
     table = Table(title="predicted against measured, one worker")
     for column in ("", "predicted", "measured", "ratio"):
         table.add_column(column, justify="right")

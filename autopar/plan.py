@@ -107,7 +107,8 @@ class Prediction(_Struct, frozen=True):
     source among its collectives (none where nothing is communicated), updates and input copies are
     analytical, and memory is counted over the lowered graphs. Of a pipeline the step is simulated,
     the other times are those of the device that computes most, and ``bubble_share`` is the idle
-    share of all devices.
+    share of all devices. ``resident_bytes``, on CPUs, is by how much the process itself grows:
+    those tensors, what the allocator keeps of freed ones, and libraries.
     """
 
     step_time_s: float
@@ -121,6 +122,7 @@ class Prediction(_Struct, frozen=True):
     memory_bytes: dict[str, int]
     memory_peak_at: str
     bubble_share: float = 0.0
+    resident_bytes: int | None = None
 
 
 class KnownStrategy(_Struct, frozen=True):

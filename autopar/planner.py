@@ -20,6 +20,7 @@ from autopar.collector import collector_paused
 from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
 from autopar.cost_models.estimate import weakest
+from autopar.cost_models.memory import resident_bytes
 from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
@@ -125,6 +126,7 @@ def make_planned(
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
+    communication: CommunicationModel | None = None,
     num_microbatches: int = 1,
     pipeline: PipelineChoice | None = None,
     device_type: str = "cpu",
@@ -155,6 +157,7 @@ def make_planned(
         microbatches=microbatches,
         constraints=constraints,
         compute=compute,
+        communication=communication,
         progress=progress,
     )
     baselines = Baselines(found={}, missing={})  # of a pipeline: they would have its stages too
@@ -162,7 +165,9 @@ def make_planned(
         progress("price the known strategies")
         baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
     lowering = _Lowering(
-        device_type=device_type, pipeline=pipeline, communication=CommunicationModel(cluster)
+        device_type=device_type,
+        pipeline=pipeline,
+        communication=communication or CommunicationModel(cluster),
     )
     return _finish(captured, cluster, candidates, constraints, lowering, progress, baselines)
 
@@ -187,12 +192,13 @@ def search_meshes(
     *,
     constraints: Sequence[Constraint] = (),
     compute: ComputeModel | None = None,
+    communication: CommunicationModel | None = None,
     microbatches: Microbatches | None = None,
     progress: Progress = lambda _: None,
 ) -> list[Candidate]:
     """The best strategy on each mesh, memory left out; raises ConstraintError for none."""
     compute = compute or RooflineModel(cluster.device)
-    communication = CommunicationModel(cluster)
+    communication = communication or CommunicationModel(cluster)
     found = []
     for mesh in meshes:
         progress(f"search on mesh {mesh}")
@@ -447,6 +453,7 @@ def _predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | N
         if isinstance(table, OpTable)
     )
     used = priced.pricing.communication_sources
+    on_cpu = priced.pricing.cluster.device.kind == "cpu"
     return Prediction(
         step_time_s=_round(parts.step_s),
         forward_s=_round(parts.forward_s),
@@ -459,6 +466,7 @@ def _predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | N
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
         bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
+        resident_bytes=resident_bytes(memory.by_category) if on_cpu else None,
     )
 
 

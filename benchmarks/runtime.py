@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_models import MODELS, Batch, fresh
 from torch import Tensor, nn
 
 from search import processor_name
@@ -35,33 +36,8 @@ from search import processor_name
 RESULT = Path(__file__).parent / "results" / "runtime.json"
 WARM_UP = 3
 PROFILE_LIMIT_S = 90.0
-Batch = dict[str, Tensor]
 
-
-def gpt2() -> tuple[nn.Module, Batch]:
-    """Six layers of 512, 8,192 words, 8 sequences of 256, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=6, n_embd=512, n_head=8, vocab_size=8192, n_positions=256, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    ids = torch.randint(0, 8192, (8, 256), generator=torch.Generator().manual_seed(0))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
-
-
-def resnet50() -> tuple[nn.Module, Batch]:
-    """ResNet-50, 16 images of 96 x 96, 100 classes."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(16, 3, 96, 96, generator=generator)
-    labels = torch.randint(0, 100, (16,), generator=generator)
-    model = ResNetForImageClassification(ResNetConfig(num_labels=100))
-    return model, {"pixel_values": images, "labels": labels}
-
-
-CASES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt2": gpt2, "resnet50": resnet50}
+CASES = ("gpt2", "resnet50")  # of cpu_models
 make_optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
 Step = Callable[[], Any]
 
@@ -69,7 +45,7 @@ Step = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(MODELS), default=list(CASES))
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
@@ -145,12 +121,6 @@ def two_processes(case: str) -> tuple[dict[str, Step], list[str]]:
     for name, constraints in plans.items():
         contenders[name] = compiled_trainer(case, constraints, batch_norm="local")
     return contenders, list(plans)
-
-
-def fresh(case: str) -> tuple[nn.Module, Batch]:
-    torch.manual_seed(0)
-    model, batch = CASES[case]()
-    return model.train(), batch
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
-from autopar.cost_models.collective_measure import measure_collectives, measured_model
+from autopar.cost_models.collective_measure import all_measured, measure_collectives, measured_model
 from autopar.cost_models.communication import Collective, CommunicationModel
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, Estimate, OpEstimate, Source
@@ -36,6 +36,7 @@ __all__ = [
     "StoreWarning",
     "TensorSpec",
     "Uncertainty",
+    "all_measured",
     "bytes_moved",
     "calibrate",
     "default_store_path",

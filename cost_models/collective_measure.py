@@ -5,6 +5,7 @@ are made so that they tile the world, as the groups of a mesh axis do, and all o
 collective at once: what is measured is what a plan will meet, shared links included.
 """
 
+import itertools
 import json
 import statistics
 import time
@@ -54,6 +55,25 @@ def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
     return CommunicationModel(cluster, curves)
 
 
+def all_measured(
+    cluster: Cluster,
+    store: ProfileStore,
+    *,
+    group_sizes: Sequence[int] | None = None,
+    kinds: Sequence[Collective] = tuple(Collective),
+    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+) -> bool:
+    """Whether `measure_collectives` would find all its times in the store."""
+    model = CommunicationModel(cluster)
+    world = cluster.num_devices
+    shapes = [
+        json.dumps(model.group_shape(t[0])) for t in _tilings(world, _sizes(world, group_sizes))
+    ]
+    known = {row[:3] for row in _rows(cluster, store)}
+    wanted = itertools.product((kind.value for kind in kinds), shapes, sizes_bytes)
+    return known.issuperset(wanted)
+
+
 def measure_collectives(
     cluster: Cluster,
     store: ProfileStore,
@@ -72,10 +92,9 @@ def measure_collectives(
     another size or backend than ``cluster``.
     """
     world = _check_world(cluster)
-    sizes = [n for n in (group_sizes or range(2, world + 1)) if n > 1 and world % n == 0]
     model = CommunicationModel(cluster)
     known = {row[:3] for row in _from_rank_0(_rows(cluster, store))}
-    for ranks_of in _tilings(world, sizes):
+    for ranks_of in _tilings(world, _sizes(world, group_sizes)):
         groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
         mine = next(i for i, ranks in enumerate(ranks_of) if dist.get_rank() in ranks)
         shape = json.dumps(model.group_shape(ranks_of[mine]))
@@ -89,6 +108,10 @@ def measure_collectives(
         for group in groups:
             dist.destroy_process_group(group)
     return _model(cluster, _from_rank_0(_rows(cluster, store)))
+
+
+def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
+    return [n for n in (wanted or range(2, world + 1)) if n > 1 and world % n == 0]
 
 
 def _check_world(cluster: Cluster) -> int:

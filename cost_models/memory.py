@@ -47,6 +47,18 @@ CUDA_ALLOCATOR = Allocator(granule_bytes=512)
 CPU_ALLOCATOR = Allocator(granule_bytes=64)
 
 
+CPU_LIBRARIES_BYTES = 28 << 20
+CPU_HELD_BACK = 0.55
+"""Fitted on 18 models on one process (benchmarks/fidelity.py): what a step's kernels and libraries
+touch first, and the part of what is freed that glibc's heap keeps."""
+
+
+def resident_bytes(by_category: Mapping[str, int]) -> int:
+    """By how much a CPU process grows whose tensors take ``by_category`` at the peak."""
+    freed = by_category.get(Category.ACTIVATIONS, 0) + by_category.get(Category.WORKSPACE, 0)
+    return sum(by_category.values()) + CPU_LIBRARIES_BYTES + int(CPU_HELD_BACK * freed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphMemory:
     """The memory of one graph.

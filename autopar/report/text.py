@@ -103,6 +103,8 @@ def _times(plan: Plan) -> Rows:
 def _memory(plan: Plan) -> Rows:
     memory = plan.prediction.memory_bytes
     rows = [(name, format_bytes(size)) for name, size in memory.items()]
+    if (resident := plan.prediction.resident_bytes) is not None:
+        rows.append(("process grows by", format_bytes(resident)))
     return [("total", format_bytes(sum(memory.values()))), *rows]
 
 

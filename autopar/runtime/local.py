@@ -64,6 +64,7 @@ class RankService:
     def start(self, options: RankOptions) -> None:
         self.runtime = RankRuntime(self.program, self._state, options, self.device)
         self._state = {}
+        self.peak_memory.forget_peak()
 
     @property
     def running(self) -> RankRuntime:

@@ -17,23 +17,37 @@ class PeakMemory:
 
     On CUDA what the allocator handed out. On the CPU the process's resident memory (Linux: the
     high-water mark, put back to the present at the start; elsewhere the peak of the whole life).
+    Libraries that any training loads are loaded before, so they do not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
-            return
-        if _CLEAR.exists():
+        else:
+            _load_libraries()
+            self._start = _resident_bytes()
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Let the peak be what is held now, as after loading; the start stays as it was."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif _CLEAR.exists():
             _CLEAR.write_text("5")
-        self._start = _resident_bytes()
 
     def growth_bytes(self) -> int:
         """Bytes that the peak lies above the start."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._start
         return max(_peak_resident_bytes() - self._start, 0)
+
+
+def _load_libraries() -> None:
+    """One update of one number: torch's optimizers import its compiler when they are first used."""
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=0.0).step()
 
 
 def _status_bytes(field: str) -> int | None:

@@ -1,0 +1,69 @@
+"""Times of collectives between this machine's own devices: measured once, then read.
+
+In: a detected cluster and the store of measured times. Out: a `CommunicationModel` that answers
+from them. Under ``torchrun`` the ranks measure together; one process starts workers to do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_models import (
+    Cluster,
+    CommunicationModel,
+    ProfileStore,
+    all_measured,
+    measure_collectives,
+    measured_model,
+)
+from autopar.runtime.spmd import is_spmd
+from autopar.runtime.workers import WorkerGroup
+
+
+class CollectiveService:
+    """The workers' side."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        del rank, world_size
+
+    def measure(self, cluster: str, path: str) -> None:
+        described = Cluster.from_json(cluster)
+        measure_collectives(described, ProfileStore(Path(path), described.device))
+
+
+def collective_times(
+    cluster: Cluster, devices: Sequence[torch.device], path: Path, start_timeout_s: float
+) -> CommunicationModel:
+    """The times in the store at ``path``, after what it lacks has been measured.
+
+    ``cluster`` is the detected one, with as many devices. Collective under ``torchrun``: all ranks
+    describe the same cluster.
+    """
+    store = ProfileStore(path, cluster.device)
+    if cluster.num_devices == 1:
+        return CommunicationModel(cluster)
+    if is_spmd() and dist.get_backend() == cluster.backend:
+        return measure_collectives(cluster, store)
+    if not is_spmd() and not all_measured(cluster, store):
+        _measure_in_workers(cluster, devices, path, start_timeout_s)
+    return measured_model(cluster, store)
+
+
+def _measure_in_workers(
+    cluster: Cluster, devices: Sequence[torch.device], path: Path, start_timeout_s: float
+) -> None:
+    kind = devices[0].type
+    workers = WorkerGroup(
+        len(devices),
+        service=CollectiveService,
+        backend=cluster.backend,
+        device_type=kind,
+        device_indices=[d.index or 0 for d in devices] if kind == "cuda" else None,
+        start_timeout_s=start_timeout_s,
+    )
+    with workers:
+        workers.call("measure", cluster.to_json(), str(path))

@@ -1,0 +1,231 @@
+"""Predicted against measured: step time and peak memory of many plans on this machine's processes.
+
+    python benchmarks/fidelity.py [--models gpt2 resnet50] [--processes 1 2] [--steps 8]
+
+Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
+a few steps; a row is kept as soon as it is measured, so a run can be stopped and gone on with.
+benchmarks/results/fidelity.json has the rows with errors and, per model, Kendall's tau between the
+predicted and the measured order of its plans; fidelity.png shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_models import MODELS, fresh
+
+from search import processor_name
+
+RESULT = Path(__file__).parent / "results" / "fidelity.json"
+PICTURE = RESULT.with_suffix(".png")
+PROFILE_LIMIT_S = 120.0
+WARM_UP = 2
+TARGETS = {
+    "time": {"median": 0.10, "worst": 0.30},
+    "memory": {"median": 0.03, "worst": 0.10},
+    "kendall_tau": 0.8,
+}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--fresh", action="store_true", help="measure rows again that are there")
+    arguments = parser.parse_args()
+    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = {(r["model"], r["processes"], r["plan"]): r for r in known}
+    for name in arguments.models:
+        for count in arguments.processes:
+            wanted = [
+                plan
+                for plan in plans_of(count)
+                if arguments.fresh or (name, count, plan) not in rows
+            ]
+            for made in measured(name, count, wanted, arguments.steps):
+                rows[name, count, made["plan"]] = made
+                show(made)
+                write(list(rows.values()))
+    if rows:
+        draw(list(rows.values()))
+        print(json.dumps(summary(list(rows.values())), indent=1))
+
+
+def plans_of(count: int) -> dict[str, list[Any]]:
+    """Constraints of each plan; one process has but one plan."""
+    from autopar import Force
+
+    if count == 1:
+        return {"one process": []}
+    known = {"data parallel": "data_parallel", "ZeRO-3": "zero3"}
+    known["tensor parallel"] = "tensor_parallel"
+    return {"searched": [], **{name: [Force(what)] for name, what in known.items()}}
+
+
+def measured(name: str, count: int, wanted: list[str], num_steps: int) -> Any:
+    """Rows of one model on so many processes, one by one."""
+    import autopar
+    from autopar.errors import ConstraintError
+
+    if not wanted:
+        return
+    for plan in wanted:
+        model, batch = fresh(name)
+        start = time.perf_counter()
+        try:
+            compiled = autopar.compile(
+                model, count, example_inputs=batch, constraints=plans_of(count)[plan],
+                optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
+                profile_limit_s=PROFILE_LIMIT_S, mesh={"x": count},
+            )  # fmt: skip
+        except ConstraintError as error:
+            print(f"{name} on {count}, {plan}: {error}")
+            continue
+        with compiled:
+            compiled_s = time.perf_counter() - start
+            for _ in range(WARM_UP):
+                compiled.train_step(**batch)
+            times = []
+            for _ in range(num_steps):
+                start = time.perf_counter()
+                compiled.train_step(**batch)
+                times.append(time.perf_counter() - start)
+            growth = max(compiled.memory_growth_bytes())
+            yield row(name, count, plan, compiled.plan.prediction, times, growth, compiled_s)
+
+
+def row(
+    name: str, count: int, plan: str, predicted: Any, times: list[float], growth: int, made_s: float
+) -> Row:
+    time_s = statistics.median(times)
+    memory = predicted.resident_bytes or sum(predicted.memory_bytes.values())
+    return {
+        "model": name,
+        "processes": count,
+        "plan": plan,
+        "predicted_s": float(f"{predicted.step_time_s:.5g}"),
+        "measured_s": float(f"{time_s:.5g}"),
+        "fastest_s": float(f"{min(times):.5g}"),
+        "time_error": round(predicted.step_time_s / time_s - 1, 4),
+        "predicted_parts_s": {
+            part: float(f"{getattr(predicted, part + '_s'):.4g}")
+            for part in ("forward", "backward", "communication", "update")
+        },
+        "sources": predicted.sources,
+        "predicted_bytes": memory,
+        "measured_bytes": growth,
+        "memory_error": round(memory / growth - 1, 4) if growth else None,
+        "predicted_memory_bytes": predicted.memory_bytes,
+        "compile_s": round(made_s, 1),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def summary(rows: list[Row]) -> Row:
+    """Medians and worst of the errors, and the ranking of each model's plans on two processes."""
+
+    def of(key: str) -> Row:
+        errors = sorted(abs(r[key]) for r in rows if r[key] is not None)
+        return {"median": round(statistics.median(errors), 4), "worst": errors[-1]}
+
+    taus = {}
+    for name in dict.fromkeys(r["model"] for r in rows):
+        own = [r for r in rows if r["model"] == name and r["processes"] > 1]
+        taus[name] = kendall_tau(own)
+    known = [tau for tau in taus.values() if tau is not None]
+    return {
+        "num_rows": len(rows),
+        "time_error": of("time_error"),
+        "memory_error": of("memory_error"),
+        "kendall_tau": taus,
+        "median_kendall_tau": statistics.median(known) if known else None,
+        "targets": TARGETS,
+    }
+
+
+def kendall_tau(rows: list[Row]) -> float | None:
+    """Tau-b between predicted and measured; plans within 3% of each other count as tied."""
+    from scipy.stats import kendalltau
+
+    def ranks(values: list[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        found = [0] * len(values)
+        for before, after in itertools.pairwise(order):
+            is_tied = values[after] <= values[before] * 1.03
+            found[after] = found[before] + (not is_tied)
+        return found
+
+    if len(rows) < 3:
+        return None
+    tau = kendalltau(
+        ranks([r["predicted_s"] for r in rows]), ranks([r["measured_s"] for r in rows])
+    ).statistic
+    return None if tau != tau else round(float(tau), 3)
+
+
+def show(made: Row) -> None:
+    memory = "" if made["memory_error"] is None else f"{made['memory_error']:+.1%}"
+    print(
+        f"{made['model']:20} {made['processes']} {made['plan']:16} "
+        f"predicted {made['predicted_s'] * 1e3:8.1f} ms, measured {made['measured_s'] * 1e3:8.1f} "
+        f"({made['time_error']:+.1%}); memory {made['predicted_bytes'] / 2**20:7.1f} MiB, "
+        f"{made['measured_bytes'] / 2**20:7.1f} ({memory})",
+        flush=True,
+    )
+
+
+def write(rows: list[Row]) -> None:
+    document = {
+        "machine": {
+            "processor": processor_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def draw(rows: list[Row]) -> None:
+    """Predicted over measured, time on the left and memory on the right, one point a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    for axes, kind, unit, scale in zip(
+        figure.subplots(1, 2), ("s", "bytes"), ("ms", "MiB"), (1e3, 2**-20)
+    ):
+        for plan in dict.fromkeys(r["plan"] for r in rows):
+            own = [r for r in rows if r["plan"] == plan]
+            axes.loglog(
+                [r[f"measured_{kind}"] * scale for r in own],
+                [r[f"predicted_{kind}"] * scale for r in own],
+                "o", label=plan, markersize=4,
+            )  # fmt: skip
+        ends = [
+            min(axes.get_xlim()[0], axes.get_ylim()[0]),
+            max(*axes.get_xlim(), *axes.get_ylim()),
+        ]
+        axes.plot(ends, ends, color="grey", linewidth=0.8)
+        axes.set(xlabel=f"measured [{unit}]", ylabel=f"predicted [{unit}]")
+        axes.legend(fontsize="small")
+    figure.savefig(PICTURE, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
