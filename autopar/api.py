@@ -31,14 +31,15 @@ from autopar.cost_models import (
 )
 from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
+from autopar.joint import AUTO, Fixed, fixed_parts, meshes_of, plan_with
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.mesh import Mesh
 from autopar.microbatches import lower_training
-from autopar.pipelines import pipeline_choice
+from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
-from autopar.planner import Progress, candidate_meshes, check_mesh, make_planned
+from autopar.planner import Progress, check_mesh
 from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
@@ -89,7 +90,8 @@ def plan(
     * ``num_stages``, ``schedule``: train as a pipeline of so many stages of contiguous blocks, in
       the order of a schedule: a name that `autopar.schedules.build` knows (by default ``"1f1b"``),
       or what it makes. The schedule says how many pipeline devices there are, which share the
-      cluster's devices evenly.
+      cluster's devices evenly. With ``"auto"`` pipeline devices, micro-batches and schedule are
+      searched together with the sharding, whatever of them is not given; see `autopar.joint`.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
@@ -105,27 +107,19 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    check_mesh(mesh)
-    pipeline = pipeline_choice(
-        num_stages=num_stages,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        num_devices=cluster.num_devices,
-        mesh=mesh,
-    )
+    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh)
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
         captured = with_batch_norm(captured, statistics)
-        return make_planned(
+        return plan_with(
             captured,
             cluster,
+            pipeline,
             mesh=mesh,
             constraints=constraints,
             compute=compute,
             num_microbatches=num_microbatches,
-            pipeline=pipeline,
             progress=say,
         ).plan
 
@@ -199,15 +193,7 @@ def compile(
             f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
         )
     found, mesh = _resolve(devices, mesh)
-    check_mesh(mesh)
-    pipeline = pipeline_choice(
-        num_stages=num_stages,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        num_devices=len(found),
-        mesh=mesh,
-    )
+    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh)
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
         "optimizer": optimizer,
@@ -239,18 +225,17 @@ def compile(
                 cluster = devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
                 compute = None
                 if is_measured:
-                    per_device = 1 if pipeline is None else pipeline.num_devices
-                    meshes = candidate_meshes(cluster, mesh, num_pipeline_devices=per_device)
+                    meshes = meshes_of(cluster, mesh, pipeline)
                     compute = _measured(captured, cluster, meshes, profile_limit_s, say)
-                return make_planned(
+                return plan_with(
                     captured,
                     cluster,
+                    pipeline,
                     mesh=mesh,
                     constraints=constraints,
                     compute=compute,
                     communication=communication,
                     num_microbatches=num_microbatches,
-                    pipeline=pipeline,
                     device_type=kind,
                     progress=say,
                 ).plan
@@ -262,6 +247,28 @@ def compile(
     if example_inputs is not None:
         return build(example_inputs)
     return _Deferred(build, model.training)  # type: ignore[return-value]
+
+
+def _pipeline(
+    num_stages: int | None,
+    schedule: str | Schedule | None,
+    num_microbatches: int,
+    cuts: Sequence[str] | None,
+    num_devices: int,
+    mesh: Mapping[str, int] | None,
+) -> PipelineChoice | Fixed | None:
+    """What the user fixed of a pipeline, checked."""
+    check_mesh(mesh)
+    if schedule == AUTO:
+        return fixed_parts(num_stages, num_microbatches, cuts, mesh)
+    return pipeline_choice(
+        num_stages=num_stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        num_devices=num_devices,
+        mesh=mesh,
+    )
 
 
 def _start(

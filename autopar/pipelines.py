@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
-from autopar.lowering import RankProgram
 from autopar.placement import local_shape
 from autopar.pricing import OpTable
 from autopar.problem import Candidate, NodeKind
@@ -264,11 +263,7 @@ class PipelineTimes:
 
 
 def pipeline_times(
-    candidate: Candidate,
-    program: RankProgram,
-    stages: Stages,
-    schedule: Schedule,
-    communication: CommunicationModel,
+    candidate: Candidate, stages: Stages, schedule: Schedule, communication: CommunicationModel
 ) -> PipelineTimes:
     """Simulate the schedule over the priced stages; parameters' own costs come after it."""
     times = strategy_times(candidate)
@@ -282,8 +277,8 @@ def pipeline_times(
         I=tuple(sum(b.input_grad_s for b in blocks) for blocks in per_stage),
         W=tuple(sum(b.weight_grad_s for b in blocks) for blocks in per_stage),
     )
-    timeline = simulate(schedule, durations, _links(program, communication))
-    move_s, update_s = _after(program, times, communication)
+    timeline = simulate(schedule, durations, _links(candidate, stages, communication))
+    move_s, update_s = _after(candidate, stage_of, schedule, times, communication)
     busiest = max(range(schedule.shape.num_devices), key=timeline.busy_s)
     forward_s, backward_s, inside_s = _spent(timeline, busiest, per_stage)
     return PipelineTimes(
@@ -313,40 +308,60 @@ def _spent(
     return forward_s, backward_s, inside_s
 
 
-def _links(program: RankProgram, communication: CommunicationModel) -> Links:
-    """The link between neighbours in the pipeline, and the messages of this program."""
-    sizes = tuple(float(b.size_bytes) for b in program.pipeline.boundaries)
+def _links(candidate: Candidate, stages: Stages, communication: CommunicationModel) -> Links:
+    """The link between neighbours in the pipeline, and the messages between these stages."""
+    names = [block.name for block in staged_blocks(candidate.priced.pricing.graph)]
+    crossing = _crossing_bytes(candidate)
+    sizes = [float(crossing[names.index(first) - 1]) for first in stages.first_blocks[1:]]
     largest = int(max(sizes, default=0.0))
-    if not largest or program.pipeline.num_devices == 1:
+    ranks = (0, candidate.mesh.num_devices)
+    if not largest or ranks[1] >= communication.cluster.num_devices:
         return Links(message_bytes=(*sizes, 0.0))
-    ranks = (0, program.mesh.num_devices)
     latency_s = communication.estimate("send_recv", 0, ranks).time_s
     whole_s = communication.estimate("send_recv", largest, ranks).time_s
-    moving_s = max(whole_s - latency_s, 1e-12)
     return Links(
         latency_s=latency_s,
-        bandwidth_bytes_per_s=largest / moving_s,
+        bandwidth_bytes_per_s=largest / max(whole_s - latency_s, 1e-12),
         message_bytes=(*sizes, 0.0),
     )
 
 
 def _after(
-    program: RankProgram, times: StrategyTimes, communication: CommunicationModel
+    candidate: Candidate,
+    stage_of: Mapping[str, int],
+    schedule: Schedule,
+    times: StrategyTimes,
+    communication: CommunicationModel,
 ) -> tuple[float, float]:
     """Seconds after the last action, on the device with most of them: parameters are moved between
     placements and summed over the devices that hold them; then they are updated."""
-    size = program.mesh.num_devices
-    moves_s = [0.0] * program.pipeline.num_devices
-    updates_s = [0.0] * program.pipeline.num_devices
-    for parameter in program.parameters:
-        move_s = times.move_s.get(parameter.value, 0.0)
-        if len(parameter.devices) > 1 and parameter.trainable:
-            shape = local_shape(parameter.shape, parameter.stored, program.mesh)
+    size, strategy = candidate.mesh.num_devices, candidate.strategy()
+    moves_s = [0.0] * schedule.shape.num_devices
+    updates_s = [0.0] * schedule.shape.num_devices
+    for value, devices in _holders(candidate, stage_of, schedule).items():
+        parameter, move_s = strategy.graph.values[value], times.move_s.get(value, 0.0)
+        if len(devices) > 1 and parameter.differentiable:
+            shape = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
             size_bytes = math.prod(shape) * parameter.dtype.itemsize
-            ranks = tuple(device * size for device in parameter.devices)
+            ranks = tuple(device * size for device in devices)
             move_s += communication.estimate("all_reduce", size_bytes, ranks).time_s
-        for device in parameter.devices:
+        for device in devices:
             moves_s[device] += move_s
-            updates_s[device] += times.update_s.get(parameter.value, 0.0)
+            updates_s[device] += times.update_s.get(value, 0.0)
     last = max(range(len(moves_s)), key=lambda device: moves_s[device] + updates_s[device])
     return moves_s[last], updates_s[last]
+
+
+def _holders(
+    candidate: Candidate, stage_of: Mapping[str, int], schedule: Schedule
+) -> dict[int, tuple[int, ...]]:
+    """The pipeline devices that hold each parameter."""
+    analysis, placement = candidate.priced.pricing.analysis, schedule.shape.placement
+    block_of = _block_of_ops(analysis.graph)
+    holders = {}
+    for parameter in analysis.graph.parameters:
+        uses = analysis.consumers.get(parameter.index, ())
+        stages = {stage_of[block_of[op]] for op, _ in uses if block_of[op] in stage_of}
+        found = {row[stage] for row in placement for stage in stages}
+        holders[parameter.index] = tuple(sorted(found)) or (0,)
+    return holders

@@ -145,7 +145,9 @@ class SearchReport(_Struct, frozen=True):
     ``estimated_bytes`` is the plan's memory counted as that of ``baselines``, node by node, to be
     compared with theirs. ``considered`` maps each mesh to the seconds of its best strategy,
     ``baselines`` the well-known strategies to theirs, and ``missing`` those that this model, batch
-    or number of devices does not have to the reason.
+    or number of devices does not have to the reason. With ``schedule="auto"`` ``pipelines`` maps
+    each combination of stages, micro-batches and schedule to the seconds of its step, and
+    ``not_pipelines`` those that cannot be, or do not fit, to the reason.
     """
 
     status: str
@@ -155,6 +157,8 @@ class SearchReport(_Struct, frozen=True):
     considered: dict[str, float]
     baselines: dict[str, KnownStrategy]
     missing: dict[str, str]
+    pipelines: dict[str, float] = {}
+    not_pipelines: dict[str, str] = {}
 
 
 class Plan(_Struct, frozen=True):

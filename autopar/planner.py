@@ -271,7 +271,7 @@ def _finish(
         strategy,
         captured,
         cluster,
-        _predict(best, memory, lowering.times(best, program)),
+        _predict(best, memory, lowering.times(best)),
         _report(best, candidates, searched, baselines),
         _redundant(best),
         lowering.schedule_plan(best),
@@ -295,13 +295,13 @@ class _Lowering:
             program = with_pipeline(program, stages.of(strategy.graph), self.pipeline.schedule)
         return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
 
-    def times(self, best: Candidate, program: RankProgram) -> PipelineTimes | None:
+    def times(self, best: Candidate) -> PipelineTimes | None:
         """The simulated step of a pipeline."""
         if self.pipeline is None:
             return None
         stages = choose_stages(best, self.pipeline, self.communication)
         schedule = self.pipeline.schedule
-        return pipeline_times(best, program, stages, schedule, self.communication)
+        return pipeline_times(best, stages, schedule, self.communication)
 
     def schedule_plan(self, best: Candidate) -> SchedulePlan:
         if self.pipeline is None:

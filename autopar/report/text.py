@@ -51,6 +51,7 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
         ("priced by memory traffic: operators no cost model knows", _unpriced(plan)),
         ("computed redundantly: operators without a rule", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
+        *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
         *([] if plan.is_pipeline else [("known strategies, by the same prices", _baselines(plan))]),
     ]
 
@@ -136,6 +137,18 @@ def _unpriced(plan: Plan) -> Rows:
 def _meshes(plan: Plan) -> Rows:
     considered = sorted(plan.search.considered.items(), key=lambda item: item[1])
     return [(mesh, format_seconds(time_s)) for mesh, time_s in considered[:MAX_ROWS]]
+
+
+def _pipelines(plan: Plan) -> Rows:
+    """The fastest combinations, then what was none, one row a reason."""
+    found = sorted(plan.search.pipelines.items(), key=lambda item: item[1])
+    rows = [(name, format_seconds(time_s)) for name, time_s in found[:MAX_ROWS]]
+    if len(found) > MAX_ROWS:
+        rows.append(("others", str(len(found) - MAX_ROWS)))
+    reasons: dict[str, list[str]] = {}
+    for name, reason in plan.search.not_pipelines.items():
+        reasons.setdefault(reason.split("; ")[0], []).append(name)
+    return [*rows, *(("not: " + names[0], reason) for reason, names in reasons.items())]
 
 
 def _baselines(plan: Plan) -> Rows:

@@ -52,6 +52,9 @@ class ProcessMachine:
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
 
+    def add_to(self, left: Tensor, right: Tensor) -> None:
+        left.add_(right)
+
     def contiguous(self, value: Tensor) -> Tensor:
         return value.contiguous()
 

@@ -38,7 +38,10 @@ def check_max_grad_norm(max_grad_norm: Any) -> None:
 
 
 class Clipper:
-    """Clips on one rank. Making it, and every call, is collective."""
+    """Clips on one rank. Making it, and every call, is collective.
+
+    ``programs`` are the trainable parameters of all devices of the pipeline.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,9 @@ class Clipper:
         here = communicator.pipeline_device
         self.max_grad_norm = max_grad_norm
         self.device = communicator.device
+        # Of all parameters, since every rank adds to one number.
+        is_double = any(p.dtype.to_real() is torch.float64 for p in programs)
+        self._dtype = torch.float64 if is_double else torch.float32
         self._counted = {
             p.name
             for p in programs
@@ -59,14 +65,12 @@ class Clipper:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all gradients together, the same on all ranks."""
-        is_double = any(g.dtype.to_real() is torch.float64 for g in gradients.values())
-        dtype = torch.float64 if is_double else torch.float32
-        total = torch.zeros((), dtype=dtype, device=self.device)
+        total = torch.zeros((), dtype=self._dtype, device=self.device)
         for name, gradient in gradients.items():
             if name in self._counted:
                 precise = torch.promote_types(gradient.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(gradient, dtype=precise)
-                total += norm.to(dtype).square()
+                total += norm.to(self._dtype).square()
         return self._sum(total).sqrt()
 
     def factor(self, norm: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Computation(Generic[T]):
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
         self.partial: dict[int, T] = {}
+        self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
         self.following: dict[int, T] = {}
         self.loss: T | None = None
@@ -238,11 +239,21 @@ class Computation(Generic[T]):
         complete = []
         for operand, gradient in zip(kernel.weight_grads, gradients):
             value = interface.parameters[operand - len(interface.inputs)]
-            self.accumulate(self.partial, value, gradient)
+            self._add_gradient(value, gradient)
             self.remaining[value] -= 1
             if not self.remaining[value]:
                 complete.append(value)
         return complete
+
+    def _add_gradient(self, value: int, gradient: T) -> None:
+        """The first sum is new memory (one tensor may be the gradient of two parameters); what
+        follows is added to it in place."""
+        if value in self._own_sums:
+            self.machine.add_to(self.partial[value], gradient)
+            return
+        if value in self.partial:
+            self._own_sums.add(value)
+        self.accumulate(self.partial, value, gradient)
 
     def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient

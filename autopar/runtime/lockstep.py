@@ -176,6 +176,10 @@ class LockstepMachine:
     def add(self, left: Shards, right: Shards) -> Shards:
         return [a + b for a, b in zip(left, right)]
 
+    def add_to(self, left: Shards, right: Shards) -> None:
+        for a, b in zip(left, right):
+            a.add_(b)
+
     def contiguous(self, value: Shards) -> Shards:
         return [x.contiguous() for x in value]
 

@@ -126,7 +126,8 @@ class RankRuntime:
         self.grad_norm: Tensor | None = None
         self._clipper: Clipper | None = None
         if options.max_grad_norm is not None:
-            self._clipper = Clipper(options.max_grad_norm, self._trainable(), self.communicator)
+            trained = [p for p in program.parameters if p.trainable]
+            self._clipper = Clipper(options.max_grad_norm, trained, self.communicator)
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]

@@ -238,3 +238,102 @@ def test_a_plan_for_other_devices_is_refused(model: nn.Module) -> None:
     document["schedule"]["first_blocks"][1] = "elsewhere"
     with pytest.raises(PlanError, match="no block is called 'elsewhere'"):
         compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
+
+
+# --- models with something special --------------------------------------------------------------
+class Tower(nn.Module):
+    """Layers of one kind with dropout, and a skip connection from the first to the last one."""
+
+    def __init__(self, share: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(8, 16), nn.GELU(), nn.Dropout(share), nn.Linear(16, 8), nn.LayerNorm(8)
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:-1]:
+            x = x + layer(x)
+        return torch.nn.functional.mse_loss(self.layers[-1](x * first), y)
+
+
+def tower_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (8, 8)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "y")
+    }
+
+
+def tower_losses(model: nn.Module, num_devices: int = 2, **options: Any) -> tuple[list[float], Any]:
+    compiled = autopar.compile(
+        model, num_devices, example_inputs=tower_batch(0), profile_limit_s=0, seed=3,
+        **{"optimizer": sgd, **options},
+    )  # fmt: skip
+    return [compiled.train_step(**tower_batch(seed)).item() for seed in range(3)], compiled
+
+
+PIPELINES: list[dict[str, Any]] = [
+    {"num_stages": 2, "num_microbatches": 4},
+    {"num_stages": 4, "num_microbatches": 4, "schedule": "v_min"},
+    {"num_stages": 2, "num_microbatches": 4, "schedule": "chimera"},
+    {
+        "schedule": build_schedule(
+            "chimera", num_stages=2, num_microbatches=4, concatenation="forward_doubling"
+        )
+    },
+]
+
+
+@pytest.mark.parametrize("options", PIPELINES, ids=lambda o: str(o)[:70])
+def test_dropout_is_the_same_under_every_schedule(options: dict[str, Any]) -> None:
+    """Also where a stage is computed again in the backward pass."""
+    torch.manual_seed(0)
+    model = Tower(0.5).double()
+    alone, _ = tower_losses(model, num_microbatches=4, mesh={"x": 2}, constraints=WHOLE)
+    got, _ = tower_losses(model, **options)
+    assert got == pytest.approx(alone, rel=1e-9)
+
+
+WHOLE = [autopar.Pin("*", choice="-")]
+
+
+def test_a_stage_with_nothing_to_train(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tower().double()
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    cuts = {"cuts": ["layers.2"], "num_microbatches": 2}
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    expected = reference_steps(
+        model, [tower_batch(seed) for seed in range(3)],
+        lambda parameters: optimizer([p for p in parameters if p.requires_grad]),
+    )  # fmt: skip
+    got, compiled = tower_losses(model, optimizer=optimizer, max_grad_norm=1e6, **cuts)
+    assert got == pytest.approx(expected.losses, rel=1e-9)
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert set(compiled.optimizer_state_dict()["state"]) == names
+    compiled.save(tmp_path / "frozen")
+    further = compiled.train_step(**tower_batch(5)).item()
+    compiled.load(tmp_path / "frozen")
+    assert compiled.train_step(**tower_batch(5)).item() == further
+
+
+def test_state_that_does_not_fit_one_device_is_refused_by_all(model: nn.Module) -> None:
+    """The parameter lies on the second device alone; the first one takes nothing over either."""
+    compiled = compiled_for(
+        model, 2, num_stages=2, num_microbatches=2,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.01),
+    )  # fmt: skip
+    compiled.train_step(**batches()[0])
+    state = compiled.optimizer_state_dict()
+    entries = dict(state["state"])
+    entries["transformer.ln_f.weight"] = {"exp_avg": torch.zeros(3)}
+    with pytest.raises(InputError, match=r"'transformer.ln_f.weight' has \['exp_avg'\]"):
+        compiled.load_optimizer_state_dict({**state, "state": entries})
+    after = compiled.optimizer_state_dict()["state"]
+    for name, kept in state["state"].items():
+        torch.testing.assert_close(after[name]["exp_avg"], kept["exp_avg"], rtol=0, atol=0)

@@ -1,0 +1,193 @@
+"""Pipelines beside torch.distributed.pipelining: the same stages and micro-batches, two processes.
+
+    python benchmarks/pipelines.py [--rounds 12]
+
+Both processes hold each contender's own copy of one model, a chain of transformer layers, and its
+optimizer. Each round runs one step of each contender, in a new order, after a barrier; a step's
+time is that of the slower process. Printed and kept in benchmarks/results/pipelines.json: medians,
+and ours over torch's for each schedule, also round by round; before anything is timed, both must
+have made the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from runtime import timed
+from torch import Tensor, nn
+
+from search import processor_name
+
+RESULT = Path(__file__).parent / "results" / "pipelines.json"
+NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
+# Our name, torch's class, stages on each of two devices, whether they return (a V).
+SCHEDULES = {
+    "1f1b": ("Schedule1F1B", 1, False),
+    "interleaved": ("ScheduleInterleaved1F1B", 2, False),
+    "zb_v": ("ScheduleZBVZeroBubble", 2, True),
+}
+make_optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
+Step = Callable[[], Any]
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv(self.first(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = (heads.select(2, i).transpose(1, 2) for i in range(3))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        x = x + self.out(mixed.reshape(batch, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.out:
+        worker(arguments.rounds, Path(arguments.out))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", __file__, "--rounds", str(arguments.rounds)]
+        threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        subprocess.run([*command, "--out", str(out)], env=environment, check=True, timeout=1800)
+        write(json.loads(out.read_text()))
+
+
+def worker(rounds: int, out: Path) -> None:
+    dist.init_process_group("gloo")
+    contenders: dict[str, Step] = {}
+    for name in SCHEDULES:
+        ours, theirs = our_step(name), torch_step(name)
+        losses = [[step() for _ in range(3)] for step in (ours, theirs)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
+        contenders[name], contenders[f"torch {name}"] = ours, theirs
+    times = timed(contenders, rounds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fresh() -> tuple[Chain, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Chain()
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
+    return model, x, y
+
+
+def our_step(name: str) -> Step:
+    import autopar
+
+    model, x, y = fresh()
+    num_stages = 2 * SCHEDULES[name][1]
+    size = NUM_LAYERS // num_stages
+    compiled = autopar.compile(
+        model, 2, example_inputs=(x, y), optimizer=make_optimizer, profile_limit_s=0,
+        schedule=name, num_microbatches=NUM_MICROBATCHES,
+        cuts=[f"layers.{first}" for first in range(size, NUM_LAYERS, size)],
+    )  # fmt: skip
+    return lambda: compiled.train_step(x, y).item()
+
+
+def torch_step(name: str) -> Step:
+    """torch's schedule over the same stages, its loss on both ranks."""
+    from torch.distributed import pipelining
+
+    model, x, y = fresh()
+    class_name, per_device, is_v = SCHEDULES[name]
+    num_stages, rank = 2 * per_device, dist.get_rank()
+    size = NUM_LAYERS // num_stages
+    own = [rank] if per_device == 1 else [rank, 3 - rank if is_v else 2 + rank]
+    parts = {s: nn.Sequential(*model.layers[s * size : (s + 1) * size]) for s in own}
+    stages = [pipelining.PipelineStage(parts[s], s, num_stages, torch.device("cpu")) for s in own]
+    schedule = getattr(pipelining, class_name)(
+        stages[0] if per_device == 1 else stages, NUM_MICROBATCHES, loss_fn=F.mse_loss
+    )
+    optimizer = make_optimizer([p for part in parts.values() for p in part.parameters()])
+    last = num_stages - 1 in own
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        given = (x,) if 0 in own else ()
+        options = {"target": y, "losses": losses} if last else {}
+        schedule.step(*given, return_outputs=False, **options)
+        optimizer.step()
+        loss = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        dist.all_reduce(loss)
+        return loss.item()
+
+    return step
+
+
+def write(times: dict[str, list[float]]) -> None:
+    import statistics
+
+    rows = {}
+    for name in SCHEDULES:
+        ours, theirs = times[name], times[f"torch {name}"]
+        rows[name] = {
+            "ours_s": round(statistics.median(ours), 4),
+            "torch_s": round(statistics.median(theirs), 4),
+            "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
+            "median_of_rounds": round(statistics.median(a / b for a, b in zip(ours, theirs)), 3),
+        }
+        print(f"{name}: {rows[name]}", flush=True)
+    document = {
+        "machine": {
+            "processor": processor_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        },
+        "versions": {"torch": version("torch")},
+        "model": f"{NUM_LAYERS} layers of {WIDTH}, {BATCH} sequences of {LENGTH}, "
+        f"{NUM_MICROBATCHES} micro-batches",
+        "target": "1.00 or less of torch.distributed.pipelining",
+        "schedules": rows,
+        "times_s": {name: [round(t, 4) for t in each] for name, each in times.items()},
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

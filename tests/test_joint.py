@@ -1,0 +1,105 @@
+"""Joint planning: the best of all combinations that fit, by the same prices as when it is fixed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from autopar.cost_models import Cluster
+
+import autopar
+from autopar.errors import ConstraintError, InputError
+from autopar.plan import Plan
+from tests.models.zoo import build
+
+CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
+
+
+def planned(name: str = "gpt2", cluster: Cluster = CLUSTER, **options: Any) -> Plan:
+    model, make_batch = build(name)
+    return autopar.plan(model, cluster, make_batch(0), schedule="auto", **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
+
+
+def test_the_plan_is_the_fastest_of_all(plan: Plan) -> None:
+    times_s = plan.search.pipelines
+    assert len(times_s) > 8
+    assert plan.prediction.step_time_s == pytest.approx(min(times_s.values()))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "pipelines considered" in str(plan)
+
+
+def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -> None:
+    model, make_batch = build("gpt2")
+    for name, time_s in plan.search.pipelines.items():
+        options: dict[str, Any] = {}
+        if name != "no pipeline":
+            schedule, stages, num = re.fullmatch(
+                r"(\S+), (\d+) stages on 2, (\d+) micro-batches", name
+            ).groups()  # type: ignore[union-attr]
+            options = {
+                "schedule": schedule, "num_stages": int(stages), "num_microbatches": int(num),
+            }  # fmt: skip
+        fixed = autopar.plan(model, CLUSTER, make_batch(0), **options)
+        assert fixed.prediction.step_time_s == pytest.approx(time_s), name
+
+
+def test_what_is_fixed_stays() -> None:
+    plan = planned(num_stages=4, num_microbatches=2)
+    assert (plan.schedule.num_stages, plan.schedule.num_microbatches) == (4, 2)
+    assert all("4 stages on 2, 2 micro-batches" in name for name in plan.search.pipelines)
+    four = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
+    plan = planned(cluster=four, mesh={"x": 2})
+    assert plan.device_mesh.axis_sizes == (2,)
+    assert plan.schedule.num_devices == 2
+
+
+def test_memory_decides_too(plan: Plan) -> None:
+    """Under a budget that the fastest one exceeds another plan is found, and the reason is said."""
+    needed = sum(plan.prediction.memory_bytes.values())
+    other = planned(constraints=[autopar.MemoryBudget(int(needed * 0.95))])
+    assert sum(other.prediction.memory_bytes.values()) <= needed * 0.95
+    assert other.prediction.step_time_s >= plan.prediction.step_time_s
+    with pytest.raises(ConstraintError, match="no combination of stages"):
+        planned(constraints=[autopar.MemoryBudget(1000)])
+
+
+def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:
+    plan = planned("resnet")
+    assert not plan.is_pipeline
+    reasons = plan.search.not_pipelines
+    assert "needs the whole batch at once" in reasons["2 pipeline devices, 2 micro-batches"]
+    local = planned("resnet", batch_norm="local", num_microbatches=2)
+    assert any("1f1b" in name for name in local.search.pipelines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cuts": ["transformer.h.1"]}, r"the search cuts the stages itself"),
+        ({"num_stages": "four"}, r"num_stages is 'four'"),
+        ({"mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
+    ],
+)
+def test_what_cannot_be_fixed_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(**options)
+
+
+def test_compile_runs_what_was_searched() -> None:
+    model, make_batch = build("gpt2")
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"example_inputs": make_batch(0), "optimizer": optimizer}
+    with autopar.compile(
+        model, 2, schedule="auto", num_stages=2, num_microbatches=2, profile_limit_s=0, **options
+    ) as compiled:
+        assert compiled.plan.is_pipeline
+        loss = compiled.train_step(**make_batch(0))
+    torch.testing.assert_close(loss, model(**make_batch(0)).loss.detach(), rtol=1e-4, atol=1e-4)
