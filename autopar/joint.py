@@ -31,6 +31,7 @@ from autopar.planner import (
     Progress,
     candidate_meshes,
     cheapest,
+    listed,
     make_planned,
     search_meshes,
 )
@@ -143,7 +144,7 @@ def plan_jointly(
 ) -> Planned:
     """The fastest plan of all combinations; raises ConstraintError where none is one."""
     options: dict[str, Any] = {
-        "constraints": [constraints] if isinstance(constraints, Constraint) else [*constraints],
+        "constraints": listed(constraints),
         "compute": compute,
         "communication": communication or CommunicationModel(cluster),
     }

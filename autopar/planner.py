@@ -139,7 +139,7 @@ def make_planned(
     strategy is searched on the mesh of one of its devices, then cut into stages. Raises
     ConstraintError where the constraints, or the memory, leave no strategy.
     """
-    constraints = _listed(constraints)
+    constraints = listed(constraints)
     if captured.graph.loss is None:
         raise InputError(
             "the model returns no scalar loss, so there is nothing to train on. Pass "
@@ -172,7 +172,8 @@ def make_planned(
     return _finish(captured, cluster, candidates, constraints, lowering, progress, baselines)
 
 
-def _listed(constraints: object) -> list[Constraint]:
+def listed(constraints: object) -> list[Constraint]:
+    """One constraint or several as a list; raises ConstraintError for anything else."""
     given = list(constraints) if isinstance(constraints, Iterable) else [constraints]
     found: list[Constraint] = []
     for constraint in given:

@@ -11,7 +11,7 @@ import torch
 from autopar.cost_models import Cluster
 
 import autopar
-from autopar.errors import ConstraintError, InputError
+from autopar.errors import AutoparError, ConstraintError
 from autopar.plan import Plan
 from tests.models.zoo import build
 
@@ -86,10 +86,11 @@ def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:
         ({"cuts": ["transformer.h.1"]}, r"the search cuts the stages itself"),
         ({"num_stages": "four"}, r"num_stages is 'four'"),
         ({"mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
+        ({"constraints": 5}, r"constraints holds 5"),
     ],
 )
 def test_what_cannot_be_fixed_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(AutoparError, match=message):
         planned(**options)
 
 
