@@ -115,7 +115,9 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
         progress.enter(Method.ILP)
         ilp.solve_reduced(reduction, progress, floor=floor)
     if not progress.assignment and progress.infeasible is None and not progress.done:
-        report_least_budget(reduction, progress)
+        frugal = frugal_choices(reduction.problem)  # of least memory, if no pair is forbidden
+        if not reduction.problem.fits(frugal):
+            report_least_budget(reduction, progress)
 
 
 def _start_within_budget(reduction: Reduction, progress: Progress) -> None:

@@ -5,7 +5,7 @@ In: any problem, with or without a memory budget. Out: the optimum, or the best 
 Variables: x[i, a], node i takes choice a; y[e, r, s] >= 0, edge e pays for a pair of choices, one
 for every pair of *different* rows r and columns s of its table. Constraints, in this order
 (``_Builder``): sum_a x[i, a] = 1; sum_s y[e, r, s] = sum of x[i, a] with row r; the same for
-columns; the memory of each group, as a part of its budget, at most 1.
+columns; the memory of each group above its least, as a part of what the budget leaves, at most 1.
 
 The relaxation is integral on most instances of this kind, which proves optimality at once. Where
 it is not, its rounding is offered, and HiGHS branches from the best assignment known.
@@ -67,6 +67,10 @@ def solve_reduced(
     floor: a bound for every assignment that the reduction left out. relax_first: False where a
     bound at least as good as the relaxation's is known, as a Lagrangian one is.
     """
+    if not reduction.problem.num_nodes:
+        progress.offer(())
+        progress.raise_bound(0.0)
+        return
     form = Formulation(reduction.problem)
     session = _Session(form=form, reduction=reduction, progress=progress, floor=floor)
     if relax_first and _relaxation_settles(session):
@@ -141,13 +145,14 @@ def _report_infeasible(session: _Session) -> None:
     elif session.floor == math.inf:
         least = least_budget(session.reduction.problem, _left(progress))
         if least is None:
-            progress.prove_infeasible("every assignment holds a forbidden pair")
+            over = " or is over the budget" if session.reduction.problem.budgets else ""
+            progress.prove_infeasible(f"every assignment holds a forbidden pair{over}")
         else:
             progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
 
 
 def least_budget(problem: Problem, time_limit_s: float | None = None) -> float | None:
-    """The least bytes that, given to every group, leave an assignment; None if nothing does."""
+    """The least bytes that, given to every group, leave an assignment; None if not known."""
     if problem.node_memory is None:
         return None
     if not any(table.max() == math.inf for table in problem.edge_costs.values()):
@@ -155,7 +160,7 @@ def least_budget(problem: Problem, time_limit_s: float | None = None) -> float |
     forbidding = {e: t for e, t in problem.edge_costs.items() if t.max() == math.inf}
     form = Formulation(replace(problem, edge_costs=forbidding), peak=True)
     result = solve_linear(form.program(), time_limit_s=time_limit_s, relative_gap=1e-12)
-    if result.values is None:
+    if result.values is None or not result.optimal:
         return None
     return max(problem.memory(form.assignment(result.values)))
 
@@ -297,29 +302,48 @@ class Formulation:
         self._edge_starts.append((i, j, start, rows, columns, num_columns))
 
     def _add_memory(self) -> None:
-        """Each group's memory over its budget, or over the peak, a last variable, at most 1."""
+        """What each group takes over its least is at most what the budget leaves above that.
+
+        Only differences count, so that a byte more or less is seen beside terabytes. With
+        ``peak`` the budget is the largest least of any group plus a last variable.
+        """
         budgets, memory = self.problem.budgets, self.problem.node_memory
         self._num_memory_rows = 0
         if memory is None or (budgets is None and not self.peak):
             return
-        top = math.fsum(float(each.max()) for each in memory) or 1.0
-        scales = [top] * self.problem.num_groups if self.peak else [b or 1.0 for b in budgets or ()]
-        limits = [0.0 if self.peak else float(b > 0) for b in budgets or scales]
-        groups = [g for g, scale in enumerate(scales) if math.isfinite(scale)]
-        self._num_memory_rows = len(groups)
-        high = np.array([limits[g] for g in groups])
-        first = self._add_rows(np.full(len(groups), -math.inf), high)
-        row_of = {group: first + k for k, group in enumerate(groups)}
+        groups = range(self.problem.num_groups)
+        spans = [each - each.min() for each in memory]
+        top, least = [0.0] * len(groups), [[0.0] for _ in groups]
         for node, each in enumerate(memory):
+            top[self.problem.group(node)] += float(spans[node].max())
+            least[self.problem.group(node)].append(float(each.min()))
+        if self.peak:
+            most = max(math.fsum(each) for each in least)
+            left = [math.fsum([most, *(-m for m in each)]) for each in least]
+            scales = [math.fsum(top) or 1.0] * len(groups)
+            limits = [min(1.0, each / scale) for each, scale in zip(left, scales)]
+        else:
+            pairs = list(zip(budgets or (), least))
+            left = [math.fsum([b, *(-m for m in each)]) + math.ulp(b) for b, each in pairs]
+            scales = [max(each, 1e-9 * most) or 1.0 for each, most in zip(left, top)]
+            limits = [-1.0 if e < 0 else e / scale for e, scale in zip(left, scales)]
+        limited = [g for g in groups if math.isfinite(scales[g])]
+        self._num_memory_rows = len(limited)
+        high = np.array([limits[g] for g in limited])
+        first = self._add_rows(np.full(len(limited), -math.inf), high)
+        row_of = {group: first + k for k, group in enumerate(limited)}
+        for node, each in enumerate(spans):
             group = self.problem.group(node)
             if group in row_of:
                 columns = self.offsets[node] + np.arange(len(each))
                 self._put(np.full(len(each), row_of[group]), columns, each / scales[group])
+                if not self.peak:  # no choice that is over the budget by itself
+                    self._upper[node] = (each <= max(0.0, left[group])).astype(float)
         if self.peak:
             self._put(
                 np.array(sorted(row_of.values())),
-                np.full(len(groups), self._num_columns),
-                np.full(len(groups), -1.0),
+                np.full(len(limited), self._num_columns),
+                np.full(len(limited), -1.0),
             )
             self._costs.append(np.ones(1))
             self._upper.append(np.full(1, math.inf))

@@ -3,8 +3,9 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from autopar.search import Status, solve
+from autopar.search import Problem, Status, ilp, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,3 +72,41 @@ def test_bounds_of_an_early_stop_hold():
         early = solve(problem, time_limit_s=time_limit_s)
         assert early.bound <= optimum * (1 + 1e-7)
         assert early.cost >= optimum * (1 - 1e-7)
+
+
+@pytest.mark.parametrize("arguments", [{"method": "ilp"}, {"table_cap_bytes": 1}, {}])
+def test_a_byte_more_or_less_is_seen_beside_terabytes(arguments):
+    """Two groups that each differ by a few bytes in 2**40, and two nodes that must agree."""
+    base = 2.0**40
+    memory = [base + np.array([0.0, 2.0, 4.0])] * 2 + [base + np.array([1.0, 0.0, 3.0])]
+    equal = np.where(np.eye(3, dtype=bool), 0.0, np.inf)
+    costs = [np.array([9.0, 4.0, 0.0])] * 3
+
+    def found(spare, *groups):
+        return solve(
+            Problem(costs, {(0, 1): equal}, memory, 2 * base + spare, memory_groups=groups),
+            **arguments,
+        )
+
+    assert found(4.0, 0, 0, 1).cost == 8.0
+    assert found(3.0, 0, 0, 1).cost == 18.0
+    assert found(-1.0, 0, 0, 1).status is Status.INFEASIBLE
+    assert found(-1.0, 0, 0, 1).least_feasible_budget == 2 * base
+
+
+@pytest.mark.parametrize("method", ["auto", "elimination", "ilp", "brute_force", "mcmc"])
+def test_a_problem_without_nodes_costs_nothing(method):
+    for problem in (Problem([], {}), Problem([], {}, [], 0.0)):
+        solution = solve(problem, method=method)
+        assert (solution.assignment, solution.cost) == ((), 0.0)
+        assert solution.status is (Status.FEASIBLE if method == "mcmc" else Status.OPTIMAL)
+
+
+def test_nothing_is_called_infeasible_without_a_proof(monkeypatch):
+    """Too large for tables and for the ILP, and the one frugal assignment is forbidden."""
+    monkeypatch.setattr(ilp, "_MAX_VARIABLES", 0)
+    equal = np.where(np.eye(3, dtype=bool), 0.0, np.inf)
+    costs, memory = [np.array([5.0, 5.0, 0.0])] * 2, [[0.0, 2.0, 9.0], [2.0, 0.0, 9.0]]
+    kept = solve(Problem(costs, {(0, 1): equal}, memory, 2.0), table_cap_bytes=1, max_steps=0)
+    assert kept.status is not Status.INFEASIBLE
+    assert kept.bound <= 10.0
