@@ -37,7 +37,7 @@ class BruteForce:
             progress.offer(assignment)
             if problem.budgets is not None and problem.cost(assignment) < math.inf:
                 least = min(least, max(problem.memory(assignment)))
-        if progress.assignment:
+        if progress.cost < math.inf:
             progress.raise_bound(progress.cost)
         elif least < math.inf:
             progress.prove_infeasible("the memory budget is below the least feasible one", least)

@@ -53,7 +53,7 @@ class McmcSolver:
         walk = _Walk(problem, progress, num_steps)
         generator = np.random.default_rng(progress.options.seed)
         for start in range(0, num_steps, _CLOCK_EVERY):
-            if progress.remaining_s <= 0:
+            if not problem.num_nodes or progress.remaining_s <= 0:
                 return
             draws = generator.random((3, min(_CLOCK_EVERY, num_steps - start)))
             walk.go(start, draws)
