@@ -7,6 +7,7 @@ rule out costs +inf. Constraints that leave nothing are an error that names the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,8 @@ def apply_constraints(problem: Problem) -> Problem:
         return problem
     by_node: dict[int, list[Constraint]] = {}
     for constraint in problem.constraints:
+        if not isinstance(constraint, Constraint):
+            raise SearchError(f"constraints holds {constraint!r}, which is no Pin, Forbid or Force")
         by_node.setdefault(_node(problem, constraint), []).append(constraint)
     allowed = {node: _allowed(problem, node, each) for node, each in by_node.items()}
     _check_edges(problem, by_node, allowed)
@@ -77,14 +80,18 @@ def _node(problem: Problem, constraint: Constraint) -> int:
 def _mask(problem: Problem, node: int, constraint: Constraint) -> Array:
     """Which choices of the node the constraint leaves."""
     num_choices = problem.num_choices(node)
-    given = (constraint.choice,) if isinstance(constraint, Pin) else tuple(constraint.choices)
+    wanted = constraint.choice if isinstance(constraint, Pin) else constraint.choices
+    try:
+        given = [operator.index(c) for c in ([wanted] if isinstance(constraint, Pin) else wanted)]
+    except TypeError as error:
+        raise SearchError(f"{constraint}: choices are whole numbers ({error})") from None
     for choice in given:
         if not 0 <= choice < num_choices:
             raise SearchError(
                 f"{constraint}: node {problem.name(node)!r} has choices 0..{num_choices - 1}"
             )
     mask = np.zeros(num_choices, dtype=bool)
-    mask[list(given)] = True
+    mask[given] = True
     return ~mask if isinstance(constraint, Forbid) else mask
 
 

@@ -11,6 +11,7 @@ The cost of an assignment x is F(x) = sum_i c_i[x_i] + sum_(i,j) E_ij[x_i, x_j],
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
@@ -90,6 +91,8 @@ class Problem:
             put(self, "node_memory", memory)
         put(self, "memory_groups", _groups(self))
         put(self, "memory_budget", _budget(self))
+        if not isinstance(self.constraints, Iterable):
+            raise SearchError(f"constraints is {self.constraints!r}; give a list of them")
         put(self, "constraints", tuple(self.constraints))
 
     @property
@@ -225,7 +228,7 @@ def _as_table(value: Any, shape: tuple[int, ...], what: str) -> Array:
     """A read-only float64 view of ``value`` (a copy only where the type differs)."""
     try:
         table = np.asarray(value, dtype=np.float64).view()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise SearchError(f"{what} is not an array of numbers: {error}") from None
     if table.shape != shape:
         raise SearchError(f"{what} has shape {list(table.shape)}, must be {list(shape)}")
@@ -236,6 +239,13 @@ def _as_table(value: Any, shape: tuple[int, ...], what: str) -> Array:
         raise SearchError(f"{what} holds -inf; only +inf (forbidden) is allowed")
     table.flags.writeable = False
     return table
+
+
+def _size(value: Any, what: str) -> int:
+    try:
+        return int(np.size(value))
+    except ValueError as error:
+        raise SearchError(f"{what} is not an array of numbers: {error}") from None
 
 
 def _node_tables(
@@ -250,7 +260,7 @@ def _node_tables(
         table = known.get(id(value))
         if table is None or not allow_inf:
             where = f"the {what} of node {problem.name(node)!r}"
-            num_choices = np.size(value) if allow_inf else problem.num_choices(node)
+            num_choices = _size(value, where) if allow_inf else problem.num_choices(node)
             if num_choices == 0:
                 raise SearchError(f"{where} is empty; a node needs at least one choice")
             fresh = _as_table(value, (num_choices,), where)
@@ -282,9 +292,14 @@ def _edge_tables(problem: Problem) -> dict[Edge, Array]:
 
 
 def _edge_items(problem: Problem) -> Iterable[tuple[int, int, Any]]:
+    if not isinstance(problem.edge_costs, Mapping):
+        raise SearchError(
+            f"edge_costs is {type(problem.edge_costs).__name__}, must be a mapping such as "
+            "{(0, 1): table}"
+        )
     for key, value in problem.edge_costs.items():
         try:
-            i, j = (int(node) for node in key)
+            i, j = (operator.index(node) for node in key)
         except (TypeError, ValueError):
             raise SearchError(f"edge key {key!r} is not a pair of node indices") from None
         if not (0 <= i < problem.num_nodes and 0 <= j < problem.num_nodes):
@@ -300,7 +315,10 @@ def _edge_items(problem: Problem) -> Iterable[tuple[int, int, Any]]:
 def _groups(problem: Problem) -> tuple[int, ...] | None:
     if problem.memory_groups is None:
         return None
-    groups = tuple(int(group) for group in problem.memory_groups)
+    try:
+        groups = tuple(operator.index(group) for group in problem.memory_groups)
+    except TypeError as error:
+        raise SearchError(f"memory_groups must hold one whole number a node: {error}") from None
     if len(groups) != problem.num_nodes:
         raise SearchError(f"memory_groups has {len(groups)} entries, {problem.num_nodes} nodes")
     for node, group in enumerate(groups):
@@ -315,15 +333,16 @@ def _budget(problem: Problem) -> float | tuple[float, ...] | None:
         return None
     if problem.node_memory is None:
         raise SearchError("memory_budget is given without node_memory; give both or neither")
-    if isinstance(given, Sequence | np.ndarray) and np.ndim(given) == 1:
-        budgets = tuple(float(budget) for budget in given)
-        if len(budgets) < problem.num_groups:
-            raise SearchError(
-                f"memory_budget has {len(budgets)} numbers for {problem.num_groups} groups"
-            )
-    else:
-        budgets = (float(given),)  # type: ignore[arg-type]
+    try:
+        table = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SearchError(f"memory_budget {given!r} is not a number of bytes: {error}") from None
+    if table.ndim > 1:
+        raise SearchError(f"memory_budget has {table.ndim} dims; give one number for each group")
+    if table.ndim == 1 and len(table) < problem.num_groups:
+        raise SearchError(f"memory_budget has {len(table)} numbers for {problem.num_groups} groups")
+    budgets = tuple(table.ravel().tolist())
     for group, budget in enumerate(budgets):
         if math.isnan(budget) or budget < 0:
             raise SearchError(f"memory_budget of group {group} is {budget}, must be at least 0")
-    return budgets if np.ndim(given) == 1 else budgets[0]
+    return budgets if table.ndim else budgets[0]

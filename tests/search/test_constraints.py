@@ -63,6 +63,9 @@ def test_three_that_clash_only_together_are_all_named():
         (Pin(node=2, choice=0), "outside 0..1"),
         (Pin(node="a", choice=3), "choices 0..2"),
         (Forbid(node="a", choices=(0, 1, 2)), "infinite cost"),
+        (Pin(node="a", choice=0.5), "whole numbers"),
+        (Forbid(node="a", choices=1), "whole numbers"),
+        ("a", "no Pin, Forbid or Force"),
     ],
 )
 def test_a_constraint_on_nothing_is_refused(constraint, words):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from autopar.search import Problem, SearchError, solve
+from autopar.search import Pin, Problem, SearchError, solve
 
 COSTS = [np.array([1.0, 2.0]), np.array([3.0, 4.0, 5.0])]
 TABLE = np.arange(6.0).reshape(2, 3)
@@ -38,6 +38,13 @@ TABLE = np.arange(6.0).reshape(2, 3)
             {"node_memory": COSTS, "memory_budget": [1.0], "memory_groups": [0, 1]},
             "1 numbers for 2",
         ),
+        ({"node_costs": [[[1.0], [1.0, 2.0]]]}, "not an array of numbers"),
+        ({"edge_costs": [(0, 1)]}, "must be a mapping"),
+        ({"edge_costs": {(0, 1.5): TABLE}}, "not a pair"),
+        ({"memory_groups": [0, 0.5]}, "one whole number a node"),
+        ({"node_memory": COSTS, "memory_budget": "60GiB"}, "not a number of bytes"),
+        ({"node_memory": COSTS, "memory_budget": [[1.0]]}, "2 dims"),
+        ({"constraints": Pin(node=0, choice=0)}, "give a list"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, words):
