@@ -85,7 +85,7 @@ class Program:
         check: called before every step and between the pieces of one; may raise to stop.
         """
         if self.size_bytes > cap_bytes:
-            largest = max(math.prod(operation.shape[1:]) for operation in self.operations)
+            largest = max(_elements(operation.shape[1:]) for operation in self.operations)
             raise TableTooLargeError(
                 f"elimination needs {self.size_bytes:.3g} bytes of tables (the largest "
                 f"{8 * largest:.3g}), over table_cap_bytes={cap_bytes:.3g}"
@@ -248,11 +248,18 @@ class _Builder:
             for dim, size in zip(dims, self._shapes[ref]):
                 shape[dim] = size
         self.operations.append(Operation(shape=tuple(shape), inputs=inputs))
-        self.num_operations += float(math.prod(shape))
-        self.size_bytes += 8.0 * math.prod(shape[1:])
+        self.num_operations += _elements(shape)
+        self.size_bytes += 8.0 * _elements(shape[1:])
         self._shapes.append(tuple(shape[1:]))
         self._known[inputs] = len(self._shapes) - 1
         return len(self._shapes) - 1
+
+
+def _elements(shape: Sequence[int]) -> float:
+    try:
+        return float(math.prod(shape))
+    except OverflowError:
+        return math.inf
 
 
 def best_program(

@@ -35,6 +35,9 @@ class Rule(StrEnum):
     NATURAL = "natural"
 
 
+_HOPELESS = 1e60  # entries of a table: no other rule makes it affordable
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """An elimination order with what it is predicted to take.
@@ -60,7 +63,8 @@ def candidate_orders(
     edge_list = list(edges)
     orders: list[Order] = []
     for rule in Rule:
-        if rule is Rule.LEAST_FILL and len(sizes) > 4000:
+        hopeless = min((order.largest_table for order in orders), default=0.0) > _HOPELESS
+        if rule is Rule.LEAST_FILL and (hopeless or len(sizes) > 4000):
             continue
         orders.append(simulate(sizes, edge_list, rule))
         if orders[-1].num_operations <= cheap:

@@ -1,10 +1,12 @@
 """Graphs too dense to eliminate: bounds hold, and local search never makes things worse."""
 
+import itertools
 import math
+import time
 
 import numpy as np
 import pytest
-from autopar.search import Problem, Status, solve
+from autopar.search import Problem, SearchError, Status, solve
 from autopar.search.local_search import descend, improve
 from autopar.search.messages import Messages
 from autopar.search.reduction import reduce_problem
@@ -89,3 +91,14 @@ def test_a_dense_graph_within_a_budget_has_an_answer_and_a_bound():
     assert "messages" in solution.method
     assert problem.fits(solution.assignment)
     assert 0 < solution.bound <= solution.cost <= problem.cost(frugal)
+
+
+def test_tables_beyond_all_numbers_are_refused_in_time():
+    """320 nodes, each pair joined: 30^319 entries are more than a float can hold."""
+    table = np.random.default_rng(0).random((30, 30))
+    pairs = itertools.combinations(range(320), 2)
+    problem = Problem([table[0]] * 320, dict.fromkeys(pairs, table))
+    start = time.perf_counter()
+    with pytest.raises(SearchError, match="inf bytes of tables"):
+        solve(problem, method="elimination")
+    assert time.perf_counter() - start < 20
