@@ -23,7 +23,7 @@ from autopar.search.mcmc import McmcSolver
 from autopar.search.messages import Messages
 from autopar.search.problem import Method, Problem
 from autopar.search.reduction import Reduction, compose, dominance_operations, reduce_problem
-from autopar.search.solver import Capability, Options, Progress
+from autopar.search.solver import Capability, Options, OutOfTimeError, Progress
 
 _OPERATIONS_PER_S = 1e9
 _MOST_OPERATIONS = 2e10  # without a time limit
@@ -31,6 +31,8 @@ _SOON = 1e9  # operations that take about a second: not worth reducing first
 _ROUNDS = 12
 _SWEEPS = 40
 _STALL = 1e-4
+_VARIABLES_PER_S = 2e5  # that the ILP takes in before it can look at the clock
+_REDUCE_SHARE = 0.3  # of the time left
 
 
 class AutoSolver:
@@ -60,7 +62,11 @@ def _search(problem: Problem, progress: Progress) -> None:
         eliminate(problem, program, progress)
         if progress.done or problem.budgets is None:
             return
-    reduction = reduce_problem(problem, check=progress.check)
+    try:
+        with progress.limited_to(_REDUCE_SHARE * progress.remaining_s):
+            reduction = reduce_problem(problem, check=progress.check)
+    except OutOfTimeError:  # dominance compares all pairs of choices: not in so little time
+        reduction = reduce_problem(problem, dominance=False)
     if reduction is None:
         progress.prove_infeasible("every assignment holds a forbidden choice or pair")
         return
@@ -107,17 +113,18 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
             return
         reduction = left
     else:
+        if not reduction.problem.fits(frugal_choices(reduction.problem)):
+            report_least_budget(reduction, progress)  # not even if no pair were forbidden
+            return
         _start_within_budget(reduction, progress)
         if progress.done:
             return
     floor = progress.cost if progress.problem.budgets is None else math.inf
-    if ilp.IlpSolver().refuses(reduction.problem, progress.options) is None:
+    refusal = ilp.IlpSolver().refuses(reduction.problem, progress.options)
+    in_time = ilp.num_edge_variables(reduction.problem) <= _VARIABLES_PER_S * progress.remaining_s
+    if refusal is None and in_time:
         progress.enter(Method.ILP)
         ilp.solve_reduced(reduction, progress, floor=floor)
-    if not progress.assignment and progress.infeasible is None and not progress.done:
-        frugal = frugal_choices(reduction.problem)  # of least memory, if no pair is forbidden
-        if not reduction.problem.fits(frugal):
-            report_least_budget(reduction, progress)
 
 
 def _start_within_budget(reduction: Reduction, progress: Progress) -> None:

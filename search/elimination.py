@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from autopar.search.minplus import Check, aligned, go_on, min_sum_step
-from autopar.search.ordering import Order, candidate_orders
+from autopar.search.ordering import HOPELESS, Order, candidate_orders
 from autopar.search.problem import Array, Edge, SearchError
 
 Ref = int  # index of a table: node costs, edge costs, then results of operations
@@ -271,5 +271,7 @@ def best_program(
     orders = candidate_orders([len(cost) for cost in node_costs], edge_costs)
     limit = 3 * orders[0].num_operations
     worth = [order for order in orders if order.num_operations <= limit]
+    if orders[0].largest_table > HOPELESS:
+        worth = worth[:1]
     programs = [compile_order(order, node_costs, edge_costs, node_keys) for order in worth]
     return min(programs, key=lambda program: program.num_operations)

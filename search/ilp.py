@@ -38,8 +38,7 @@ class IlpSolver:
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
         """More variables than would fit in memory."""
-        distinct = {id(table): _pairs(table) for table in problem.edge_costs.values()}
-        num_variables = sum(distinct[id(table)] for table in problem.edge_costs.values())
+        num_variables = num_edge_variables(problem)
         if num_variables <= _MAX_VARIABLES:
             return None
         return f"{num_variables} edge variables, over {_MAX_VARIABLES}"
@@ -354,6 +353,12 @@ def distinct_rows(table: Array) -> Array:
     """Labels 0.. of the rows of a table, equal for equal rows, in order of first appearance."""
     seen: dict[bytes, int] = {}
     return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
+
+
+def num_edge_variables(problem: Problem) -> int:
+    """How many pairs of choices the program has variables for."""
+    distinct = {id(table): _pairs(table) for table in problem.edge_costs.values()}
+    return sum(distinct[id(table)] for table in problem.edge_costs.values())
 
 
 def _pairs(table: Array) -> int:

@@ -35,7 +35,7 @@ class Rule(StrEnum):
     NATURAL = "natural"
 
 
-_HOPELESS = 1e60  # entries of a table: no other rule makes it affordable
+HOPELESS = 1e60  # entries of a table: no other rule makes it affordable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def candidate_orders(
     edge_list = list(edges)
     orders: list[Order] = []
     for rule in Rule:
-        hopeless = min((order.largest_table for order in orders), default=0.0) > _HOPELESS
+        hopeless = min((order.largest_table for order in orders), default=0.0) > HOPELESS
         if rule is Rule.LEAST_FILL and (hopeless or len(sizes) > 4000):
             continue
         orders.append(simulate(sizes, edge_list, rule))

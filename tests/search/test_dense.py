@@ -102,3 +102,22 @@ def test_tables_beyond_all_numbers_are_refused_in_time():
     with pytest.raises(SearchError, match="inf bytes of tables"):
         solve(problem, method="elimination")
     assert time.perf_counter() - start < 20
+
+
+def test_little_time_still_gives_a_bound_and_a_better_assignment():
+    """Dominance over 780 distinct tables takes longer than the limit: it is left out."""
+    rng = np.random.default_rng(0)
+    costs = [4 * rng.random(50) for _ in range(40)]
+    pairs = itertools.combinations(range(40), 2)
+    edges = {pair: rng.random((50, 50)) for pair in pairs}
+    free = solve(Problem(costs, edges), time_limit_s=1.0)
+    assert free.bound > 0
+    assert free.cost < Problem(costs, edges).cost([int(c.argmin()) for c in costs])
+    memory = [5 - cost for cost in costs]
+    least = math.fsum(float(each.min()) for each in memory)
+    tight = solve(Problem(costs, edges, memory, 1.2 * least), time_limit_s=1.0)
+    assert tight.bound > 0
+    assert tight.time_s < 5
+    broken = solve(Problem(costs, edges, memory, 0.9 * least), time_limit_s=1.0)
+    assert broken.status is Status.INFEASIBLE
+    assert broken.least_feasible_budget == least
