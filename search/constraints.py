@@ -80,9 +80,9 @@ def _node(problem: Problem, constraint: Constraint) -> int:
 def _mask(problem: Problem, node: int, constraint: Constraint) -> Array:
     """Which choices of the node the constraint leaves."""
     num_choices = problem.num_choices(node)
-    wanted = constraint.choice if isinstance(constraint, Pin) else constraint.choices
+    wanted = (constraint.choice,) if isinstance(constraint, Pin) else constraint.choices
     try:
-        given = [operator.index(c) for c in ([wanted] if isinstance(constraint, Pin) else wanted)]
+        given = [operator.index(choice) for choice in wanted]
     except TypeError as error:
         raise SearchError(f"{constraint}: choices are whole numbers ({error})") from None
     for choice in given:
