@@ -222,9 +222,13 @@ def compile(
                 communication = collective_times(here, found, path, start_timeout_s)
 
             def search() -> Plan:
-                cluster = devices if isinstance(devices, Cluster) else Cluster.detect(len(found))
                 compute = None
-                if is_measured:
+                if isinstance(devices, Cluster):
+                    cluster = devices
+                elif communication is None:
+                    cluster = Cluster.detect(len(found))
+                else:
+                    cluster = communication.cluster
                     meshes = meshes_of(cluster, mesh, pipeline)
                     compute = _measured(captured, cluster, meshes, profile_limit_s, say)
                 return plan_with(

@@ -28,13 +28,11 @@ import functools
 import json
 import multiprocessing
 import os
-import platform
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from typing import Any
 import torch
 import transformers
 from autopar.cost_models import DeviceSpec, Level, PeakFlops
+from setting import setting
 from small_transformers import (
     Architecture,
     NoBatchError,
@@ -57,6 +56,7 @@ import autopar
 from autopar import Cluster
 
 RESULT = Path(__file__).parent / "results" / "architectures.json"
+PACKAGES = ("torch", "transformers", "autopar")
 STAGES = ("build", "eager", "export", "capture", "plan", "train", "match")
 NUM_STEPS, NUM_DEVICES = 3, 2
 # transformers computes norms, softmax and losses in float32 in any dtype.
@@ -333,18 +333,9 @@ def summary_of(rows: Mapping[str, Row]) -> Row:
     }
 
 
-def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers", "autopar")}
-
-
 def document_of(rows: Mapping[str, Row]) -> Row:
     return {
-        "machine": {
-            "processor": platform.machine(),
-            "num_cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "versions": versions(),
+        **setting(*PACKAGES),
         "settings": {
             "num_devices": NUM_DEVICES,
             "num_steps": NUM_STEPS,
@@ -360,7 +351,9 @@ def known_rows() -> dict[str, Row]:
     if not RESULT.exists():
         return {}
     document = json.loads(RESULT.read_text())
-    return document["architectures"] if document["versions"] == versions() else {}
+    return (
+        document["architectures"] if document["versions"] == setting(*PACKAGES)["versions"] else {}
+    )
 
 
 def show(name: str, row: Row) -> None:

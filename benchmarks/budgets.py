@@ -17,19 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from networks import captured
 from planning import llama_graph
-
-from search import processor_name
+from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "budgets.json"
 PARTS = (1.0, 0.8, 0.7, 0.6, 0.4, 0.3)
@@ -54,13 +50,7 @@ def main() -> int:
         ],
     }
     document = {
-        "machine": {
-            "processor": processor_name(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "ortools")},
+        **setting("torch", "transformers", "numpy", "ortools"),
         **rows,
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n")

@@ -15,18 +15,15 @@ import functools
 import itertools
 import json
 import os
-import platform
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_models import MODELS, fresh
-
-from search import processor_name
+from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 PICTURE = RESULT.with_suffix(".png")
@@ -190,12 +187,7 @@ def show(made: Row) -> None:
 
 def write(rows: list[Row]) -> None:
     document = {
-        "machine": {
-            "processor": processor_name(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **setting("torch", "transformers"),
         "summary": summary(rows),
         "rows": rows,
     }

@@ -1,19 +1,16 @@
 """What out-of-order weight gradients gain on V100s, predicted, beside the published ranges.
 
-Run: ``python -m benchmarks.out_of_order`` in the repository. Captures real-size models on the meta
-device, prices every op on the V100 preset, and predicts the second stream on one GPU, reverse
-first-k under data parallelism, and fast-forwarding with modulo allocation in a pipeline (Oh et al.,
-EuroSys 2022). Prints tables and writes ``results/out_of_order.json`` and ``.png``. Nothing is
-measured: the figures are the cost model's and the simulator's, the same on every machine.
+Run: ``PYTHONPATH=. python benchmarks/out_of_order.py`` in the repository. Captures real-size models
+on the meta device, prices every op on the V100 preset, and predicts the second stream on one GPU,
+reverse first-k under data parallelism, and fast-forwarding with modulo allocation in a pipeline (Oh
+et al., EuroSys 2022). Prints tables and writes ``results/out_of_order.json`` and ``.png``. Nothing
+is measured: the figures are the cost model's and the simulator's, the same on every machine.
 """
 
 import json
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import matplotlib
 import torch
 from autopar.cost_models import Cluster, CommunicationModel, Level
 from msgspec import structs
+from setting import setting
 from torch import nn
 
 from autopar.blocks import FIXED
@@ -667,14 +665,9 @@ def main() -> None:
     }
     for title, rows in tables.items():
         show(title, rows)
-    machine = {
-        "cpus": os.cpu_count(),
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "matplotlib")},
-    }
     RESULTS.mkdir(exist_ok=True)
-    written = {"machine": machine, "settings": settings(), "published": PUBLISHED, **tables}
+    head = setting("torch", "transformers", "matplotlib")
+    written = {**head, "settings": settings(), "published": PUBLISHED, **tables}
     (RESULTS / "out_of_order.json").write_text(json.dumps(written, indent=1) + "\n")
     draw(tables["data_parallel"], RESULTS / "out_of_order.png")
 

@@ -15,12 +15,10 @@ import argparse
 import functools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from runtime import timed
+from setting import num_cores, setting
 from torch import Tensor, nn
-
-from search import processor_name
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
@@ -85,7 +82,7 @@ def main() -> None:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", __file__, "--rounds", str(arguments.rounds)]
-        threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+        threads = str(max(1, num_cores() // 2))
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
         subprocess.run([*command, "--out", str(out)], env=environment, check=True, timeout=1800)
         write(json.loads(out.read_text()))
@@ -173,13 +170,7 @@ def write(times: dict[str, list[float]]) -> None:
         }
         print(f"{name}: {rows[name]}", flush=True)
     document = {
-        "machine": {
-            "processor": processor_name(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": {"torch": version("torch")},
+        **setting("torch"),
         "model": f"{NUM_LAYERS} layers of {WIDTH}, {BATCH} sequences of {LENGTH}, "
         f"{NUM_MICROBATCHES} micro-batches",
         "target": "1.00 or less of torch.distributed.pipelining",

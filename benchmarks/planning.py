@@ -11,13 +11,12 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import os
-import platform
 import resource
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "planning.json"
 LAYERS = (8, 32)
@@ -107,13 +106,7 @@ def main() -> None:
         )
         rows.append(row)
     document = {
-        "machine": {
-            "processor": platform.machine(),
-            "num_cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        **setting("torch", "transformers", "numpy"),
         "cases": rows,
         "peer": PEER,
     }

@@ -14,7 +14,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -22,16 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cpu_models import MODELS, Batch, fresh
+from setting import num_cores, setting
 from torch import Tensor, nn
-
-from search import processor_name
 
 RESULT = Path(__file__).parent / "results" / "runtime.json"
 WARM_UP = 3
@@ -63,7 +60,7 @@ def main() -> None:
 
 def run(case: str, num_processes: int, rounds: int) -> dict[str, Any]:
     """Start the processes of one case; the row that rank 0 wrote."""
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    num_threads = max(1, num_cores() // num_processes)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -212,13 +209,7 @@ def show(made: dict[str, Any]) -> None:
 
 def write(rows: list[dict[str, Any]]) -> None:
     document = {
-        "machine": {
-            "processor": processor_name(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **setting("torch", "transformers"),
         "target": "1.00 or less of each peer",
         "cases": rows,
     }

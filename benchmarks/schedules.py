@@ -8,14 +8,13 @@ bubbles, gaps and gains are of the simulation, and are the same everywhere.
 
 import argparse
 import json
-import os
-import platform
 import random
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from setting import setting
 
 from autopar.schedules import (
     CoRun,
@@ -253,15 +252,8 @@ def main() -> None:
     }
     for title, rows in tables.items():
         show(title, rows)
-    machine = {
-        "cpus": os.cpu_count(),
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-        "ortools": version("ortools"),
-        "torch": version("torch"),
-    }
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine, **tables}, indent=1) + "\n")
+    RESULT.write_text(json.dumps({**setting("ortools", "torch"), **tables}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

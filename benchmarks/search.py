@@ -10,10 +10,7 @@ Results go to benchmarks/results/search.json with the machine and the versions.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import resource
 import sys
 import time
@@ -22,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from autopar.search import Problem, solve
+from setting import setting
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "search.json"
@@ -58,29 +56,10 @@ def main() -> int:
         parts["budgets"] = budget_rows()
         show("32 layers of 60 nodes, 81 choices each, under a memory budget", parts["budgets"])
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": machine(), **parts}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**setting("numpy", "ortools"), **parts}, indent=1) + "\n")
     missed = [row["name"] for rows in parts.values() for row in rows if not row["met"]]
     print("missed:", ", ".join(missed) if missed else "nothing")
     return 1 if missed else 0
-
-
-def machine() -> Row:
-    """What the figures were taken on."""
-    packages = ("numpy", "ortools")
-    return {
-        "processor": processor_name(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def processor_name() -> str:
-    """The processor as the system names it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def instance_row(path: Path) -> Row:

@@ -15,18 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from networks import NETWORKS, PASE, captured
-
-from search import processor_name
+from setting import setting
 
 ROOT = Path(__file__).parent
 RESULT = ROOT / "results" / "strategies.json"
@@ -168,12 +164,7 @@ def write(cells: list[Row], instances: Path) -> None:
     """The table with its summary, machine and versions."""
     packages = ("torch", "transformers", "numpy", "ortools")
     document = {
-        "machine": {
-            "processor": processor_name(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-        },
-        "versions": {name: version(name) for name in packages},
+        **setting(*packages),
         "summary": summary(cells),
         "pase": pase_rows(cells, instances),
         "cells": cells,

@@ -1,6 +1,6 @@
 """Predicted throughput of 1F1B and zero-bubble pipelines beside the published one, on 8 A100s.
 
-Run: ``python -m benchmarks.zero_bubble`` in the repository. Captures two GPTs on the meta device,
+Run: ``python benchmarks/zero_bubble.py``. Captures two GPTs on the meta device,
 prices every op on the A100-80 preset, deals the layers to 8 stages as the authors did (the first
 and the last stage hold one layer less, for the embedding and the head), simulates the schedules and
 adds the update of the slowest stage. Prints samples per GPU and second beside those of Qi et al.,
@@ -8,14 +8,12 @@ ICLR 2024, table 4, and writes ``results/zero_bubble.json``. Nothing is measured
 """
 
 import json
-import os
-import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from autopar.cost_models import Cluster
+from setting import setting
 
 from autopar.capture import capture
 from autopar.graph import Block, Graph
@@ -117,8 +115,7 @@ def main() -> None:
             f"{r['published']:10.2f} {r['ratio']:6.2f}"
         )
     result = {
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **setting("torch", "transformers"),
         "note": "predicted and published samples per GPU and second; nothing here is measured",
         "rows": rows,
     }

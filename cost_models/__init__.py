@@ -3,7 +3,12 @@
 from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
-from autopar.cost_models.collective_measure import all_measured, measure_collectives, measured_model
+from autopar.cost_models.collective_measure import (
+    all_measured,
+    is_group_of,
+    measure_collectives,
+    measured_model,
+)
 from autopar.cost_models.communication import Collective, CommunicationModel
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, Estimate, OpEstimate, Source
@@ -42,6 +47,7 @@ __all__ = [
     "default_store_path",
     "flops",
     "graph_memory",
+    "is_group_of",
     "measure_collectives",
     "measured_model",
 ]

@@ -102,7 +102,8 @@ def measure_collectives(
             for size_bytes in sizes_bytes:
                 if (kind.value, shape, size_bytes) in known:
                     continue
-                times = _measure(kind, size_bytes, groups[mine], ranks_of[mine], max_s)
+                device = torch.device(cluster.device.kind)
+                times = _measure(kind, size_bytes, groups[mine], ranks_of[mine], device, max_s)
                 # The same number on every rank, so stores of one file or of many agree.
                 store.put_collective(kind.value, shape, cluster.backend, times)
         for group in groups:
@@ -121,12 +122,21 @@ def _check_world(cluster: Cluster) -> int:
             "torch.distributed.init_process_group() on every rank first."
         )
     world = dist.get_world_size()
-    if world != cluster.num_devices or dist.get_backend() != cluster.backend:
+    if world != cluster.num_devices or not is_group_of(cluster):
         raise CostError(
             f"the cluster has {cluster.num_devices} devices on {cluster.backend}, the process "
-            f"group {world} on {dist.get_backend()}; use Cluster.detect({world})."
+            f"group {world} on {dist.get_backend_config()}; use Cluster.detect({world})."
         )
     return world
+
+
+def is_group_of(cluster: Cluster) -> bool:
+    """Whether the process group moves tensors on the cluster's devices by its backend.
+
+    A group may have one backend for each kind of device: ``cpu:gloo,cuda:nccl``.
+    """
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    return backends.get(cluster.device.kind) == cluster.backend
 
 
 def _from_rank_0(rows: list[_Row]) -> list[_Row]:
@@ -156,9 +166,9 @@ def _measure(
     size_bytes: int,
     group: dist.ProcessGroup,
     ranks: tuple[int, ...],
+    device: torch.device,
     max_s: float,
 ) -> CollectiveTime:
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     run = _operation(kind, size_bytes, group, ranks, device)
 
     def once() -> float:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
     ProfileStore,
     all_measured,
+    is_group_of,
     measure_collectives,
     measured_model,
 )
@@ -46,7 +46,7 @@ def collective_times(
     store = ProfileStore(path, cluster.device)
     if cluster.num_devices == 1:
         return CommunicationModel(cluster)
-    if is_spmd() and dist.get_backend() == cluster.backend:
+    if is_spmd() and is_group_of(cluster):
         return measure_collectives(cluster, store)
     if not is_spmd() and not all_measured(cluster, store):
         _measure_in_workers(cluster, devices, path, start_timeout_s)

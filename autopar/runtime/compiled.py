@@ -207,7 +207,7 @@ class Compiled:
         return statistics.median(self._step_times_s) if self._step_times_s else None
 
     def memory_growth_bytes(self) -> list[int]:
-        """Per rank, by how much its peak memory has grown since before the model was loaded."""
+        """Per rank, by how much memory at the peak of training exceeds that before loading."""
         return self._runner.memory_growth_bytes()
 
     def report(self) -> str:

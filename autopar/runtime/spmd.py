@@ -87,6 +87,7 @@ class SpmdRunner:
         self.runtime = RankRuntime(
             program, own_parts(program, state, device), agreed(options, device), device
         )
+        self.peak_memory.forget_peak()
         self._closed = False
         use_process_group()
 
