@@ -22,11 +22,6 @@ from autopar.constraints import Constraint
 from autopar.cost_models import (
     Cluster,
     ComputeModel,
-    CostError,
-    OpCall,
-    Profiler,
-    ProfileStore,
-    RooflineModel,
     default_store_path,
 )
 from autopar.errors import InputError, OptimizerError, PlanError
@@ -34,12 +29,11 @@ from autopar.forward_plan import plan_forward
 from autopar.joint import AUTO, Fixed, fixed_parts, meshes_of, plan_with
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.mesh import Mesh
 from autopar.microbatches import lower_training
 from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
-from autopar.planner import Progress, check_mesh
+from autopar.planner import check_mesh
 from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
@@ -47,6 +41,7 @@ from autopar.runtime.collective_times import collective_times
 from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
+from autopar.runtime.op_times import op_times
 from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
 from autopar.schedules import Schedule
 from autopar.stages import lower_staged_forward
@@ -214,11 +209,10 @@ def compile(
                 initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
 
             is_measured = plan is None and profile_limit_s > 0 and not isinstance(devices, Cluster)
-            communication = None
+            communication, path = None, default_store_path()
             if is_measured:
                 say("measure collectives")
                 here = from_first_rank(lambda: Cluster.detect(len(found)), "the cluster")
-                path = default_store_path()
                 communication = collective_times(here, found, path, start_timeout_s)
 
             def search() -> Plan:
@@ -230,7 +224,10 @@ def compile(
                 else:
                     cluster = communication.cluster
                     meshes = meshes_of(cluster, mesh, pipeline)
-                    compute = _measured(captured, cluster, meshes, profile_limit_s, say)
+                    compute = op_times(
+                        calls_of(Analysis(captured.graph), meshes), cluster, path,
+                        limit_s=profile_limit_s, start_timeout_s=start_timeout_s, progress=say,
+                    )  # fmt: skip
                 return plan_with(
                     captured,
                     cluster,
@@ -341,34 +338,6 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
     if kind == "cpu" or is_spmd():
         return [torch.device(kind)] * count
     return resolve_devices([f"{kind}:{i}" for i in range(count)])
-
-
-def _measured(
-    captured: Captured,
-    cluster: Cluster,
-    meshes: Sequence[Mesh],
-    limit_s: float,
-    progress: Progress,
-) -> ComputeModel:
-    """Prices measured on this machine, the costliest ops first, for at most ``limit_s``.
-
-    Times are kept on disk, so the next compilation of the same model measures nothing.
-    """
-    device = cluster.device
-    store = ProfileStore(default_store_path(), device)
-    roofline = RooflineModel(device)
-    calls = calls_of(Analysis(captured.graph), meshes)
-    progress(f"measure up to {len(calls)} op calls, at most {limit_s:.0f} s")
-    calls = tuple(sorted(calls, key=lambda call: -_expected_s(roofline, call)))
-    Profiler(store, device).profile(calls, progress=False, max_s=limit_s)
-    return Profiler(store, device, measuring=False)
-
-
-def _expected_s(model: ComputeModel, call: OpCall) -> float:
-    try:
-        return model.estimate(call).total_s
-    except CostError:
-        return 0.0
 
 
 def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:

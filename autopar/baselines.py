@@ -37,12 +37,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.constraints import narrowed
+from autopar.cost_models.update import OPTIMIZER_STATES
 from autopar.errors import ConstraintError
 from autopar.graph import Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.parallelism import Forces, Masks, Parallelism
 from autopar.placement import Placements, R, State, local_shape
-from autopar.pricing import OPTIMIZER_STATES, Array, OpTable
+from autopar.pricing import Array, OpTable
 from autopar.problem import Candidate, NodeKind, PricedGraph
 from autopar.search import Solution, solve, solve_each
 

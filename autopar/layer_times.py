@@ -16,10 +16,11 @@ from msgspec import structs
 
 from autopar.cost_models import CommunicationModel, DeviceSpec, OpCall, RooflineModel
 from autopar.cost_models.op_work import work
+from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES
 from autopar.cost_models.work import Family
 from autopar.graph import Block, Graph, Op, ValueKind
 from autopar.mesh import Mesh
-from autopar.pricing import OPTIMIZER_STATES, local_call
+from autopar.pricing import local_call
 from autopar.rules import Choice
 from autopar.schedules import CoRun, Durations, Kind, Links, Memory
 from autopar.strategy import Analysis
@@ -179,7 +180,6 @@ def layer_durations(
     if communication is None:
         return Durations(F=forward, I=inputs, W=weights)
     ranks = tuple(range(communication.cluster.num_devices))
-    passes = 2 * (2 + OPTIMIZER_STATES) - 1
     bandwidth = communication.cluster.device.memory_bandwidth_bytes_per_s
     return Durations(
         F=forward,
@@ -189,7 +189,7 @@ def layer_durations(
             communication.estimate("all_reduce", layer.gradient_bytes, ranks).time_s
             for layer in layers
         ),
-        U=tuple(passes * layer.gradient_bytes / bandwidth for layer in layers),
+        U=tuple(UPDATE_PASSES * layer.gradient_bytes / bandwidth for layer in layers),
     )
 
 

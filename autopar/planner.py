@@ -21,6 +21,7 @@ from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
 from autopar.cost_models.estimate import weakest
 from autopar.cost_models.memory import resident_bytes
+from autopar.cost_models.update import OPTIMIZER_STATES
 from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
@@ -38,7 +39,7 @@ from autopar.plan import (
     SearchReport,
     make_plan,
 )
-from autopar.pricing import OPTIMIZER_STATES, OpTable, Pricing
+from autopar.pricing import OpTable, Pricing
 from autopar.problem import Candidate, NodeKind, PricedGraph, price_graph
 from autopar.search import OPTIMAL_GAP, Status, relative_gap, solve
 from autopar.strategy import Analysis, Strategy

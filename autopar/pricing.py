@@ -9,7 +9,8 @@ of identical layers costs what its distinct layers cost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,8 @@ from autopar.cost_models import (
     Source,
     TensorSpec,
 )
-from autopar.graph import Op, Value, ValueKind, map_refs
+from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES, update_call
+from autopar.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches
 from autopar.placement import (
@@ -43,9 +45,6 @@ from autopar.placement import (
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
 from autopar.rules.base import Layout, padded_dims
 from autopar.strategy import Analysis
-
-OPTIMIZER_STATES = 2
-"""Tensors of optimizer state a parameter has, for the price (as Adam does)."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -282,12 +281,24 @@ class Pricing:
         return self._value_tables[key]
 
     def _holding_s(self, value: Value, sizes: Array) -> Array:
-        """A parameter is updated (all its tensors read, most written); an input is copied in."""
+        """A parameter is updated; an input is copied in.
+
+        An update that was not measured is bound by memory: the launches of many parameters' updates
+        are one.
+        """
         bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s
-        if value.kind is ValueKind.PARAMETER:
-            traffic = 2 * (2 + OPTIMIZER_STATES) - 1 if value.differentiable else 0
-            return sizes * traffic / bandwidth
-        return sizes * 2 / bandwidth
+        if value.kind is not ValueKind.PARAMETER:
+            return sizes * 2 / bandwidth
+        if not value.differentiable:
+            return np.zeros_like(sizes)
+        times = {}
+        for size in set(sizes):
+            found = self.compute.estimate(
+                update_call(int(size) // value.dtype.itemsize, value.dtype)
+            )
+            is_known = found.source is not Source.ANALYTICAL
+            times[size] = found.forward_s if is_known else UPDATE_PASSES * size / bandwidth
+        return np.array([times[size] for size in sizes])
 
     @staticmethod
     def _holding_bytes(value: Value, sizes: Array) -> Array:
@@ -380,7 +391,17 @@ def calls_of(analysis: Analysis, meshes: Sequence[Mesh]) -> tuple[OpCall, ...]:
                 supplies = analysis.supplies(op, choice, mesh)
                 call = local_call(analysis, op, space, choice, needs, supplies, mesh)
                 found.setdefault(call)
+        found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
     return tuple(found)
+
+
+def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
+    """The updates of every part that a trained parameter may be stored in."""
+    for value in graph.parameters:
+        if value.differentiable:
+            for placements in _split_placements(value, mesh, (R,), ()):
+                num_elements = math.prod(local_shape(value.shape, placements, mesh))
+                yield update_call(num_elements, value.dtype)
 
 
 def op_kind(analysis: Analysis, op: Op) -> Any:

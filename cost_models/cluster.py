@@ -47,8 +47,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     least time that a kernel takes from launch to launch; ``dispatch_s`` is what an operation costs
     that launches none (a view). Kernels whose data fits ``cache_bytes`` move it at
     ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
-    multiprocessors (GPU) or cores (CPU) that share one operation. ``source`` names where the
-    figures come from.
+    multiprocessors (GPU) or cores (CPU) that share one operation. ``num_processes`` are on one host
+    and share its memory and cores (CPU). ``source`` names where the figures come from.
     """
 
     name: str
@@ -60,6 +60,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     dispatch_s: float = 0.0
     num_units: int = 1
     num_threads: int = 1
+    num_processes: int = 1
     cache_bytes: int = 0
     cache_bandwidth_bytes_per_s: float = 0.0
     allow_tensor_float32: bool = False
@@ -74,6 +75,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "memory_bytes": self.memory_bytes,
                 "num_units": self.num_units,
                 "num_threads": self.num_threads,
+                "num_processes": self.num_processes,
             },
         )
         _require_not_negative(

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from autopar.errors import ClusterError
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _PROBE_S = 0.15
 
 
@@ -208,6 +208,7 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
         dispatch_s=dispatch_s,
         num_units=threads,
         num_threads=threads,
+        num_processes=count,
         cache_bytes=cache_bytes,
         cache_bandwidth_bytes_per_s=cache_bandwidth,
         source=(

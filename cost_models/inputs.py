@@ -11,6 +11,7 @@ import torch
 from autopar.cost_models.calls import OpCall, TensorSpec, resolve
 from autopar.cost_models.shapes import is_creation
 
+_NUM_DRAWN = 1 << 16
 _POSITIVE_DOMAIN = frozenset(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "div"))
 
 
@@ -64,10 +65,16 @@ class RealCall:
         if not (dtype.is_floating_point or dtype.is_complex):
             high = self._bounds.get(position, 2)
             return torch.randint(0, max(high, 1), (length,), dtype=dtype, **options)
-        values = torch.randn(length, **options)
+        values = _normal(length, options)
         if position in self._positive:
             values = values.abs() + 0.5
         return values.to(dtype)
+
+
+def _normal(length: int, options: dict[str, Any]) -> torch.Tensor:
+    """Normal numbers, repeated where they are many: drawing them takes longer than most ops."""
+    block = torch.randn(min(length, _NUM_DRAWN), **options)
+    return block if length <= _NUM_DRAWN else block.repeat(-(-length // _NUM_DRAWN))[:length]
 
 
 def _index_bounds(call: OpCall) -> dict[int, int]:
@@ -130,4 +137,6 @@ def _positive_tensors(call: OpCall) -> frozenset[int]:
     if "batch_norm" in call.name:
         # Input, weight, bias, running mean, running variance: those that are given.
         return frozenset(range(1, count))
+    if call.name == "_fused_adamw_":
+        return frozenset({3})  # the mean of the squared gradients
     return frozenset()

@@ -8,7 +8,7 @@ between measured calls of the same operation (INTERPOLATED); the roofline (ANALY
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,7 +49,8 @@ class ProfileSummary:
 class Profiler:
     """A ``ComputeModel`` over measurements on ``device``.
 
-    ``measuring`` False never runs an operation: the store and the roofline answer. ClusterError
+    ``measuring`` False never runs an operation: the store and the roofline answer. ``measure``
+    takes the time of a call somewhere else than in this process, or raises CostError. ClusterError
     where measuring is asked for and the device is not the one at hand.
     """
 
@@ -59,6 +60,7 @@ class Profiler:
         device: DeviceSpec,
         *,
         measuring: bool = True,
+        measure: Callable[[OpCall], OpTime] | None = None,
         fallback: ComputeModel | None = None,
         limits: MeasureLimits | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class Profiler:
         self.fallback: ComputeModel = fallback or RooflineModel(device)
         self.failures: dict[OpCall, str] = {}
         self.num_measurements = 0
+        self._measure_call = measure or self._measured_here
         self._known: dict[OpCall, OpEstimate] = {}
         self._tables: dict[str, dict[OpCall, list[_Neighbour]]] = {}
 
@@ -92,7 +95,7 @@ class Profiler:
         num_left = 0
         distinct = list(dict.fromkeys(calls))
         paid, unpriced = _split(distinct)
-        missing = [call for call in paid if self.store.get(call) is None]
+        missing = self._not_stored(paid)
         noisy = []
         measured_before = self.num_measurements
         console = Console(stderr=True)
@@ -117,6 +120,13 @@ class Profiler:
             failed=tuple(failed),
         )
 
+    def missing(self, calls: Iterable[OpCall]) -> list[OpCall]:
+        """The distinct calls that ``profile`` would measure."""
+        return self._not_stored(_split(list(dict.fromkeys(calls)))[0])
+
+    def _not_stored(self, paid: Iterable[OpCall]) -> list[OpCall]:
+        return [call for call in paid if self.store.get(call) is None]
+
     def _estimate(self, call: OpCall) -> OpEstimate:
         if not _is_paid(call):
             return self.fallback.estimate(call)
@@ -133,8 +143,7 @@ class Profiler:
         if call in self.failures:
             return None
         try:
-            with _threads(self.device.num_threads):
-                times = measure_call(call, self.device, self.limits)
+            times = self._measure_call(call)
         except CostError as error:
             self.failures[call] = str(error)
             warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
@@ -144,6 +153,10 @@ class Profiler:
         self._known.pop(call, None)
         self._tables.pop(call.target, None)
         return times
+
+    def _measured_here(self, call: OpCall) -> OpTime:
+        with _threads(self.device.num_threads):
+            return measure_call(call, self.device, self.limits)
 
     def _interpolate(self, call: OpCall) -> OpEstimate | None:
         """The roofline scaled by how far off it is at the nearest measured shapes, or None.

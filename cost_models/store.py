@@ -1,9 +1,10 @@
 """Measured times on disk: one SQLite file, written by many processes, never trusted blindly.
 
-A time belongs to a call, a device's name, a torch version and a number of threads; a collective's
-also to its kind, the shape of its group, its size and its backend. Every time is committed on its
-own, so a process killed at any moment loses at most the measurement in flight. What is wrong with a
-file is said by a ``StoreWarning``, and the work goes on:
+A time belongs to a call, a device's name (with the number of processes that shared the host), a
+torch version and a number of threads; a collective's also to its kind, the shape of its group, its
+size and its backend. Every time is committed on its own, so a process killed at any moment loses at
+most the measurement in flight. What is wrong with a file is said by a ``StoreWarning``, and the
+work goes on:
 
 - a damaged file, or one of an older layout, is set aside under another name and rebuilt;
 - a database of another program, or of a newer layout, is left alone and times are kept in memory;
@@ -16,7 +17,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ class OpTime:
     spread: float
     num_samples: int
 
+    def scaled(self, factor: float) -> "OpTime":
+        """The times of a device that takes ``factor`` times as long."""
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            input_grad_s=self.input_grad_s * factor,
+            weight_grad_s=self.weight_grad_s * factor,
+        )
+
     def is_sane(self) -> bool:
         """Whether every number can be a time."""
         times = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.spread)
@@ -109,7 +119,9 @@ class ProfileStore:
 
     def __init__(self, path: str | Path | None, device: DeviceSpec) -> None:
         self.path = None if path is None else Path(path)
-        self._owner = (device.name, torch.__version__, device.num_threads)
+        # Processes beside each other share the host's memory, so their times are others.
+        beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
+        self._owner = (device.name + beside, torch.__version__, device.num_threads)
         self._pid = os.getpid()
         self._read_only = False
         self._connection = self._open()

@@ -112,26 +112,52 @@ def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
     )
 
 
+class _VocabularyParallel(torch.autograd.Function):
+    """Cross-entropy per row over classes split across devices, without gathering the logits.
+
+    The largest and the sum of the shards' exponentials and the target's logit are all-reduced, one
+    number a row. Backward is the softmax less one at the target: two passes over the logits, where
+    the derivative of the forward would make five.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, context: LocalContext, dim: int, ignore_index: int
+    ) -> Tensor:
+        axes = context.axes_of("c")
+        own = x.logsumexp(dim)
+        peak = context.all_reduce_max(own, axes)
+        whole = peak + context.all_reduce_data((own - peak).exp(), axes).log()
+        index = target - context.shard_start(x, "c")
+        is_mine = (index >= 0) & (index < x.shape[dim])
+        index = torch.where(is_mine, index, 0).unsqueeze(dim)
+        picked = torch.where(is_mine, x.gather(dim, index).squeeze(dim), 0)
+        picked = context.all_reduce_data(picked, axes)
+        counts = target != ignore_index
+        ctx.dim = dim
+        ctx.save_for_backward(x, whole, index, is_mine, counts)
+        return torch.where(counts, whole - picked, 0)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x, whole, index, is_mine, counts = ctx.saved_tensors
+        rows = torch.where(counts, cotangent, 0)
+        softmax = (x - whole.unsqueeze(ctx.dim)).exp()
+        at_target = torch.where(is_mine, -rows, 0).unsqueeze(ctx.dim)
+        gradient = (softmax * rows.unsqueeze(ctx.dim)).scatter_add(ctx.dim, index, at_target)
+        return gradient, None, None, None, None
+
+
 def _vocabulary_parallel(
     context: LocalContext, x: Tensor, target: Tensor, ignore_index: int
 ) -> Tensor:
-    """Cross-entropy per row over classes split across devices, without gathering the logits.
-
-    The maximum, the sum of exponentials and the target's logit are all-reduced, one number a row.
-    """
-    axes = context.axes_of("c")
+    """The loss of each row, its classes split; see `_VocabularyParallel`."""
     dim = 1 if x.dim() > 1 else 0
     if context.is_padded("c"):
         filled = context.is_filled(x, "c").view(-1, *[1] * (x.dim() - 1 - dim))
         x = torch.where(filled, x, -torch.inf)
-    peak = context.all_reduce_max(x.detach().amax(dim), axes)
-    shifted = x - peak.unsqueeze(dim)
-    total = context.all_reduce(shifted.exp().sum(dim), axes)
-    local = target - context.shard_start(x, "c")
-    mine = (local >= 0) & (local < x.shape[dim])
-    picked = shifted.gather(dim, torch.where(mine, local, 0).unsqueeze(dim)).squeeze(dim)
-    picked = context.all_reduce(torch.where(mine, picked, 0), axes)
-    return torch.where(target != ignore_index, total.log() - picked, 0)
+    loss: Tensor = _VocabularyParallel.apply(x, target, context, dim, ignore_index)
+    return loss
 
 
 def _cross_entropy_collectives(

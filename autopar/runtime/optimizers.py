@@ -92,6 +92,36 @@ def make_optimizer(
     return optimizer
 
 
+_WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer; by its fused kernel where it has one and nothing else was asked.
+
+    On CPUs torch takes the fused kernel only when told to, though AdamW's is three times as fast:
+    one pass over weights, gradient and state in place of a dozen.
+    """
+    groups = [g for g in optimizer.param_groups if _may_be_fused(optimizer, g)]
+    for group in groups:
+        group["fused"] = True
+    try:
+        optimizer.step()
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return (
+        type(optimizer) in _WITH_FUSED_KERNELS
+        and group["fused"] is None
+        and group["foreach"] is None
+        and not group["differentiable"]
+        and not isinstance(group["lr"], Tensor)  # eager rounds what it makes of it otherwise
+        and all(p.device.type == "cpu" and p.dtype.is_floating_point for p in group["params"])
+    )
+
+
 def is_like_parameter(value: Any, parameter: Tensor) -> bool:
     """Whether a piece of optimizer state has an element for each one of the parameter's part."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
@@ -109,7 +139,7 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     gradients = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    update(optimizer)
     with torch.no_grad():
         for parameter, gradient, old in zip(parameters, gradients, before):
             parameter.grad = gradient

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from autopar.runtime.heap import give_back_freed_memory
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -17,7 +19,8 @@ class PeakMemory:
 
     On CUDA what the allocator handed out. On the CPU the process's resident memory (Linux: the
     high-water mark, put back to the present at the start; elsewhere the peak of the whole life).
-    Libraries that any training loads are loaded before, so they do not count.
+    Libraries that any training loads are loaded before, and what the process had freed is given
+    back, so neither counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,6 +29,7 @@ class PeakMemory:
             self._start = torch.cuda.memory_allocated(device)
         else:
             _load_libraries()
+            give_back_freed_memory()  # not forget_peak alone: the start is read before it
             self._start = _resident_bytes()
         self.forget_peak()
 
@@ -33,7 +37,9 @@ class PeakMemory:
         """Let the peak be what is held now, as after loading; the start stays as it was."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif _CLEAR.exists():
+            return
+        give_back_freed_memory()
+        if _CLEAR.exists():
             _CLEAR.write_text("5")
 
     def growth_bytes(self) -> int:

@@ -32,6 +32,7 @@ from autopar.runtime.optimizers import (
     joined_groups,
     make_optimizer,
     materialize_state,
+    update,
 )
 from autopar.runtime.parts import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.randomness import Dice, kept_generators
@@ -187,7 +188,7 @@ class RankRuntime:
         say(_UPDATE)
         self._clip()
         if self.optimizer is not None:
-            self.optimizer.step()
+            update(self.optimizer)
         if self.lr_scheduler is not None:
             self._step_scheduler(loss)
         self.num_steps += 1

@@ -23,6 +23,7 @@ from autopar.runtime.communicator import (
     release_process_group,
     use_process_group,
 )
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
 from autopar.runtime.peak_memory import PeakMemory
@@ -82,6 +83,8 @@ class SpmdRunner:
         timeout_s: float = 600.0,
     ) -> None:
         device = rank_device(program.device_type)
+        if device.type == "cpu":
+            keep_freed_memory()
         initialize(device, datetime.timedelta(seconds=timeout_s))
         self.peak_memory = PeakMemory(device)
         self.runtime = RankRuntime(

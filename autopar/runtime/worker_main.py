@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime import whereabouts
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.transport import Channel, Message, packed, unpack
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in
@@ -94,6 +95,7 @@ class Reply:
 
 def main(socket_fd: int, board_fd: int, parent_pid: int) -> None:
     """Serve the parent at the other end of the socket until it says stop, or is gone."""
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
     whereabouts.join(board_fd)

@@ -26,6 +26,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from autopar.errors import InputError, WorkerError
+from autopar.runtime.heap import with_huge_pages
 from autopar.runtime.transport import Message, packed, unpack
 from autopar.runtime.worker_failures import Trouble, root_cause, timeout_error
 from autopar.runtime.worker_main import Build, Call, Reply, Start, Stop
@@ -342,7 +343,7 @@ def _loopback_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def _worker_env(start: Start) -> Mapping[str, str]:
-    env = dict(os.environ)
+    env = with_huge_pages(os.environ)
     env["RANK"] = str(start.rank)
     env["LOCAL_RANK"] = str(start.device_index)  # DeviceMesh may make it the current device
     env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(start.world_size)

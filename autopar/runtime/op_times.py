@@ -1,0 +1,148 @@
+"""Times of ops on this machine's devices: each measured once, then read.
+
+In: the calls that a plan may make and the store of measured times. Out: a `ComputeModel` that
+answers from them. On CPUs every process that trains beside others also measures beside them, the
+same call at the same time: they share the host's memory and perhaps its cores, and large
+element-wise ops of two processes take twice as long as of one.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from autopar.cost_models import (
+    Cluster,
+    ComputeModel,
+    CostError,
+    DeviceSpec,
+    OpCall,
+    Profiler,
+    ProfileStore,
+    RooflineModel,
+)
+from autopar.cost_models.detect import usable_cores
+from autopar.cost_models.measure import MeasureLimits, measure_call
+from autopar.cost_models.others import watched
+from autopar.cost_models.store import OpTime
+from autopar.errors import WorkerError
+from autopar.runtime.workers import WorkerGroup
+
+LONGEST = 0.02
+"""A call that alone would take more of the limit is priced from shorter ones of the same op."""
+CALL_LIMIT_S = 120.0
+"""One call that takes longer than this to measure is given up, and with it all that are left."""
+DISTURBED, MAX_REPEATS = 0.15, 3
+"""A measurement is made again, so often, when other programs had such a share of the host."""
+
+
+class OpService:
+    """The workers' side."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        del rank, world_size
+
+    def measure(self, call: OpCall, device: DeviceSpec) -> tuple[OpTime | str, float]:
+        """The times of a call, or why it has none; the processor seconds that it took."""
+        dist.barrier()
+        start_s = time.process_time()
+        try:
+            found: OpTime | str = measure_call(call, device, MeasureLimits())
+        except CostError as error:
+            found = str(error)
+        return found, time.process_time() - start_s
+
+
+def op_times(
+    calls: Sequence[OpCall],
+    cluster: Cluster,
+    path: Path,
+    *,
+    limit_s: float,
+    start_timeout_s: float,
+    progress: Callable[[str], None],
+) -> ComputeModel:
+    """The times in the store at ``path``, after ``limit_s`` of measuring what it lacks.
+
+    The costliest calls come first, but for those that would use up the limit; what is left is
+    interpolated, or priced by the roofline. ``cluster`` is the detected one.
+    """
+    device = cluster.device
+    store = ProfileStore(path, device)
+    roofline = RooflineModel(device)
+    expected_s = {call: _expected_s(roofline, call) for call in dict.fromkeys(calls)}
+    longest_s = LONGEST * limit_s * device.num_processes / _num_side_by_side(device)
+    measured = Profiler(store, device, measuring=False)
+    missing = measured.missing(c for c, seconds in expected_s.items() if seconds < longest_s)
+    if missing:
+        progress(f"measure up to {len(missing)} op calls, at most {limit_s:.0f} s")
+        ordered = sorted(missing, key=lambda call: -expected_s[call])
+        if device.kind == "cpu":
+            _measure_in_workers(ordered, device, store, limit_s, start_timeout_s)
+        else:
+            Profiler(store, device).profile(ordered, progress=False, max_s=limit_s)
+    return measured
+
+
+def _expected_s(model: ComputeModel, call: OpCall) -> float:
+    try:
+        return model.estimate(call).total_s
+    except CostError:
+        return 0.0
+
+
+def _num_side_by_side(device: DeviceSpec) -> int:
+    return min(device.num_processes, max(1, usable_cores() // device.num_threads))
+
+
+def _total_s(times: OpTime) -> float:
+    return times.forward_s + times.input_grad_s + times.weight_grad_s
+
+
+def _measure_in_workers(
+    calls: Sequence[OpCall],
+    device: DeviceSpec,
+    store: ProfileStore,
+    limit_s: float,
+    start_timeout_s: float,
+) -> None:
+    """As many workers as train on this host measure side by side, the slowest one's time counts;
+    where they are more than the host has cores for, as many as it has, each with a part of one."""
+    count = _num_side_by_side(device)
+    share = count / device.num_processes
+    workers = WorkerGroup(
+        count,
+        service=OpService,
+        threads_per_worker=device.num_threads,
+        start_timeout_s=start_timeout_s,
+    )
+
+    def measure(call: OpCall) -> OpTime:
+        best: OpTime | None = None
+        cpu_s = 0.0
+
+        def own_cpu_s() -> float:
+            return time.process_time() + cpu_s
+
+        for _ in range(1 + MAX_REPEATS):
+            with watched(own_cpu_s) as others:
+                replies = workers.call("measure", call, device, timeout_s=CALL_LIMIT_S)
+                cpu_s += sum(own_s for _, own_s in replies)
+            if whys := [why for why, _ in replies if isinstance(why, str)]:
+                raise CostError(whys[0])
+            slowest = max((found for found, _ in replies), key=_total_s)
+            best = slowest if best is None else min(best, slowest, key=_total_s)
+            if others.share < DISTURBED:
+                break
+        assert best is not None
+        return best.scaled(1 / share)
+
+    with workers:
+        try:
+            Profiler(store, device, measure=measure).profile(calls, progress=False, max_s=limit_s)
+        except WorkerError as error:
+            warnings.warn(f"op calls that were left are not measured: {error}", stacklevel=4)

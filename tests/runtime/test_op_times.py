@@ -1,0 +1,77 @@
+"""Op calls are measured by as many processes as train side by side, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from autopar.cost_models import Cluster, OpCall, RooflineModel, Source, TensorSpec
+from autopar.cost_models.update import UPDATE_PASSES, update_call
+
+from autopar.runtime import op_times as module
+from autopar.runtime.op_times import op_times
+
+
+def relu(rows: int) -> OpCall:
+    return OpCall.of("aten.relu.default", [TensorSpec((rows, 64), requires_grad=True)])
+
+
+def measured(calls: list[OpCall], path: Path, limit_s: float = 60.0) -> Any:
+    return op_times(
+        calls, Cluster.detect(2), path,
+        limit_s=limit_s, start_timeout_s=60.0, progress=lambda _: None,
+    )  # fmt: skip
+
+
+def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [relu(64), relu(128), relu(64), update_call(1000, torch.float32)]
+    model = measured(calls, tmp_path / "times")
+    found = [model.estimate(call) for call in calls]
+    assert all(estimate.source is Source.MEASURED for estimate in found)
+    assert all(estimate.forward_s > 0 for estimate in found)
+    assert found[0].input_grad_s > 0 == found[3].input_grad_s
+
+    def no_workers(*_: Any, **__: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(module, "WorkerGroup", no_workers)
+    again = measured(calls, tmp_path / "times")
+    assert [again.estimate(call) for call in calls] == found
+    assert again.estimate(relu(256)).source is Source.INTERPOLATED
+
+
+def test_times_of_processes_alone_and_side_by_side_are_kept_apart(tmp_path: Path) -> None:
+    measured([relu(64)], tmp_path / "times")
+    alone = op_times(
+        [], Cluster.detect(1), tmp_path / "times",
+        limit_s=1.0, start_timeout_s=60.0, progress=lambda _: None,
+    )  # fmt: skip
+    assert alone.estimate(relu(64)).source is Source.ANALYTICAL
+
+
+def test_what_cannot_be_run_is_priced_by_the_roofline_and_said(tmp_path: Path) -> None:
+    flags = TensorSpec((4, 4), torch.bool)
+    wrong = OpCall.of("aten.mm.default", [flags, flags])
+    with pytest.warns(UserWarning, match=r"mm.*priced by the roofline"):
+        model = measured([wrong, relu(64)], tmp_path / "times")
+    assert model.estimate(relu(64)).source is Source.MEASURED
+    assert model.estimate(wrong).source is Source.ANALYTICAL
+
+
+def test_a_call_that_would_use_up_the_limit_is_left(tmp_path: Path) -> None:
+    huge = relu(1 << 22)
+    model = measured([relu(64), huge], tmp_path / "times", limit_s=3.0)
+    assert model.estimate(relu(64)).source is Source.MEASURED
+    assert model.estimate(huge).source is Source.ANALYTICAL
+
+
+def test_an_update_reads_and_writes_all_but_the_gradient() -> None:
+    device = Cluster.preset("cpu").device
+    small, large = (
+        RooflineModel(device).estimate(update_call(n, torch.float32)).forward_s
+        for n in (1 << 26, 1 << 27)
+    )
+    per_byte_s = (large - small) / (4 << 26)
+    assert per_byte_s == pytest.approx(UPDATE_PASSES / device.memory_bandwidth_bytes_per_s, rel=0.5)
