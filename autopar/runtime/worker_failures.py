@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from autopar.errors import WorkerError
+from autopar.runtime.inquest import waits_for_peers
 from autopar.runtime.worker_main import Failure
 from autopar.runtime.worker_process import WorkerProcess, python_stacks
 
 _EXIT_WAIT_S = 2.0
-_WAITING = ("torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> Work
 def _waits_for_peers(stack: str) -> bool:
     """Whether the innermost frame of faulthandler's text waits for other processes."""
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return bool(frames) and any(place in frames[0] for place in _WAITING)
+    return bool(frames) and waits_for_peers(frames[0])
 
 
 def _first_line(text: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime import local
+from autopar.runtime import step_limit
 from tests.models.zoo import build
 from tests.oracles import reference_steps, to_double
 
@@ -115,14 +115,14 @@ def test_a_killed_rank_ends_all_and_training_resumes(number: int, tmp_path: Path
 
 
 def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STALL_S", 10.0)
+    monkeypatch.setattr(step_limit, "STALL_S", 10.0)
     _, batches = prepared()
     compiled = pipeline()
     compiled.train_step(**batches[0])
     workers = workers_of(compiled)
     pids = [worker.pid for worker in workers]
     thread = when_doing(workers[1], r"action 1F\d", lambda: os.kill(pids[1], signal.SIGSTOP))
-    compiled._runner._longest_step_s = 0.1  # the first step also made its kernels
+    compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
     error, late_s = trained_until_it_fails(compiled)
     assert late_s < 30
     thread.join()
