@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.blocks import MIN_OPS
 from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
@@ -69,9 +70,9 @@ def pipeline_choice(
         raise InputError(f"schedule={made.name!r}: {error}") from error
     if num_devices % made.shape.num_devices:
         raise InputError(
-            f"schedule {made.name!r} with {num_stages} stages takes {made.shape.num_devices} "
-            f"pipeline devices, which do not divide {num_devices} devices; use a number of stages "
-            "whose pipeline does"
+            f"schedule {made.name!r} with {made.shape.num_stages} stages takes "
+            f"{made.shape.num_devices} pipeline devices, which do not divide {num_devices} "
+            f"devices; pass {made.shape.num_devices} devices or a multiple, or another num_stages"
         )
     return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
 
@@ -218,13 +219,18 @@ def choose_stages(
     num_stages = choice.schedule.shape.num_stages
     if num_stages > len(names):
         raise InputError(
-            f"num_stages={num_stages}, but the model has {len(names)} blocks: "
-            f"{', '.join(names)}; use at most {len(names)} stages"
+            f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this model: "
+            f"{', '.join(names)}; use num_stages={len(names)} or fewer. They are the elements of "
+            f"an nn.ModuleList or nn.Sequential that have at least {MIN_OPS} operators each, and "
+            "what lies between them"
         )
     times = strategy_times(candidate).blocks
     ranks = (0, candidate.mesh.num_devices)
+    travels = choice.schedule.shape.num_devices > 1
     traffic_s = [
-        2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
+        2 * communication.estimate("send_recv", size_bytes, ranks).time_s
+        if size_bytes and travels
+        else 0.0
         for size_bytes in _crossing_bytes(candidate)
     ]
     starts = cut_chain([times[name].total_s for name in names], traffic_s, num_stages)

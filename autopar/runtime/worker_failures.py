@@ -17,6 +17,10 @@ from autopar.runtime.worker_main import Failure
 from autopar.runtime.worker_process import WorkerProcess, python_stacks
 
 _EXIT_WAIT_S = 2.0
+_GO_ON = (
+    "all workers are ended, and with them this session: go on with a new autopar.compile(...), and "
+    "compiled.load(path) the last checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerErr
         f"after it, worker {other.rank} {_first_line(other.summary)}{other.doing}"
         for other in others
     ]
+    lines.append(_GO_ON)
     if first.traceback:
         lines += [f"traceback of worker {first.rank}:", first.traceback.rstrip()]
     return WorkerError("\n".join(lines), rank=first.rank, traceback=first.traceback)
@@ -97,7 +102,7 @@ def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> Work
     for other in (rank, *(other for other in stacks if other != rank)):
         stack = stacks[other].rstrip() or "none: it cannot write one (stopped?)"
         lines += [f"Python stack of worker {other}{doing[other]}:", stack]
-    lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
+    lines += [_GO_ON, "if the work only takes long, pass a larger limit: call(..., timeout_s=3600)"]
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
 
 

@@ -157,8 +157,6 @@ class Combination:
 
     def misfit(self) -> str | None:
         """Why it does not fit, None if it does."""
-        if self.row == "multi_stream":
-            return "its W's belong to the step before: simulated, not run"
         try:
             made = self.schedule
         except ScheduleError as error:

@@ -159,4 +159,7 @@ def test_a_rank_that_raises_is_named_with_its_action() -> None:
         compiled.train_step(**wrong)
     assert time.monotonic() - started_s < 30
     assert "in action 0F0 of pipeline device 0" in caught.value.traceback
+    assert re.search(r"(?m)^all workers are ended.*new autopar.compile.*load", str(caught.value))
+    with pytest.raises(WorkerError, match=r"closed because worker 0 of 2 raised .*compile again"):
+        compiled.train_step(**batches[0])
     assert all(map(has_ended, pids))
