@@ -70,9 +70,9 @@ def pipeline_choice(
         raise InputError(f"schedule={made.name!r}: {error}") from error
     if num_devices % made.shape.num_devices:
         raise InputError(
-            f"schedule {made.name!r} with {made.shape.num_stages} stages takes "
-            f"{made.shape.num_devices} pipeline devices, which do not divide {num_devices} "
-            f"devices; pass {made.shape.num_devices} devices or a multiple, or another num_stages"
+            f"schedule {made.name!r} with {num_stages} stages takes {made.shape.num_devices} "
+            f"pipeline devices, which do not divide {num_devices} devices; use a number of stages "
+            "whose pipeline does"
         )
     return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
 
@@ -226,11 +226,8 @@ def choose_stages(
         )
     times = strategy_times(candidate).blocks
     ranks = (0, candidate.mesh.num_devices)
-    travels = choice.schedule.shape.num_devices > 1
     traffic_s = [
-        2 * communication.estimate("send_recv", size_bytes, ranks).time_s
-        if size_bytes and travels
-        else 0.0
+        2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
         for size_bytes in _crossing_bytes(candidate)
     ]
     starts = cut_chain([times[name].total_s for name in names], traffic_s, num_stages)

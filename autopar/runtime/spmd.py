@@ -87,9 +87,13 @@ class SpmdRunner:
         self.watch = watch.join()
         self.step_limit = StepLimit(timeout_s)
         self.peak_memory = PeakMemory(device)
-        with self.watch.call("compile()"):
-            parts = own_parts(program, state, device)
-            self.runtime = RankRuntime(program, parts, agreed(options, device), device)
+        try:
+            with self.watch.call("compile()"):
+                parts = own_parts(program, state, device)
+                self.runtime = RankRuntime(program, parts, agreed(options, device), device)
+        except BaseException:
+            watch.leave(self.watch)
+            raise
         self.peak_memory.forget_peak()
         self._closed = False
         use_process_group()
@@ -111,14 +115,16 @@ class SpmdRunner:
             return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.runtime.state_dict()
+        with self.watch.call("state_dict()"):
+            return self.runtime.state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         with self.watch.call("full_state_dict()"):
             return self.runtime.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.runtime.gradients()
+        with self.watch.call("gradients()"):
+            return self.runtime.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.watch.call("load_state_dict()"):

@@ -63,10 +63,10 @@ class Watch:
         elif num_ranks > 1:
             kind = Hub if rank == 0 else Member
             self._watcher = kind(self.here, lines, names)
-            os.register_at_fork(after_in_child=self._watcher.forget_connections)
+            os.register_at_fork(after_in_child=self._in_child)
             self._watcher.start()
-        self._has_handler = self._watcher is not None and self._handle_termination()
         self._was_raised = False
+        self._has_handler = self._watcher is not None and self._handle_termination()
         atexit.register(self._at_exit)
 
     @property
@@ -101,13 +101,10 @@ class Watch:
 
     def stop(self) -> None:
         """Leave the others; not collective."""
-        atexit.unregister(self._at_exit)
         if self._watcher is not None and self.here.verdict is None:
             self._watcher.stop()
         self.here.neighbours.close()
-        if self._has_handler and signal.getsignal(signal.SIGTERM) == self._on_termination:
-            with contextlib.suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_go()
 
     def _judge(self, error: BaseException, name: str) -> None:
         """Raise the fault of another rank if it is behind ``error``; note one of this rank."""
@@ -116,7 +113,7 @@ class Watch:
             return
         by_peers = isinstance(error, RuntimeError) and raised_by_peers(error.__traceback__)
         summary = traceback.format_exception_only(error)[0].strip()  # without its notes
-        if not by_peers and doing == _start(name):  # the job may go on, unless a fault is behind it
+        if not by_peers and doing in ("", _start(name)):  # the job may go on, if that is all
             here.last_error = summary
             verdict = None
             if not isinstance(error, AutoparError):
@@ -155,6 +152,19 @@ class Watch:
             raise self._raised(verdict)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _let_go(self) -> None:
+        """Take back what was asked of the interpreter."""
+        atexit.unregister(self._at_exit)
+        if self._has_handler and signal.getsignal(signal.SIGTERM) == self._on_termination:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _in_child(self) -> None:
+        """A process that the user's script forks is no rank, and holds no connection open."""
+        if self._watcher is not None:
+            self._watcher.forget_connections()
+        self._let_go()
 
     def _at_exit(self) -> None:
         if self.condemned:
@@ -222,6 +232,8 @@ def join() -> Watch:
     """The watch over the present process group; collective, as every runner of it is."""
     watch = _MEMBERSHIP.watch
     if watch is None or watch.world is not dist.group.WORLD:
+        if watch is not None:  # of a process group that the user has destroyed
+            watch.stop()
         watch, _MEMBERSHIP.num_users = Watch(), 0
         _MEMBERSHIP.watch = watch
     _MEMBERSHIP.num_users += 1
@@ -229,8 +241,8 @@ def join() -> Watch:
 
 
 def leave(watch: Watch) -> None:
-    """End the watch with its last runner."""
-    if watch is not _MEMBERSHIP.watch:
+    """End the watch with its last runner; one that saw a fault goes on until the process ends."""
+    if watch is not _MEMBERSHIP.watch or watch.condemned:
         return
     _MEMBERSHIP.num_users -= 1
     if _MEMBERSHIP.num_users == 0:

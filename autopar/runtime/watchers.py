@@ -27,7 +27,7 @@ SILENT_S = 15.0
 """A rank in a call that gave no sign of life for so long has stopped."""
 SETTLE_S = 0.5  # how long after one rank's fault that of another, its cause, may show up
 ANSWER_S = 2.0  # how long the hub waits for answers
-TAIL_S = 5.0  # how long others may take to end the step that one who left has ended
+TAIL_S = 15.0  # how long others may take to end the step that one who left has ended
 
 Message = dict[str, Any]
 
