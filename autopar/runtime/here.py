@@ -19,7 +19,7 @@ from autopar.runtime.inquest import State, Verdict, in_wait
 from autopar.runtime.neighbours import Neighbours
 from autopar.runtime.step_limit import StepLimit
 
-GRACE_S = 3.0
+GRACE_S = 6.0
 """How long the user's thread may take to leave a call after the verdict; then its process ends."""
 _MAX_STACK_FRAMES = 12
 
@@ -83,12 +83,13 @@ class Here:
         """See the rank at fault and this process end, once there is a verdict.
 
         A thread that waits in a collective is woken by the end of its peers; where all of them
-        live on, nothing but the end of this process stops it.
+        live on, nothing but the end of this process stops it. The rank that hangs goes first.
         """
         assert self.verdict is not None
         if self.verdict.state is State.SILENT:
             self.neighbours.kill(self.verdict.rank)
-        deadline_s = time.monotonic() + GRACE_S
+        hangs = self.verdict.rank == self.rank and self.error is None
+        deadline_s = time.monotonic() + (0.0 if hangs else GRACE_S)
         while self.call is not None and time.monotonic() < deadline_s:
             time.sleep(0.05)
         if self.call is not None:

@@ -73,7 +73,7 @@ def test_a_stranger_or_noise_is_refused() -> None:
         kept: list[object] = []
         thread = threading.Thread(target=knock)
         thread.start()
-        lines = accept_all(listener, "the token", 2, 3.0)
+        lines = accept_all(listener, "the token", 2, 1.5)
         thread.join()
     assert list(lines) == [2]
     lines[2].close()

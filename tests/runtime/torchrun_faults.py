@@ -38,7 +38,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
     model, make_batch = build("gpt2")
     batches = [to_double(make_batch(seed)) for seed in range(4)]
     compiled = autopar.compile(
-        model.double(), dist.get_world_size() if dist.is_initialized() else 2,
+        model.double(), int(os.environ["WORLD_SIZE"]),
         example_inputs=batches[0], optimizer=sgd, profile_limit_s=0, **options,
     )  # fmt: skip
     if fault == "resume":
