@@ -1,5 +1,6 @@
 # Two commands for a newcomer: `make demo` runs the main job, `make test` passes the tests.
-# `make exhaustive` trains every model of the tests under every strategy: more than an hour.
+# `make exhaustive` trains every model of the tests under every strategy and schedule, and kills a
+# rank at every kind of action: hours.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +21,9 @@ test: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
 
 exhaustive: $(VENV)/.installed
-	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py
+	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py \
+		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
+		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

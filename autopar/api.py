@@ -187,6 +187,12 @@ def compile(
         raise PlanError(
             f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
         )
+    if plan is not None:
+        _check_replay(
+            mesh=mesh or None, constraints=constraints or None, num_stages=num_stages,
+            num_microbatches=None if num_microbatches == 1 else num_microbatches,
+            schedule=schedule, cuts=cuts,
+        )  # fmt: skip
     found, mesh = _resolve(devices, mesh)
     pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh)
     options: dict[str, Any] = {
@@ -248,6 +254,16 @@ def compile(
     if example_inputs is not None:
         return build(example_inputs)
     return _Deferred(build, model.training)  # type: ignore[return-value]
+
+
+def _check_replay(**fixed: Any) -> None:
+    """A plan has all of these; one that is given beside it would be ignored."""
+    given = [f"{name}={value!r}" for name, value in fixed.items() if value is not None]
+    if given:
+        raise InputError(
+            f"{', '.join(given)} beside plan=...: a plan is replayed as it is; leave that out, or "
+            "leave out plan= for a new search"
+        )
 
 
 def _pipeline(

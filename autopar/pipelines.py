@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.blocks import MIN_OPS
 from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
@@ -218,8 +219,10 @@ def choose_stages(
     num_stages = choice.schedule.shape.num_stages
     if num_stages > len(names):
         raise InputError(
-            f"num_stages={num_stages}, but the model has {len(names)} blocks: "
-            f"{', '.join(names)}; use at most {len(names)} stages"
+            f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this model: "
+            f"{', '.join(names)}; use num_stages={len(names)} or fewer. They are the elements of "
+            f"an nn.ModuleList or nn.Sequential that have at least {MIN_OPS} operators each, and "
+            "what lies between them"
         )
     times = strategy_times(candidate).blocks
     ranks = (0, candidate.mesh.num_devices)

@@ -68,7 +68,7 @@ def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
         if not inside:
             raise InputError(
                 f"cuts names {cut!r}, which is no block and holds none; a stage can begin at "
-                + ", ".join(repr(n) for n in names[1:])
+                + (", ".join(repr(n) for n in names[1:]) or "none: the whole model is one block")
             )
         firsts.append(inside[0])
     stages = Stages(first_blocks=tuple(firsts))

@@ -23,13 +23,11 @@ from autopar.runtime.parts import gather, holder, local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime, no_optimizer
 from autopar.runtime.state_checks import check_state
+from autopar.runtime.step_limit import StepLimit
 from autopar.runtime.wire import pack_program, unpack_program
 from autopar.runtime.workers import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
-STALL_S, STALL_FACTOR = 25.0, 5.0
-"""After the first step, one that takes longer than both (seconds; the longest step so far times the
-factor) is taken to hang: all workers are ended within 30 s of the fault."""
 
 
 class RankService:
@@ -151,11 +149,11 @@ class LocalRunner:
         self.program = program
         self.options = options
         self.grad_norm: Tensor | None = None
-        self._longest_step_s: float | None = None
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
         self.group = start_group()
+        self.step_limit = StepLimit(self.group.call_timeout_s)
         try:
             self.group.call("prepare", pack_program(program))
             for portion in portions(needed_state(program, state)):
@@ -183,17 +181,10 @@ class LocalRunner:
         started_s = time.monotonic()
         loss: Tensor
         loss, self.grad_norm = self.group.call(
-            "train_step", list(tensors), timeout_s=self._step_limit_s()
+            "train_step", list(tensors), timeout_s=self.step_limit.limit_s
         )[0]
-        self._longest_step_s = max(self._longest_step_s or 0.0, time.monotonic() - started_s)
+        self.step_limit.note(time.monotonic() - started_s)
         return loss
-
-    def _step_limit_s(self) -> float:
-        """A step that takes far longer than every one before it hangs."""
-        if self._longest_step_s is None:
-            return self.group.call_timeout_s
-        limit_s = max(STALL_S, STALL_FACTOR * self._longest_step_s)
-        return min(limit_s, self.group.call_timeout_s)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack_program(program))

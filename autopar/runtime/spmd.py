@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import DeviceError, InputError
 from autopar.lowering.program import RankProgram
-from autopar.runtime import checkpoint
+from autopar.runtime import checkpoint, watch
 from autopar.runtime.communicator import (
     initialize,
     release_process_group,
@@ -28,6 +28,7 @@ from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime
+from autopar.runtime.step_limit import StepLimit
 
 T = TypeVar("T")
 
@@ -86,63 +87,85 @@ class SpmdRunner:
         if device.type == "cpu":
             keep_freed_memory()
         initialize(device, datetime.timedelta(seconds=timeout_s))
+        self.watch = watch.join()
+        self.step_limit = StepLimit(timeout_s)
         self.peak_memory = PeakMemory(device)
-        self.runtime = RankRuntime(
-            program, own_parts(program, state, device), agreed(options, device), device
-        )
+        try:
+            with self.watch.call("compile()"):
+                parts = own_parts(program, state, device)
+                self.runtime = RankRuntime(program, parts, agreed(options, device), device)
+        except BaseException:
+            watch.leave(self.watch)
+            raise
         self.peak_memory.forget_peak()
         self._closed = False
         use_process_group()
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
-        return self.runtime.train_step(tensors, local=local)
+        with self.watch.call("train_step()", self.step_limit):
+            return self.runtime.train_step(tensors, local=local)
 
     @property
     def grad_norm(self) -> Tensor | None:
         return self.runtime.grad_norm
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
-        self.runtime.set_forward_program(slot, program)
+        with self.watch.call("the preparation of a forward pass"):
+            self.runtime.set_forward_program(slot, program)
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
-        return self.runtime.forward(slot, tensors, local=local)
+        with self.watch.call("a forward pass"):
+            return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.runtime.state_dict()
+        with self.watch.call("state_dict()"):
+            return self.runtime.state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        return self.runtime.full_state_dict()
+        with self.watch.call("full_state_dict()"):
+            return self.runtime.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.runtime.gradients()
+        with self.watch.call("gradients()"):
+            return self.runtime.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.runtime.load_state_dict(state)
+        with self.watch.call("load_state_dict()"):
+            self.runtime.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        return self.runtime.optimizer_state_dict()
+        with self.watch.call("optimizer_state_dict()"):
+            return self.runtime.optimizer_state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.runtime.load_optimizer_state_dict(state)
+        with self.watch.call("load_optimizer_state_dict()"):
+            self.runtime.load_optimizer_state_dict(state)
 
     def save(self, path: checkpoint.Path) -> None:
         checkpoint.check_writable(path)
-        checkpoint.save(self.runtime, path)
+        with self.watch.call("save()"):
+            checkpoint.save(self.runtime, path)
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
-        checkpoint.load(self.runtime, path)
+        with self.watch.call("load()"):
+            checkpoint.load(self.runtime, path)
 
     def memory_growth_bytes(self) -> list[int]:
         grown: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(grown, self.peak_memory.growth_bytes())
+        with self.watch.call("memory_growth_bytes()"):
+            dist.all_gather_object(grown, self.peak_memory.growth_bytes())
         return grown
 
     def close(self) -> None:
-        """Leave the process group with the last runner, if autopar joined it."""
-        if not self._closed:
-            self._closed = True
+        """Leave the process group with the last runner, if autopar joined it.
+
+        After a fault the group is left to the end of the process: its members would wait.
+        """
+        if not self._closed and not self.watch.condemned:
+            watch.leave(self.watch)
             release_process_group()
+        self._closed = True
 
 
 def own_parts(

@@ -1,8 +1,8 @@
-"""What this process is doing in a training step, readable by its parent even when it is dead.
+"""What this process is doing in a training step, readable by others even when it is dead.
 
 In: a short text, before each action of the schedule. Out: the same text in a page of memory that is
-shared with the parent of a local worker; elsewhere it goes nowhere. Writing takes well under a
-microsecond, so that it is always on.
+shared with the parent of a local worker, or with the other processes of this host. Writing takes
+well under a microsecond, so that it is always on.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ def say(text: bytes) -> None:
         _BOARD.page[:] = text
 
 
+def current() -> str:
+    """What this process said last; empty for nothing."""
+    return "" if _BOARD.page is None else _text(_BOARD.page[:])
+
+
 def new_board() -> Any:
     """An empty file to hand to a worker."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  closed by whoever reads it
@@ -50,7 +55,11 @@ def new_board() -> Any:
 
 def read(fd: int) -> str:
     """What was last said there; empty for nothing."""
-    return os.pread(fd, SIZE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+    return _text(os.pread(fd, SIZE_BYTES, 0))
+
+
+def _text(page: bytes) -> str:
+    return page.rstrip(b"\0").decode(errors="replace")
 
 
 NOTHING = padded("")

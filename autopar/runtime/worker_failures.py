@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Self
 
 from autopar.errors import WorkerError
+from autopar.runtime.inquest import waits_for_peers
 from autopar.runtime.worker_main import Failure
 from autopar.runtime.worker_process import WorkerProcess, python_stacks
 
 _EXIT_WAIT_S = 2.0
-_WAITING = ("torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py")
+_GO_ON = (
+    "all workers are ended, and with them this session: go on with a new autopar.compile(...), and "
+    "compiled.load(path) the last checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerErr
         f"after it, worker {other.rank} {_first_line(other.summary)}{other.doing}"
         for other in others
     ]
+    lines.append(_GO_ON)
     if first.traceback:
         lines += [f"traceback of worker {first.rank}:", first.traceback.rstrip()]
     return WorkerError("\n".join(lines), rank=first.rank, traceback=first.traceback)
@@ -97,14 +102,14 @@ def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> Work
     for other in (rank, *(other for other in stacks if other != rank)):
         stack = stacks[other].rstrip() or "none: it cannot write one (stopped?)"
         lines += [f"Python stack of worker {other}{doing[other]}:", stack]
-    lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
+    lines += [_GO_ON, "if the work only takes long, pass a larger limit: call(..., timeout_s=3600)"]
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
 
 
 def _waits_for_peers(stack: str) -> bool:
     """Whether the innermost frame of faulthandler's text waits for other processes."""
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return bool(frames) and any(place in frames[0] for place in _WAITING)
+    return bool(frames) and waits_for_peers(frames[0])
 
 
 def _first_line(text: str) -> str:

@@ -236,7 +236,8 @@ class WorkerGroup:
         if self.closed:
             raise WorkerError(
                 f"cannot call {what}: the worker group is closed because {self._why_closed}. "
-                "A group is not reopened: compile again with autopar.compile(...)"
+                "A group is not reopened: compile again with autopar.compile(...), and "
+                "compiled.load(path) the last checkpoint"
             )
         if os.getpid() != self._owner_pid:
             raise WorkerError(
@@ -252,7 +253,7 @@ class WorkerGroup:
         except BaseException as error:
             if self._why_closed is None:
                 failed = isinstance(error, WorkerError)
-                self._why_closed = str(error).splitlines()[0] if failed else reason
+                self._why_closed = str(error).splitlines()[0].rstrip(".") if failed else reason
             self._end()
             raise
 

@@ -4,6 +4,7 @@ Comes in: a name, the number of stages and micro-batches, and the generator's ow
 a ``Schedule`` that ``verify`` accepts.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable
 from types import NoneType, UnionType
@@ -61,7 +62,11 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
     """
     generator = GENERATORS.get(name) if isinstance(name, str) else None
     if generator is None:
-        raise ScheduleError(f"no schedule is called {name!r}: use one of {sorted(GENERATORS)}")
+        alike = difflib.get_close_matches(str(name).lower().replace("-", "_"), GENERATORS, n=1)
+        hint = "".join(f" (did you mean {match!r}?)" for match in alike)
+        raise ScheduleError(
+            f"no schedule is called {name!r}{hint}: use one of {sorted(GENERATORS)}"
+        )
     known = dict(inspect.signature(generator).parameters)
     given = {"num_stages": num_stages, "num_microbatches": num_microbatches, **options}
     unknown = sorted(set(given) - set(known))

@@ -7,27 +7,27 @@ from torch import nn
 VOCABULARY = 32
 
 
-def llama() -> nn.Module:
+def llama(num_layers: int = 2) -> nn.Module:
     """Two key-value heads for four query heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=2, hidden_size=16, intermediate_size=32, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=16,
-            use_cache=False,
+            num_hidden_layers=num_layers, hidden_size=16, intermediate_size=32,
+            num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+            max_position_embeddings=16, use_cache=False,
         )
     )  # fmt: skip
 
 
-def t5() -> nn.Module:
+def t5(num_layers: int = 1) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
         T5Config(
-            num_layers=1, num_decoder_layers=1, d_model=16, d_kv=4, d_ff=32, num_heads=4,
-            vocab_size=VOCABULARY, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
-            feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+            num_layers=num_layers, num_decoder_layers=num_layers, d_model=16, d_kv=4,
+            d_ff=32, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0, use_cache=False,
+            decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
         )
     )  # fmt: skip
 

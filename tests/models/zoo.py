@@ -56,24 +56,25 @@ def gpt2(num_layers: int = 2) -> nn.Module:
     )  # fmt: skip
 
 
-def bert() -> nn.Module:
+def bert(num_layers: int = 2) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
         BertConfig(
-            num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+            num_hidden_layers=num_layers, hidden_size=32, num_attention_heads=4,
+            vocab_size=VOCABULARY,
             intermediate_size=64, max_position_embeddings=16,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 
 
-def resnet() -> nn.Module:
+def resnet(depths: tuple[int, int] = (2, 1)) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
         ResNetConfig(
-            embedding_size=8, hidden_sizes=[16, 32], depths=[2, 1], num_labels=8,
+            embedding_size=8, hidden_sizes=[16, 32], depths=list(depths), num_labels=8,
             layer_type="bottleneck",
         )
     )  # fmt: skip

@@ -23,15 +23,29 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime import local
+from autopar.runtime import step_limit
+from autopar.schedules import Durations, with_recomputation, with_reductions
+from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import reference_steps, to_double
 
 NUM_KILLS = 50 if os.environ.get("AUTOPAR_TEST_ASSIGNMENTS") else 6
-ACTIONS = [
-    r"action \d+F\d+", r"action \d+I\d+", r"action \d+W\d+", r"action \d+SEND_[FB]\d+",
-    r"action \d+RECV_[FB]\d+", r"the (update|reductions|last sends)",
-]  # fmt: skip
+ZB_H1 = {"schedule": "zb_h1"}
+PLAIN = build_schedule("1f1b", num_stages=2, num_microbatches=4)
+REDUCES = {"schedule": with_reductions(PLAIN, Durations(F=1.0, I=1.0, W=1.0, G=0.5))}
+# Kinds of action, each under a schedule that has it.
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    (r"action \d+F\d+", ZB_H1),
+    (r"action \d+SEND_[FB]\d+", ZB_H1),
+    (r"action \d+R\d+", {"schedule": with_recomputation(PLAIN, [0, 1])}),
+    (r"action \d+W\d+", ZB_H1),
+    (r"action \d+RECV_[FB]\d+", {"schedule": "1f1b"}),
+    (r"the update", ZB_H1),
+    (r"action \d+I\d+", ZB_H1),
+    (r"action \d+B\d+", {"schedule": "1f1b"}),
+    (r"action \d+G", REDUCES),
+    (r"the (reductions|last sends)", {"schedule": "chimera"}),
+]
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -88,12 +102,15 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
-def test_a_killed_rank_ends_all_and_training_resumes(number: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_training_resumes(
+    number: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """The loss goes on from the checkpoint as if nothing had happened, on another schedule too."""
     model, batches = prepared()
     expected = reference_steps(model, batches, sgd).losses
-    action, rank = ACTIONS[number % len(ACTIONS)], number % 2
-    compiled = pipeline()
+    turn, kind = divmod(number, len(KINDS))
+    (action, options), rank = KINDS[kind], (number + turn) % 2
+    compiled = pipeline(**options)
     compiled.train_step(**batches[0])
     compiled.train_step(**batches[1])
     compiled.save(tmp_path / "last")
@@ -103,26 +120,26 @@ def test_a_killed_rank_ends_all_and_training_resumes(number: int, tmp_path: Path
     error, late_s = trained_until_it_fails(compiled)
     assert late_s < 30
     thread.join()
+    record_property("stopped after seconds", round(late_s, 2))
     assert error.rank == rank
     assert re.match(rf"worker {rank} of 2 .*killed by SIGKILL .*train_step", str(error))
     assert re.search(r"train_step\(\), within [^)]* in (action|the) ", str(error))
     assert all(map(has_ended, pids))
-    schedule = {"schedule": "1f1b"} if number % 2 else {}
-    with pipeline(**schedule) as resumed:
+    with pipeline(**(options if turn % 2 else ZB_H1)) as resumed:
         resumed.load(tmp_path / "last")
         got = [resumed.train_step(**batch).item() for batch in batches[2:]]
     assert got == pytest.approx(expected[2:], abs=2e-6)
 
 
 def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STALL_S", 10.0)
+    monkeypatch.setattr(step_limit, "STALL_S", 10.0)
     _, batches = prepared()
     compiled = pipeline()
     compiled.train_step(**batches[0])
     workers = workers_of(compiled)
     pids = [worker.pid for worker in workers]
     thread = when_doing(workers[1], r"action 1F\d", lambda: os.kill(pids[1], signal.SIGSTOP))
-    compiled._runner._longest_step_s = 0.1  # the first step also made its kernels
+    compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
     error, late_s = trained_until_it_fails(compiled)
     assert late_s < 30
     thread.join()
@@ -142,4 +159,7 @@ def test_a_rank_that_raises_is_named_with_its_action() -> None:
         compiled.train_step(**wrong)
     assert time.monotonic() - started_s < 30
     assert "in action 0F0 of pipeline device 0" in caught.value.traceback
+    assert re.search(r"(?m)^all workers are ended.*new autopar.compile.*load", str(caught.value))
+    with pytest.raises(WorkerError, match=r"closed because worker 0 of 2 raised .*compile again"):
+        compiled.train_step(**batches[0])
     assert all(map(has_ended, pids))

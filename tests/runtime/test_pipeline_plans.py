@@ -198,6 +198,7 @@ def test_memory_follows_the_schedule(model: nn.Module) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "1f1b"}, r"schedule='1f1b' needs num_stages=..., or cuts="),
     ({"num_stages": 2, "schedule": "fancy"}, r"no schedule is called 'fancy'"),
+    ({"num_stages": 2, "schedule": "ZB-H1"}, r"did you mean 'zb_h1'"),
     ({"num_stages": 3}, r"takes 3 pipeline devices, which do not divide 4 devices"),
     ({"num_stages": 0}, r"num_stages is 0; stages are a whole number"),
     ({"num_stages": True}, r"num_stages is True"),
@@ -206,7 +207,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cuts": ["nowhere"]}, r"cuts names 'nowhere', which is no block"),
     ({"num_stages": 2, "mesh": {"x": 4}}, r"has 4 devices, each of 2 pipeline devices 2"),
     ({"num_stages": 2, "mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
-    ({"num_stages": 8, "schedule": "zb_v", "num_microbatches": 2}, r"the model has 4 blocks"),
+    (
+        {"num_stages": 8, "schedule": "zb_v", "num_microbatches": 2},
+        r"can begin at 4 places of this model",
+    ),
     ({"num_stages": 4, "schedule": "dualpipe", "num_microbatches": 2}, r"use num_microbatches=8"),
     (
         {
@@ -224,6 +228,12 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     with pytest.raises(InputError, match=message):
         planned(model, **options)
+
+
+def test_what_a_plan_has_is_not_given_beside_it(model: nn.Module) -> None:
+    plan = planned(model, num_stages=2, num_microbatches=2)
+    with pytest.raises(InputError, match=r"num_stages=2, schedule='gpipe' beside plan=.*leave"):
+        compiled_for(model, 4, plan=plan, num_stages=2, schedule="gpipe")
 
 
 def test_a_plan_for_other_devices_is_refused(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Pipelines on real processes equal eager PyTorch, under every schedule, alone and with meshes.
 
 Every model trains three steps; losses, gradients, weights and buffers must be those of one process.
-``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) adds eight processes and more drawn meshes.
+``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) adds more drawn meshes; the whole table of
+models, processes, schedules and meshes is in test_pipeline_matrix.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import functools
 import math
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -87,9 +89,9 @@ ON_4_TWICE: list[tuple[str, int, int, dict[str, Any]]] = [
 WITH_REPLICAS = ("chimera", "dualpipe")
 
 
-def doubled(batch: dict[str, Tensor], further: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of 8, in which whole rows have no label, so that micro-batches fill unevenly."""
-    joined = to_double({k: torch.cat([v, further[k]]) for k, v in batch.items()})
+def joined_batch(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of more rows, some without any label, so that micro-batches fill unevenly."""
+    joined = to_double({k: torch.cat([part[k] for part in parts]) for k in parts[0]})
     if joined["labels"].dim() == 2:
         joined["labels"][1, 2:] = -100
         joined["labels"][2:4] = -100
@@ -97,20 +99,22 @@ def doubled(batch: dict[str, Tensor], further: dict[str, Tensor]) -> dict[str, T
 
 
 class Case:
-    """A model of the zoo with batches of 8, what eager makes of it, and its lowered programs."""
+    """A model with batches of 4 rows joined, what eager makes of it, and its lowered programs."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        if name == "gpt2 of 8 layers":
+    def __init__(
+        self, kind: str, make_model: Callable[[], nn.Module] | None = None, *, num_joined: int = 2
+    ) -> None:
+        self.kind = kind
+        model, make_batch = build_model(kind)
+        if make_model is not None:
             torch.manual_seed(0)
-            self.model: nn.Module = gpt2(8).train().double()
-            make_batch = build_model("gpt2")[1]
-        else:
-            self.model, make_batch = build_model(name)
-            self.model = self.model.double()
-        self.kind = name.split()[0]
-        self.optimizer = optimizer_of(self.kind)
-        self.batches = [doubled(make_batch(s), make_batch(s + 9)) for s in range(NUM_STEPS)]
+            model = make_model().train()
+        self.model = model.double()
+        self.optimizer = optimizer_of(kind)
+        self.batches = [
+            joined_batch([make_batch(step + 9 * part) for part in range(num_joined)])
+            for step in range(NUM_STEPS)
+        ]
         self.captured = capture(self.model, self.batches[0])
         self.tolerance = TOLERANCE.get(self.kind, 1e-9)
 
@@ -124,7 +128,7 @@ class Case:
 
     @functools.cache  # noqa: B019
     def expected(self, num: int) -> Trained:
-        if self.name != "resnet" or num == 1:
+        if self.kind != "resnet" or num == 1:
             return reference_steps(self.model, self.batches, self.optimizer)
         return accumulated_steps(self.model, self.batches, self.optimizer, num)
 
@@ -187,6 +191,8 @@ def accumulated_steps(
 
 @functools.cache
 def case_of(name: str) -> Case:
+    if name == "gpt2 of 8 layers":
+        return Case("gpt2", lambda: gpt2(8))
     return Case(name)
 
 
@@ -265,19 +271,6 @@ def planned_program(name: str, inside: str, sizes: tuple[int, ...]) -> RankProgr
         num_microbatches=2,
     )  # fmt: skip
     return planned.program
-
-
-@pytest.mark.skipif(not EXHAUSTIVE, reason="eight processes: in the exhaustive mode")
-@pytest.mark.parametrize(
-    ("inside", "sizes"), [("data x tensor", (2, 2)), ("data", (4,)), ("tensor", (2,))]
-)
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
-def test_eight_processes(name: str, inside: str, sizes: tuple[int, ...], groups: Groups) -> None:
-    case = case_of(name)
-    num_stages = 8 // math.prod(sizes)
-    made = build("1f1b", num_stages=num_stages, num_microbatches=2)
-    stages = case.stages(num_stages).of(case.captured.graph)
-    case.check(groups, with_pipeline(planned_program(name, inside, sizes), stages, made))
 
 
 @pytest.mark.parametrize("schedule", ["chimera", "1f1b"])

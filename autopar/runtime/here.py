@@ -1,0 +1,116 @@
+"""What this process of a job is doing, and what a verdict means for it.
+
+In: the calls that the user's thread makes, and the verdict that the watching thread brings. Out:
+status messages about this process; its end, where a verdict finds it stuck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.runtime import whereabouts
+from autopar.runtime.inquest import State, Verdict, in_wait
+from autopar.runtime.neighbours import Neighbours
+from autopar.runtime.step_limit import StepLimit
+
+GRACE_S = 6.0
+"""How long the user's thread may take to leave a call after the verdict; then its process ends."""
+_MAX_STACK_FRAMES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the user's thread ``thread``; ``limit`` where it may hang."""
+
+    name: str
+    thread: int
+    since_s: float
+    limit: StepLimit | None
+
+    @property
+    def is_late(self) -> bool:
+        return self.limit is not None and time.monotonic() - self.since_s > self.limit.limit_s
+
+
+class Here:
+    """This process; written by the user's thread and read by the one that watches."""
+
+    def __init__(self, rank: int, neighbours: Neighbours) -> None:
+        self.rank = rank
+        self.neighbours = neighbours
+        self.call: Call | None = None
+        self.error: dict[str, Any] | None = None
+        self.last_error = ""
+        self.verdict: Verdict | None = None
+
+    def status(self, *, asked: bool = False) -> dict[str, Any]:
+        """How this rank fares; if asked, also its stack and what its neighbours do."""
+        call, verdict = self.call, self.verdict
+        status = {
+            "call": "" if call is None else call.name,
+            "doing": whereabouts.current() if call is not None else "",
+            "in_call_s": 0.0 if call is None else time.monotonic() - call.since_s,
+            "late": call is not None and call.is_late,
+            "error": self.error,
+            "last_error": self.last_error,
+        }
+        if asked:
+            assert verdict is None
+            frame = None if call is None else sys._current_frames().get(call.thread)
+            stack = [] if frame is None else traceback.format_stack(frame)
+            status["stack"] = "".join(stack[-_MAX_STACK_FRAMES:])
+            status["waits"] = in_wait(frame)
+            status["doing_of"] = {str(r): text for r, text in self.neighbours.doing().items()}
+        return status
+
+    def condemn(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+    def verdict_within(self, limit_s: float) -> Verdict | None:
+        """Without any lock: a signal handler may wait while the thread that it interrupts does."""
+        deadline_s = time.monotonic() + limit_s
+        while self.verdict is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self.verdict
+
+    def enforce(self) -> None:
+        """See the rank at fault and this process end, once there is a verdict.
+
+        A thread that waits in a collective is woken by the end of its peers; where all of them
+        live on, nothing but the end of this process stops it. The rank that hangs goes first.
+        """
+        assert self.verdict is not None
+        if self.verdict.state is State.SILENT:
+            self.neighbours.kill(self.verdict.rank)
+        hangs = self.verdict.rank == self.rank and self.error is None
+        deadline_s = time.monotonic() + (0.0 if hangs else GRACE_S)
+        while self.call is not None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        if self.call is not None:
+            self._end(self.call)
+
+    def _end(self, call: Call) -> None:
+        assert self.verdict is not None
+        frame = sys._current_frames().get(call.thread)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        print(
+            f"{stack}autopar.errors.WorkerError: {self.verdict.text}\n"
+            f"rank {self.rank} is stuck in {call.name}, so its process ends here",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def as_message(verdict: Verdict) -> dict[str, Any]:
+    return {"kind": "verdict", **dataclasses.asdict(verdict)}
+
+
+def from_message(message: dict[str, Any]) -> Verdict:
+    return Verdict(rank=message["rank"], text=message["text"], state=State(message["state"]))

@@ -1,0 +1,171 @@
+"""Which rank is at fault, when several processes of one job are in trouble together.
+
+In: the condition of each rank, as far as it is known. Out: the one that the others suffer from, and
+the words of the error that all of them raise; or nothing, where nobody waits in vain. It exists
+because one failure soon looks like many: the peers of a dead rank report broken connections, and
+the peers of a rank that hangs hang with it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import FrameType, TracebackType
+
+from autopar.errors import WorkerError
+
+_WAITING = (
+    "torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py",
+    "autopar/runtime/reductions.py",
+)  # fmt: skip
+_MAX_LISTED = 8
+
+
+class State(StrEnum):
+    """How a rank fares. Only what is ``OUTSIDE`` is in the user's own code."""
+
+    OUTSIDE = "is outside of autopar"
+    WAITING = "waits for other ranks"
+    BUSY = "computes"
+    FAILED = "raised"
+    CUT_OFF = "raised in a collective"
+    SILENT = "gives no sign of life"
+    LEFT = "left"
+    ENDED = "died"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """Of one rank: ``call`` is the method that it is in, ``doing`` the action of its schedule.
+
+    ``late``: it is in that call for longer than it should be. ``time_s`` orders errors.
+    """
+
+    rank: int
+    state: State
+    process: str = ""
+    call: str = ""
+    doing: str = ""
+    late: bool = False
+    error: str = ""
+    stack: str = ""
+    time_s: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        if not self.doing and not self.call:
+            return "outside of a step"
+        within = f" of {self.call}" if self.call else ""
+        return f"in {self.doing}{within}" if self.doing else f"in {self.call}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The rank at fault and the message of the error that every other rank raises."""
+
+    rank: int
+    text: str
+    state: State
+
+    def error(self) -> WorkerError:
+        return WorkerError(self.text, rank=self.rank)
+
+
+def waits_for_peers(filename: str) -> bool:
+    """Whether code of this file waits for other processes."""
+    return any(place in filename.replace("\\", "/") for place in _WAITING)
+
+
+def raised_by_peers(trace: TracebackType | None) -> bool:
+    """Whether an exception comes out of a wait for other processes."""
+    frames = traceback.extract_tb(trace)
+    return bool(frames) and waits_for_peers(frames[-1].filename)
+
+
+def in_wait(frame: FrameType | None) -> bool:
+    """Whether a thread, by its innermost frame, waits for other processes."""
+    return frame is not None and waits_for_peers(frame.f_code.co_filename)
+
+
+def verdict_of(conditions: Sequence[Condition], *, num_ranks: int) -> Verdict | None:
+    """The rank at fault, None while nobody is held up by it. Of some ranks nothing may be known.
+
+    First who died, is stopped or raised in the middle of a call. Then, if a rank is cut off or
+    late: who is no longer there; who never came, once a rank is cut off; who computes; who was cut
+    off first; the lowest of those that wait for each other.
+    """
+    culprit = _in_the_middle(conditions) or _behind_a_delay(conditions)
+    if culprit is None:
+        return None
+    return Verdict(
+        rank=culprit.rank, state=culprit.state, text=_text(culprit, conditions, num_ranks)
+    )
+
+
+def _in_the_middle(conditions: Sequence[Condition]) -> Condition | None:
+    for state in (State.ENDED, State.SILENT):
+        found = [c for c in conditions if c.state is state and (c.doing or c.call)]
+        if found:
+            return found[0]
+    failed = [c for c in conditions if c.state is State.FAILED]
+    return min(failed, key=lambda c: c.time_s, default=None)
+
+
+def _behind_a_delay(conditions: Sequence[Condition]) -> Condition | None:
+    cut_off = [c for c in conditions if c.state is State.CUT_OFF]
+    if not cut_off and not any(c.late for c in conditions):
+        return None
+    gone = [c for c in conditions if c.state in (State.ENDED, State.LEFT)]
+    outside = [c for c in conditions if c.state in (State.OUTSIDE, State.SILENT)]
+    if gone:
+        return gone[0]
+    if outside:  # they may only be slow to come: loading data, writing a file
+        return outside[0] if cut_off else None
+    busy = [c for c in conditions if c.state is State.BUSY]
+    waiting = [c for c in conditions if c.state is State.WAITING]
+    first = sorted(cut_off, key=lambda c: c.time_s)
+    return next(iter([*busy, *first, *waiting]), None)
+
+
+def _text(culprit: Condition, conditions: Sequence[Condition], num_ranks: int) -> str:
+    process = f" ({culprit.process})" if culprit.process else ""
+    lines = [f"rank {culprit.rank} of {num_ranks}{process} {_what(culprit)}"]
+    others = [c for c in conditions if c.rank != culprit.rank]
+    lines += [
+        f"rank {other.rank} {other.state} {other.place}" + (f": {other.error}" * bool(other.error))
+        for other in others[:_MAX_LISTED]
+    ]
+    if len(others) > _MAX_LISTED:
+        lines.append(f"and {len(others) - _MAX_LISTED} more ranks")
+    if culprit.stack:
+        lines += [f"Python stack of rank {culprit.rank}:", culprit.stack.rstrip()]
+    lines.append(
+        "this job cannot go on: start it again, and compiled.load(path) the last checkpoint, "
+        "under the same plan or another"
+    )
+    return "\n".join(lines)
+
+
+def _what(culprit: Condition) -> str:
+    place = culprit.place
+    match culprit.state:
+        case State.ENDED:
+            return (
+                f"died {place}: its process was killed (by a user, or by the kernel when memory "
+                "ran out) or crashed; its exit code is with who started it"
+            )
+        case State.SILENT:
+            return f"hangs {place}: it gives no sign of life (stopped?)"
+        case State.LEFT:
+            why = f" after {culprit.error}" if culprit.error else ""
+            return f"left{why} while others were in a step that needs it"
+        case State.OUTSIDE:
+            why = f"; its last call raised {culprit.error}" if culprit.error else ""
+            return f"has not come to the step that others are in{why}"
+        case State.FAILED | State.CUT_OFF:
+            return f"raised {culprit.error} {place}"
+        case _:
+            return f"hangs {place}: the step takes far longer than those before"

@@ -1,0 +1,306 @@
+"""The threads that watch over a job: one in each process, that of rank 0 is the hub.
+
+In: connections between rank 0 and every other rank. Out: a verdict in every process when one of
+them dies, hangs or raises. Each rank sends its status once a second. A connection that breaks is a
+death, at once and across hosts; one that is silent is a process that has stopped. On any sign of
+trouble the hub asks all ranks how they fare, and `autopar.runtime.inquest` decides. If the hub
+itself is gone, each rank decides for itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.runtime.here import Here, as_message, from_message
+from autopar.runtime.inquest import Condition, State, verdict_of
+from autopar.runtime.lines import Lines
+
+BEAT_S = 1.0
+SILENT_S = 15.0
+"""A rank in a call that gave no sign of life for so long has stopped."""
+SETTLE_S = 0.5  # how long after one rank's fault that of another, its cause, may show up
+ANSWER_S = 2.0  # how long the hub waits for answers
+TAIL_S = 15.0  # how long others may take to end the step that one who left has ended
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one rank: its last words, and when they came."""
+
+    heard_s: float
+    status: Message = field(default_factory=dict)
+    answer: Message | None = None
+    gone: State | None = None
+    gone_s: float = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        return self.gone is None and time.monotonic() - self.heard_s > SILENT_S
+
+    def go(self, how: State) -> None:
+        if self.gone is None:
+            self.gone, self.gone_s = how, time.monotonic()
+
+
+class Watcher(threading.Thread):
+    """Sends this rank's status and receives from others until there is a verdict, or a stop."""
+
+    def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
+        super().__init__(name="autopar-watch", daemon=True)
+        self.here = here
+        self.lines = dict(lines)
+        self.names = names
+        self.known = {rank: _Known(heard_s=time.monotonic()) for rank in lines}
+        self._posted: collections.deque[Message] = collections.deque()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for rank, line in self.lines.items():
+            self._selector.register(line, selectors.EVENT_READ, rank)
+        self._next_beat_s = 0.0
+        self._stopping = False
+
+    # --- called by the user's thread ---------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Tell the others at once."""
+        self._posted.append(message)
+        self._wake.send(b".")
+
+    def stop(self) -> None:
+        """Say goodbye and end."""
+        self._stopping = True
+        self.post({"kind": "bye", "last_error": self.here.last_error})
+        self.join(2 * ANSWER_S)
+
+    def forget_connections(self) -> None:
+        """In a child process, which must not hold them open."""
+        for line in self.lines.values():
+            line.close()
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while self.here.verdict is None:
+            self._receive()
+            while self._posted:
+                self.send_own(self._posted.popleft())
+            if self._stopping:
+                break
+            if time.monotonic() >= self._next_beat_s:
+                self._next_beat_s = time.monotonic() + BEAT_S
+                self.send_own({"kind": "status", **self.here.status()})
+            self.look()
+        if self.here.verdict is not None:
+            self.here.enforce()
+
+    def _receive(self) -> None:
+        limit_s = min(max(self._next_beat_s - time.monotonic(), 0.0), self.patience_s())
+        for key, _ in self._selector.select(limit_s):
+            if key.data is None:
+                self._woken.recv(4096)
+                continue
+            line = self.lines[key.data]
+            for message in line.receive():
+                self.known[key.data].heard_s = time.monotonic()
+                self.take(key.data, message)
+            if line.ended:
+                self._selector.unregister(line)
+                self.known[key.data].go(State.ENDED)
+
+    def patience_s(self) -> float:
+        """How long the next look can wait."""
+        return BEAT_S
+
+    def send_own(self, message: Message) -> None:
+        """This rank's own message to where it is needed."""
+        raise NotImplementedError
+
+    def take(self, rank: int, message: Message) -> None:
+        """A message from another rank."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Decide whether there is trouble."""
+        raise NotImplementedError
+
+    def condition(
+        self, rank: int, known: _Known, doing: str | None, *, any_gone: bool
+    ) -> Condition:
+        """``doing`` is what its host knows of it, None if nothing."""
+        status = known.answer or known.status
+        error: Message = status.get("error") or {}
+        call: str = status.get("call", "")
+        in_call_s = status.get("in_call_s", 0.0)
+        if doing is None:
+            doing = status.get("doing", "")
+        elif not doing:
+            call = ""
+        if error:
+            call, doing = error["call"], error["doing"]
+        return Condition(
+            rank=rank,
+            state=_state(known, status, error, is_inside=bool(call or doing)),
+            process=self.names[rank],
+            call=call,
+            doing=doing or "",
+            late=bool(status.get("late")) or (any_gone and in_call_s > TAIL_S),
+            error=error.get("text") or status.get("last_error", ""),
+            stack=status.get("stack", ""),
+            time_s=error.get("heard_s", 0.0),
+        )
+
+
+def _state(known: _Known, status: Message, error: Message, *, is_inside: bool) -> State:
+    if error and known.gone is not State.LEFT:
+        return State.CUT_OFF if error["by_peers"] else State.FAILED
+    if known.gone is not None:
+        return known.gone
+    if known.is_silent:
+        return State.SILENT
+    if not is_inside:
+        return State.OUTSIDE
+    return State.WAITING if status.get("waits") else State.BUSY
+
+
+class Member(Watcher):
+    """On every rank but 0: reports to the hub, and watches the hub."""
+
+    def send_own(self, message: Message) -> None:
+        self.lines[0].send(message)
+
+    def take(self, rank: int, message: Message) -> None:
+        hub = self.known[0]
+        match message["kind"]:
+            case "ask":
+                self.send_own({"kind": "answer", **self.here.status(asked=True)})
+            case "verdict":
+                self.here.condemn(from_message(message))
+            case "bye":
+                hub.status = {"last_error": message["last_error"]}
+                hub.go(State.LEFT)
+            case _:
+                hub.status = message
+
+    def look(self) -> None:
+        hub = self.known[0]
+        if (hub.gone is None and not hub.is_silent) or self.here.verdict is not None:
+            return
+        own = _Known(heard_s=time.monotonic(), status=self.here.status())
+        any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
+        doing = self.here.neighbours.doing().get(0)
+        conditions = [
+            self.condition(0, hub, doing, any_gone=any_gone),
+            self.condition(self.here.rank, own, None, any_gone=any_gone),
+        ]
+        verdict = verdict_of(conditions, num_ranks=len(self.names))
+        if verdict is not None:
+            self.here.condemn(verdict)
+
+
+class Hub(Watcher):
+    """On rank 0: hears of all, asks when something looks wrong, and tells all the verdict."""
+
+    def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
+        super().__init__(here, lines, names)
+        self.own = _Known(heard_s=time.monotonic())
+        self._asked_s: float | None = None
+        self._quiet_until_s = 0.0
+
+    def patience_s(self) -> float:
+        return BEAT_S if self._asked_s is None else 0.05
+
+    def send_own(self, message: Message) -> None:
+        self.own.heard_s = time.monotonic()
+        if message["kind"] == "error":
+            self._note_error(self.own, message)
+            return
+        if message["kind"] == "status":
+            self.own.status = message
+        self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for rank, line in self.lines.items():
+            if self.known[rank].gone is None:
+                line.send(message)
+
+    def take(self, rank: int, message: Message) -> None:
+        known = self.known[rank]
+        match message["kind"]:
+            case "answer":
+                known.answer = message
+            case "error":
+                self._note_error(known, message)
+            case "bye":
+                known.status = {**known.status, **message, "call": "", "doing": ""}
+                known.go(State.LEFT)
+            case _:
+                known.status = message
+
+    def _note_error(self, known: _Known, message: Message) -> None:
+        known.status = {**known.status, **message["status"]}
+        known.status["error"] = {**message["error"], "heard_s": time.monotonic()}
+        if known.answer is not None:
+            known.answer = {**known.answer, "error": known.status["error"]}
+
+    def look(self) -> None:
+        now_s = time.monotonic()
+        if self._asked_s is not None:
+            if self._all_answered(now_s):
+                self._decide()
+        elif now_s >= self._quiet_until_s and self._is_trouble(now_s):
+            self._asked_s = now_s
+            for known in self.known.values():
+                known.answer = None
+            self._tell_all({"kind": "ask"})
+
+    def _is_trouble(self, now_s: float) -> bool:
+        everyone = [self.own, *self.known.values()]
+        is_tail = any(k.gone and now_s - k.gone_s > TAIL_S for k in everyone)
+        return any(
+            k.gone is State.ENDED
+            or k.is_silent
+            or k.status.get("late")
+            or k.status.get("error")
+            or (is_tail and k.status.get("in_call_s", 0.0) > TAIL_S)
+            for k in everyone
+        )
+
+    def _all_answered(self, now_s: float) -> bool:
+        assert self._asked_s is not None
+        waited_s = now_s - self._asked_s
+        missing = [
+            k for k in self.known.values() if k.gone is None and not k.is_silent and not k.answer
+        ]
+        return waited_s > ANSWER_S or (waited_s > SETTLE_S and not missing)
+
+    def _decide(self) -> None:
+        self._asked_s = None
+        self._quiet_until_s = time.monotonic() + BEAT_S
+        own_error = self.own.status.get("error")
+        self.own.status = {**self.here.status(asked=True), "error": own_error}
+        everyone = {0: self.own, **self.known}
+        doing: dict[int, str] = {}
+        for known in everyone.values():
+            told = (known.answer or known.status).get("doing_of", {})
+            doing.update((int(rank), text) for rank, text in told.items())
+        now_s = time.monotonic()
+        any_gone = any(k.gone and now_s - k.gone_s > TAIL_S for k in everyone.values())
+        conditions = [
+            self.condition(rank, known, doing.get(rank), any_gone=any_gone)
+            for rank, known in sorted(everyone.items())
+        ]
+        verdict = verdict_of(conditions, num_ranks=len(self.names))
+        if verdict is not None:
+            self._tell_all(as_message(verdict))
+            self.here.condemn(verdict)

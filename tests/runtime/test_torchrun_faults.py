@@ -1,0 +1,124 @@
+"""Faults where every process runs the user's script: all end, with an error that names the rank.
+
+Started by ``torchrun``, which ends the other processes itself, and as plain processes, which nobody
+ends. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) tries every fault under both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.zoo import build
+from tests.oracles import reference_steps, to_double
+from tests.runtime.test_pipeline_faults import has_ended
+from tests.runtime.test_spmd import ROOT
+from tests.runtime.torchrun_faults import sgd
+
+EXHAUSTIVE = bool(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS"))
+MODULE = "tests.runtime.torchrun_faults"
+TWO = {"num_stages": 2, "num_microbatches": 4, "schedule": "zb_h1"}
+FOUR = {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}}
+WAYS = {
+    "kill": r"rank {at} of {num} \(process \d+ on .*\) died in action \d{action}\d\b",
+    "stop": r"rank {at} of {num} .* hangs in action \d{action}\d\b.* no sign of life",
+    "sleep": r"rank {at} of {num} .* hangs in action \d{action}\d of train_step",
+    "raise": r"rank {at} of {num} .* raised IndexError: .* in action 0F0 of train_step",
+}
+
+
+def start(launcher: str, num: int, log: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
+    """The processes of one job, or the one that starts them."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", MODULE, *arguments]
+    with log.open("ab") as out:
+        if launcher == "torchrun":
+            elastic = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+            command[1:1] = [*elastic, f"--nproc-per-node={num}"]
+            return [subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env.update(WORLD_SIZE=str(num), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return [
+            subprocess.Popen(
+                command, cwd=ROOT, env={**env, "RANK": str(rank)}, stdout=out, stderr=out
+            )
+            for rank in range(num)
+        ]
+
+
+def ended(processes: list[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
+    """The exit codes; whatever is left behind fails the test, and is ended."""
+    deadline_s = time.monotonic() + limit_s
+    try:
+        return [p.wait(max(0.1, deadline_s - time.monotonic())) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+CASES = [
+    ("torchrun", "kill", 2, 1, "F", TWO),
+    ("plain", "stop", 2, 0, "I", TWO),
+    ("torchrun", "raise", 2, 0, "F", TWO),
+]
+if EXHAUSTIVE:
+    CASES.append(("plain", "kill", 4, 3, "B", FOUR))
+    CASES += [
+        (launcher, fault, 2, at, action, TWO)
+        for launcher in ("torchrun", "plain")
+        for fault in ("kill", "stop", "sleep", "raise")
+        for at, action in ((0, "F"), (1, "W"))
+        if fault != "raise" or at == 0
+    ]
+    CASES += [("torchrun", fault, 4, at, "F", FOUR) for fault in ("stop", "sleep") for at in (0, 2)]
+
+
+@pytest.mark.parametrize(("launcher", "fault", "num", "at", "action", "options"), CASES)
+def test_a_fault_ends_all_and_training_resumes(
+    launcher: str, fault: str, num: int, at: int, action: str, options: dict[str, Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    log = tmp_path / "log"
+    plan = json.dumps(options)
+    pattern = f"action \\d+{action}\\d"
+    started = start(launcher, num, log, str(tmp_path), fault, str(at), pattern, plan)
+    codes = ended(started, 150)
+    text = log.read_text()
+    assert all(codes), text[-6000:]
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(num)]
+    assert all(map(has_ended, pids)), text[-6000:]
+    named = WAYS[fault].format(at=at, num=num, action=action)
+    # Who waits for a process that lives on can only be ended, and says so itself.
+    ended_by_watch = {int(rank) for rank in re.findall(r"rank (\d+) is stuck in train_step", text)}
+    for rank in {*range(num)} - {at} - ended_by_watch:
+        told = json.loads((tmp_path / f"error{rank}.json").read_text())
+        assert told["rank"] == at
+        assert re.match(named, told["text"]), told["text"]
+        assert told["late_s"] < 30
+    assert len(re.findall("WorkerError: " + named, text)) >= num - 1
+    if fault == "kill":
+        resumed_equals_eager(num, log, tmp_path)
+
+
+def resumed_equals_eager(num: int, log: Path, folder: Path) -> None:
+    """As plain processes, under another plan."""
+    options = json.dumps({"num_stages": num, "num_microbatches": 2})
+    codes = ended(start("plain", num, log, str(folder), "resume", "0", "", options), 150)
+    assert not any(codes), log.read_text()[-6000:]
+    model, make_batch = build("gpt2")
+    batches = [to_double(make_batch(seed)) for seed in range(4)]
+    expected = reference_steps(model.double(), batches, sgd).losses[2:]
+    for rank in range(num):
+        got = json.loads((folder / f"losses{rank}.json").read_text())
+        assert got == pytest.approx(expected, abs=2e-6)
