@@ -31,16 +31,14 @@ from autopar.cost_models import (
 )
 from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
-from autopar.joint import AUTO, Fixed, fixed_parts, meshes_of, plan_with
+from autopar.joint import AUTO, Fixed, fixed_parts, plan_with, searched_calls
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.mesh import Mesh
 from autopar.microbatches import lower_training
 from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
 from autopar.planner import Progress, check_mesh
-from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
 from autopar.runtime.collective_times import collective_times
@@ -229,8 +227,8 @@ def compile(
                     cluster = Cluster.detect(len(found))
                 else:
                     cluster = communication.cluster
-                    meshes = meshes_of(cluster, mesh, pipeline)
-                    compute = _measured(captured, cluster, meshes, profile_limit_s, say)
+                    calls = searched_calls(captured, cluster, mesh, num_microbatches, pipeline)
+                    compute = _measured(calls, cluster, profile_limit_s, say)
                 return plan_with(
                     captured,
                     cluster,
@@ -344,9 +342,8 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
 
 
 def _measured(
-    captured: Captured,
+    calls: Sequence[OpCall],
     cluster: Cluster,
-    meshes: Sequence[Mesh],
     limit_s: float,
     progress: Progress,
 ) -> ComputeModel:
@@ -357,9 +354,8 @@ def _measured(
     device = cluster.device
     store = ProfileStore(default_store_path(), device)
     roofline = RooflineModel(device)
-    calls = calls_of(Analysis(captured.graph), meshes)
     progress(f"measure up to {len(calls)} op calls, at most {limit_s:.0f} s")
-    calls = tuple(sorted(calls, key=lambda call: -_expected_s(roofline, call)))
+    calls = sorted(calls, key=lambda call: -_expected_s(roofline, call))
     Profiler(store, device).profile(calls, progress=False, max_s=limit_s)
     return Profiler(store, device, measuring=False)
 

@@ -21,8 +21,8 @@ from msgspec import structs
 
 from autopar.capture import Captured
 from autopar.constraints import Constraint
-from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
-from autopar.errors import AutoparError, ConstraintError, InputError
+from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, OpCall
+from autopar.errors import AutoparError, ConstraintError, InputError, PlanError
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
 from autopar.pipelines import PipelineChoice, choose_stages, pipeline_times
@@ -35,9 +35,11 @@ from autopar.planner import (
     make_planned,
     search_meshes,
 )
+from autopar.pricing import calls_of
 from autopar.problem import Candidate
 from autopar.schedules import build
 from autopar.stages import staged_blocks
+from autopar.strategy import Analysis
 
 AUTO = "auto"
 TIME_LIMIT_S = 60.0
@@ -111,7 +113,34 @@ def plan_with(
     )
 
 
-def meshes_of(
+def searched_calls(
+    captured: Captured,
+    cluster: Cluster,
+    mesh: Mapping[str, int] | None,
+    num_microbatches: int,
+    pipeline: PipelineChoice | Fixed | None,
+) -> tuple[OpCall, ...]:
+    """Every distinct call of an op that a search with these arguments may price."""
+    meshes = _meshes_of(cluster, mesh, pipeline)
+    counts = [num_microbatches]
+    if isinstance(pipeline, PipelineChoice):
+        counts = [pipeline.schedule.shape.num_microbatches]
+    elif isinstance(pipeline, Fixed) and pipeline.num_microbatches is None:
+        batch = Analysis(captured.graph).batch_size
+        counts = [1, *(num for num in range(2, batch + 1) if batch % num == 0)]
+    found: dict[OpCall, None] = {}
+    for num in counts:
+        try:
+            _, analysis, microbatches = analysed(captured, num)
+        except PlanError:
+            if len(counts) == 1:
+                raise
+            continue  # the search says why there are none
+        found.update(dict.fromkeys(calls_of(analysis, meshes, microbatches)))
+    return tuple(found)
+
+
+def _meshes_of(
     cluster: Cluster, mesh: Mapping[str, int] | None, pipeline: PipelineChoice | Fixed | None
 ) -> tuple[Mesh, ...]:
     """Every mesh that a plan may be searched on."""

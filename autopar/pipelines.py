@@ -15,11 +15,12 @@ from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
 from autopar.placement import local_shape
-from autopar.pricing import OpTable
+from autopar.pricing import OpTable, Pricing
 from autopar.problem import Candidate, NodeKind
 from autopar.schedules import Durations, Links, Schedule, Timeline, build, simulate, verify
 from autopar.search.stages import cut_chain
 from autopar.stages import Stages, staged_blocks, stages_from_cuts
+from autopar.strategy import Strategy
 
 DEFAULT_SCHEDULE = "1f1b"
 
@@ -115,12 +116,13 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) 
 # --- times --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block for one micro-batch; communication inside is within F and I."""
+    """Seconds of one block for one micro-batch, each with the communication inside it."""
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
-    communication_s: float
+    forward_communication_s: float
+    backward_communication_s: float
 
     @property
     def total_s(self) -> float:
@@ -137,11 +139,17 @@ class StrategyTimes:
 
 
 def strategy_times(candidate: Candidate) -> StrategyTimes:
-    """Split a strategy's cost by what it is spent on."""
+    """Split a strategy's cost by what it is spent on.
+
+    A parameter is fetched in the forward pass of the block that reads it first; its gradient is
+    moved to where it is stored once a step.
+    """
     priced, picks = candidate.priced, candidate.solution.assignment
-    graph, num = priced.pricing.graph, candidate.num_microbatches
+    analysis, num = priced.pricing.analysis, candidate.num_microbatches
+    graph, strategy = analysis.graph, candidate.strategy()
     block_of = _block_of_ops(graph)
     sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
+    fetches = dict.fromkeys(sums, 0.0)
     update_s: dict[int, float] = {}
     move_s: dict[int, float] = {}
     homes: list[str | int] = []
@@ -162,20 +170,32 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
         homes.append(home)
     for (i, j), matrix in priced.edges.items():
         home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
-        _spend(home, float(matrix[picks[i], picks[j]]), sums, move_s)
+        seconds = float(matrix[picks[i], picks[j]])
+        if isinstance(home, int) and home in analysis.consumers:
+            fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
+            fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
+            seconds -= num * fetched_s
+        _spend(home, seconds, sums, move_s)
     return StrategyTimes(
         blocks={
             name: BlockTimes(
-                forward_s=(f + c / 2) / num,
+                forward_s=(f + c / 2) / num + fetches[name],
                 input_grad_s=(i + c / 2) / num,
                 weight_grad_s=w / num,
-                communication_s=c / num,
+                forward_communication_s=c / 2 / num + fetches[name],
+                backward_communication_s=c / 2 / num,
             )
             for name, (f, i, w, c) in sums.items()
         },
         update_s=update_s,
         move_s=move_s,
     )
+
+
+def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
+    """Seconds of bringing a parameter from its store to where it is used, once."""
+    value = strategy.graph.values[parameter]
+    return pricing.directions_s(value, strategy.supply(value), strategy.interface(value))[0]
 
 
 def _spend(
@@ -296,15 +316,17 @@ def _spent(
 ) -> tuple[float, float, float]:
     """Seconds of a device's forwards and backwards, and of the collectives inside."""
     forward_s = backward_s = inside_s = 0.0
+    there = [sum(b.forward_communication_s for b in blocks) for blocks in per_stage]
+    back = [sum(b.backward_communication_s for b in blocks) for blocks in per_stage]
     for item in timeline.of_device(device):
-        kind = item.action.kind.value
-        inside = sum(b.communication_s for b in per_stage[item.action.stage]) / 2
+        kind, stage = item.action.kind.value, item.action.stage
         if kind in ("F", "R"):
-            forward_s += item.duration_s - inside * item.action.span
+            forward_s += item.duration_s - there[stage] * item.action.span
+            inside_s += there[stage] * item.action.span
         elif kind in ("I", "B", "W"):
-            backward_s += item.duration_s - (inside if kind != "W" else 0.0)
-        if kind in ("F", "R", "I", "B"):
-            inside_s += inside * item.action.span
+            inside = back[stage] * item.action.span if kind != "W" else 0.0
+            backward_s += item.duration_s - inside
+            inside_s += inside
     return forward_s, backward_s, inside_s
 
 

@@ -196,18 +196,16 @@ def _arrived(
     The other device sent that message after it had used what it was sent, so it had received it.
     """
     arrived: dict[Action, list[Action]] = {}
+    answers: dict[int, dict[tuple[int, int | None, bool], Action]] = {}
     for action in orders[device]:
         if action.kind not in SEND_KINDS:
             continue
         peer = peer_of(action, shape)
-        theirs = orders[peer]
-        used = next(i for i, other in enumerate(theirs) if _uses(other, action))
-        answers = (
-            other
-            for other in theirs[used:]
-            if other.kind in SEND_KINDS and peer_of(other, shape) == device
-        )
-        answer = next(answers, None)
+        if peer not in answers:
+            answers[peer] = _answers(orders[peer], device, shape)
+        forward = action.kind is Kind.SEND_F
+        used_by = (action.stage + (1 if forward else -1), action.microbatch, forward)
+        answer = answers[peer].get(used_by)
         if answer is not None:
             step = 1 if answer.kind is Kind.SEND_F else -1
             kind = Kind.RECV_F if answer.kind is Kind.SEND_F else Kind.RECV_B
@@ -216,10 +214,16 @@ def _arrived(
     return {receive: tuple(sends) for receive, sends in arrived.items()}
 
 
-def _uses(action: Action, send: Action) -> bool:
-    """Whether ``action`` is the one that reads what ``send`` sends."""
-    forward = send.kind is Kind.SEND_F
-    kinds = (Kind.F,) if forward else (Kind.I, Kind.B)
-    stage = send.stage + (1 if forward else -1)
-    same = (action.stage, action.microbatch) == (stage, send.microbatch)
-    return same and action.kind in kinds
+def _answers(
+    order: Sequence[Action], device: int, shape: PipelineShape
+) -> dict[tuple[int, int | None, bool], Action]:
+    """By stage, micro-batch and whether it is a forward pass: the first that is sent to ``device``
+    once this has begun."""
+    found: dict[tuple[int, int | None, bool], Action] = {}
+    answer: Action | None = None
+    for action in reversed(order):
+        if action.kind in SEND_KINDS and peer_of(action, shape) == device:
+            answer = action
+        if answer is not None and action.kind in (Kind.F, Kind.I, Kind.B):
+            found[action.stage, action.microbatch, action.kind is Kind.F] = answer
+    return found
