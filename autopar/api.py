@@ -66,6 +66,7 @@ def plan(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
+    recompute: bool | None = None,
     batch_norm: str = "global",
     compute: ComputeModel | None = None,
     progress: bool = False,
@@ -92,6 +93,9 @@ def plan(
       searched together with the sharding, whatever of them is not given; see `autopar.joint`.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
+    * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
+      again in front of the backward pass. By default only ``schedule="auto"`` does so, where the
+      memory does not suffice otherwise.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
       ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
@@ -105,7 +109,9 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh)
+    pipeline = _pipeline(
+        num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh, recompute
+    )
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
@@ -137,6 +143,7 @@ def compile(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
+    recompute: bool | None = None,
     batch_norm: str = "global",
     max_grad_norm: float | None = None,
     profile_limit_s: float = 60.0,
@@ -191,7 +198,7 @@ def compile(
             f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
         )
     found, mesh = _resolve(devices, mesh)
-    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh)
+    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh, recompute)
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
         "optimizer": optimizer,
@@ -258,11 +265,14 @@ def _pipeline(
     cuts: Sequence[str] | None,
     num_devices: int,
     mesh: Mapping[str, int] | None,
+    recompute: bool | None,
 ) -> PipelineChoice | Fixed | None:
     """What the user fixed of a pipeline, checked."""
     check_mesh(mesh)
+    if recompute is not None and not isinstance(recompute, bool):
+        raise InputError(f"recompute is {recompute!r}; it is True, False or None")
     if schedule == AUTO:
-        return fixed_parts(num_stages, num_microbatches, cuts, mesh)
+        return fixed_parts(num_stages, num_microbatches, cuts, mesh, recompute)
     return pipeline_choice(
         num_stages=num_stages,
         schedule=schedule,
@@ -270,6 +280,7 @@ def _pipeline(
         cuts=cuts,
         num_devices=num_devices,
         mesh=mesh,
+        recompute=recompute,
     )
 
 

@@ -16,8 +16,19 @@ from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
 from autopar.placement import local_shape
 from autopar.pricing import OpTable, Pricing
-from autopar.problem import Candidate, NodeKind
-from autopar.schedules import Durations, Links, Schedule, Timeline, build, simulate, verify
+from autopar.problem import Candidate, NodeKind, Residence
+from autopar.schedules import (
+    Durations,
+    Kind,
+    Links,
+    Schedule,
+    Timeline,
+    build,
+    simulate,
+    verify,
+    with_recomputation,
+)
+from autopar.schedules.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.stages import Stages, staged_blocks, stages_from_cuts
 from autopar.strategy import Strategy
@@ -45,12 +56,18 @@ def pipeline_choice(
     cuts: Sequence[str] | None,
     num_devices: int,
     mesh: Mapping[str, int] | None,
+    recompute: bool | None = None,
 ) -> PipelineChoice | None:
     """The arguments of `autopar.plan` as one value; None for a plan without a pipeline.
 
     Raises InputError where they contradict each other or the number of devices.
     """
     if num_stages is None and schedule is None and cuts is None:
+        if recompute:
+            raise InputError(
+                "recompute=True without a pipeline: what is computed again is a stage, so give "
+                "num_stages=..., or schedule='auto'"
+            )
         return None
     num_stages = _number_of_stages(num_stages, schedule, cuts)
     per_device = math.prod(mesh.values()) if mesh else 1
@@ -64,6 +81,8 @@ def pipeline_choice(
             f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
             f"{made.shape.num_microbatches}; leave num_microbatches out"
         )
+    if recompute:
+        made = recomputed(made)
     try:
         verify(made)
     except AutoparError as error:
@@ -75,6 +94,12 @@ def pipeline_choice(
             "whose pipeline does"
         )
     return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
+
+
+def recomputed(schedule: Schedule) -> Schedule:
+    """The schedule with every stage's forward pass made again in front of its backward pass."""
+    shape = schedule.shape
+    return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
 
 
 def _number_of_stages(
@@ -111,6 +136,27 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) 
             f"schedule={name!r}: {error}. For other options pass a schedule made by "
             "autopar.schedules.build(...)"
         ) from error
+
+
+def residence_of(schedule: Schedule) -> Residence:
+    """What the pipeline device that holds most holds under a schedule, by stages of equal size.
+
+    A recomputed stage keeps its activations from R on; what enters it is left out.
+    """
+    shape = schedule.shape
+    weights = max(len(shape.stages_on(device)) for device in range(shape.num_devices))
+    most = 0
+    for row in schedule.devices:
+        held = 0
+        for item in row:
+            action = item.action
+            recomputed = action.stage in shape.recomputed
+            if action.kind is Kind.R or (action.kind is Kind.F and not recomputed):
+                held += action.span
+            elif action.kind in (Kind.B, Kind.W):
+                held -= action.span
+            most = max(most, held)
+    return Residence(weights=weights / shape.num_stages, activations=most / shape.num_stages)
 
 
 # --- times --------------------------------------------------------------------------------------
@@ -299,7 +345,8 @@ def pipeline_times(
     )
     timeline = simulate(schedule, durations, _links(candidate, stages, communication))
     move_s, update_s = _after(candidate, stage_of, schedule, times, communication)
-    busiest = max(range(schedule.shape.num_devices), key=timeline.busy_s)
+    busy_s = covered_by_device(timeline.intervals, schedule.shape.num_devices)
+    busiest = max(range(len(busy_s)), key=busy_s.__getitem__)
     forward_s, backward_s, inside_s = _spent(timeline, busiest, per_stage)
     return PipelineTimes(
         step_s=timeline.makespan_s + move_s + update_s,

@@ -54,6 +54,10 @@ class Residence:
     activations: float = 1.0
 
 
+WHOLE = Residence()
+"""Without a pipeline: all parameters, and one micro-batch after the other."""
+
+
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PricedGraph:
     """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
@@ -64,7 +68,7 @@ class PricedGraph:
     costs: tuple[Array, ...]
     held: tuple[NodeBytes, ...]
     edges: dict[tuple[int, int], Array]
-    residence: Residence = Residence()
+    residence: Residence = WHOLE
 
     @property
     def memory(self) -> tuple[Array, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
 from autopar.lowering.differentiate import Kernel, TensorMeta
 from autopar.lowering.program import ParameterProgram, RankProgram
-from autopar.lowering.route import route_of
+from autopar.lowering.route import Route, routes_of
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
 
@@ -44,8 +44,8 @@ def program_memory(program: RankProgram, *, num_optimizer_states: int) -> Progra
     kernels = [_measure(kernel, _rounding(program)) for kernel in program.kernels]
     sizes = {p.value: _ParameterBytes.of(p, program) for p in program.parameters}
     plays = (
-        _Play(program, device, kernels, sizes, num_optimizer_states).run()
-        for device in range(program.pipeline.num_devices)
+        _Play(program, route, kernels, sizes, num_optimizer_states).run()
+        for route in routes_of(program)
     )
     return max(plays, key=lambda memory: memory.peak_bytes)
 
@@ -117,13 +117,13 @@ class _Play:
     def __init__(
         self,
         program: RankProgram,
-        device: int,
+        route: Route,
         kernels: Sequence[_KernelMemory],
         parameter_bytes: Mapping[int, _ParameterBytes],
         num_optimizer_states: int,
     ) -> None:
         self.program = program
-        self.route = route_of(program, device)
+        self.route = route
         self.kernels = kernels
         self.parameter_bytes = parameter_bytes
         self.round = _rounding(program)
@@ -135,7 +135,7 @@ class _Play:
         self.remaining = self.route.contributions.copy()
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
-            if device in p.devices:
+            if route.device in p.devices:
                 stored = parameter_bytes[p.value].stored
                 self.live[Category.PARAMETERS] += stored
                 if p.trainable:
