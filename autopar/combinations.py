@@ -8,7 +8,8 @@ guess, by which the search orders them. Neither needs a strategy.
   spread evenly over all devices, behind the forward passes that the last pipeline device waits for.
 - The **guess** is what Megatron's strategy would take: data parallelism along the outer axis,
   tensor parallelism along the inner one with four all-reduces a block and micro-batch, a gradient
-  reduction at the end, parameters gathered where they do not fit, and half of 1F1B's bubbles.
+  reduction at the end, parameters gathered and stages recomputed where they do not fit, and half
+  of 1F1B's bubbles.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autopar.cost_models.op_work import work
 from autopar.errors import InputError
 from autopar.graph import Op
 from autopar.mesh import Mesh
+from autopar.node_memory import kept_bytes
 from autopar.planner import candidate_meshes
 from autopar.pricing import OPTIMIZER_STATES
 from autopar.search.stages import cut_chain
@@ -90,6 +92,7 @@ class Combinations:
         self.parameter_bytes = sum(v.size_bytes for v in analysis.graph.parameters)
         self.boundary_bytes = _boundary_bytes(analysis)
         self.block_flops = _block_flops(analysis)
+        self.kept_bytes = kept_bytes(analysis)
         self.products_s = self._products_s()
         self.whole_s, self.launches_s = self._whole_s()
         self.slowest_share = cache(self._slowest_share)
@@ -158,15 +161,14 @@ class Combinations:
     def _guess_s(self, combination: Combination, data: int, tensor: int) -> float:
         num_devices, num = combination.num_devices, combination.num_microbatches
         parts = math.gcd(self.batch, num * data) if self.batch else 1
-        num_runs = max(num, parts // data)
         share = tensor * num_devices
         slowest = self.slowest_share(num_devices)
-        time_s = slowest * num_runs * (self.whole_s / parts / tensor + self.launches_s)
+        time_s = slowest * num * (self.whole_s / parts / tensor + self.launches_s)
         if tensor > 1:
             ranks = tuple(range(tensor))
             size_bytes = math.ceil(self.boundary_bytes / parts)
             once_s = self.communication.estimate("all_reduce", size_bytes, ranks).time_s
-            time_s += 4 * num_runs * self.num_blocks / num_devices * once_s
+            time_s += 4 * num * self.num_blocks / num_devices * once_s
         time_s *= 1 + (num_devices - 1) / (2 * num)
         if data > 1:
             ranks = tuple(range(0, data * tensor, tensor))
@@ -174,8 +176,15 @@ class Combinations:
             time_s += self.communication.estimate("all_reduce", size_bytes, ranks).time_s
             if size_bytes * (2 + OPTIMIZER_STATES) > 0.8 * self.budget_bytes:
                 gather = self.communication.estimate("all_gather", size_bytes, ranks)
-                time_s += num_runs * gather.time_s
-        return time_s
+                time_s += num * gather.time_s
+        activations = self.kept_bytes / parts / tensor
+        return time_s * self._without_memory(activations / self.budget_bytes, num_devices)
+
+    def _without_memory(self, excess: float, num_devices: int) -> float:
+        """By how much a step grows where activations take so many times the memory."""
+        if excess < 0.8:
+            return 1.0
+        return 4 / 3 if num_devices > 1 and excess < 0.8 * num_devices else 1 + excess
 
     def _slowest_share(self, num_devices: int) -> float:
         """The part of the model that the slowest pipeline device has, by blocks of whole layers;

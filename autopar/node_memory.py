@@ -149,6 +149,20 @@ def _reads_of(analysis: Analysis) -> _Reads:
     return _Reads(analysis)
 
 
+def kept_bytes(analysis: Analysis) -> float:
+    """Bytes of all activations of the whole batch that derivatives read, unsplit."""
+    values, reads = analysis.graph.values, _reads_of(analysis)
+    total = sum(values[i].size_bytes for i in reads.relays)
+    for op in analysis.graph.ops:
+        kept = reads.kept[op.index]
+        total += sum(share * values[op.inputs[p]].size_bytes for p, share in kept.operands)
+        for position, share in kept.outputs:
+            index = op.outputs[position]
+            assert index is not None
+            total += share * values[index].size_bytes
+    return total
+
+
 class _Reads:
     """What derivatives read, which is a matter of the graph alone: by op, and relayed values."""
 

@@ -72,7 +72,7 @@ FIXED: list[tuple[int, dict[str, Any]]] = [
         4,
         {
             "num_stages": 2,
-            "num_microbatches": 4,
+            "num_microbatches": 2,
             "mesh": {"dp": 2},
             "constraints": [autopar.Force("zero3")],
         },
