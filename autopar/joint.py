@@ -11,8 +11,8 @@ may have no pipeline, and what every other combination would take or why it is n
 - The options are lowered from the fastest on, and the first whose counted memory fits wins. One
   that does not comes back with less memory to search in, or recomputed.
 
-Nothing is searched after `SEARCH_LIMIT_S`, and nothing lowered `LOWER_LIMIT_S` later; what was not
-tried is said.
+Nothing is searched after `SEARCH_LIMIT_S`, and nothing lowered `LOWER_LIMIT_S` later (but for the
+few most frugal ones, where none has fit); what was not tried is said.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ from autopar.strategy import Analysis
 AUTO = "auto"
 SEARCH_LIMIT_S = 20.0
 LOWER_LIMIT_S = 40.0
+MARGIN, BUDGET_LIMIT_S = 0.8, 3.0
+"""Searches within the memory leave a margin, as more is counted than they see, and take so long."""
+MAX_LATE = 3
+"""How many options are lowered after the time is up, where none has fit."""
 MAX_TRIALS = 3
 """How often the sharding of one option is searched within less memory."""
 CHAINS = ("1f1b", "zb_h1", "chimera")
@@ -346,7 +350,7 @@ class _Search:
             if option.time_s >= self.best_s or time.monotonic() > self.deadline_s:
                 continue
             cutoff_s = self.best_s * combination.num_devices
-            found = self.restricted(option, self.setting.budget_bytes, cutoff_s)
+            found = self.restricted(option, MARGIN * self.setting.budget_bytes, cutoff_s)
             if found.solution.assignment:
                 self._options(combination, found, recompute=option.is_recomputed)
 
@@ -363,8 +367,9 @@ class _Search:
         """The best sharding of an option within so many bytes by the search's own count, if its
         devices work for less than ``cutoff_s`` together; it may have none."""
         return search_priced(
-            option.candidate.priced, self.setting.constraints, target_bytes, cutoff_s
-        )
+            option.candidate.priced, self.setting.constraints, target_bytes, cutoff_s,
+            BUDGET_LIMIT_S,
+        )  # fmt: skip
 
     # --- options ------------------------------------------------------------------------------
     def _options(
@@ -462,14 +467,17 @@ class _Finalists:
         for option in search.options:
             self._push(option)
         self.deadline_s = time.monotonic() + LOWER_LIMIT_S
+        self.num_late = 0
 
     def best(self) -> Planned:
         """The fastest that fits; raises ConstraintError where none does."""
         while self.heap:
             *_, option = heapq.heappop(self.heap)
             if time.monotonic() > self.deadline_s:
-                self._refuse(option, f"not lowered: others took {LOWER_LIMIT_S:.0f} s")
-                continue
+                if self.num_late == MAX_LATE:
+                    self._refuse(option, f"not lowered: others took {LOWER_LIMIT_S:.0f} s")
+                    continue
+                option = self._most_frugal(option)
             known = self.ratios.get(_key(option))
             if known is not None and not self._fits(option) and option.trial < MAX_TRIALS:
                 self._again(option, 0.98 * self.setting.budget_bytes / known)
@@ -490,6 +498,16 @@ class _Finalists:
             "no combination of stages, micro-batches and schedule was found: "
             + "; ".join(f"{name}: {why}" for name, why in self.search.reasons.items())
         )
+
+    def _most_frugal(self, option: Option) -> Option:
+        """Of what is left the option that seems to need least, when time is up without a plan."""
+        if not self.num_late:
+            options = [option, *(entry[-1] for entry in self.heap)]
+            options.sort(key=lambda each: (each.estimated_bytes, each.time_s))
+            self.heap = [(False, float(n), n, each) for n, each in enumerate(options)]
+            *_, option = heapq.heappop(self.heap)
+        self.num_late += 1
+        return option
 
     def _fits(self, option: Option) -> bool:
         return self.search.fits(option, self.ratios.get(_key(option), 1.0))

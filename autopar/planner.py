@@ -220,13 +220,15 @@ def search_priced(
     constraints: Sequence[Constraint],
     budget_bytes: float | None,
     cutoff_s: float = math.inf,
+    limit_s: float = BUDGET_LIMIT_S,
 ) -> Candidate:
-    """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends."""
+    """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends,
+    and all of it after ``limit_s``."""
     problem = priced.problem(narrow(priced, constraints), budget_bytes)
     if budget_bytes is None:
         solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     else:
-        solution = solve(problem, time_limit_s=BUDGET_LIMIT_S, gap=BUDGET_GAP, cutoff=cutoff_s)
+        solution = solve(problem, time_limit_s=limit_s, gap=BUDGET_GAP, cutoff=cutoff_s)
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
