@@ -26,7 +26,7 @@ from autopar.cost_models import (
 )
 from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
-from autopar.joint import AUTO, Fixed, fixed_parts, meshes_of, plan_with
+from autopar.joint import AUTO, Fixed, fixed_parts, plan_with, searched_calls
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.microbatches import lower_training
@@ -34,7 +34,6 @@ from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
 from autopar.planner import check_mesh
-from autopar.pricing import calls_of
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
 from autopar.runtime.collective_times import collective_times
@@ -63,6 +62,7 @@ def plan(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
+    recompute: bool | None = None,
     batch_norm: str = "global",
     compute: ComputeModel | None = None,
     progress: bool = False,
@@ -89,6 +89,9 @@ def plan(
       searched together with the sharding, whatever of them is not given; see `autopar.joint`.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
+    * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
+      again in front of the backward pass. By default only ``schedule="auto"`` does so, where the
+      memory does not suffice otherwise.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
       ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
@@ -102,7 +105,9 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh)
+    pipeline = _pipeline(
+        num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh, recompute
+    )
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
@@ -134,6 +139,7 @@ def compile(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
+    recompute: bool | None = None,
     batch_norm: str = "global",
     max_grad_norm: float | None = None,
     profile_limit_s: float = 60.0,
@@ -194,7 +200,7 @@ def compile(
             schedule=schedule, cuts=cuts,
         )  # fmt: skip
     found, mesh = _resolve(devices, mesh)
-    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh)
+    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh, recompute)
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
         "optimizer": optimizer,
@@ -229,10 +235,10 @@ def compile(
                     cluster = Cluster.detect(len(found))
                 else:
                     cluster = communication.cluster
-                    meshes = meshes_of(cluster, mesh, pipeline)
+                    calls = searched_calls(captured, cluster, mesh, num_microbatches, pipeline)
                     compute = op_times(
-                        calls_of(Analysis(captured.graph), meshes), cluster, path,
-                        limit_s=profile_limit_s, start_timeout_s=start_timeout_s, progress=say,
+                        calls, cluster, path, limit_s=profile_limit_s,
+                        start_timeout_s=start_timeout_s, progress=say,
                     )  # fmt: skip
                 return plan_with(
                     captured,
@@ -273,11 +279,14 @@ def _pipeline(
     cuts: Sequence[str] | None,
     num_devices: int,
     mesh: Mapping[str, int] | None,
+    recompute: bool | None,
 ) -> PipelineChoice | Fixed | None:
     """What the user fixed of a pipeline, checked."""
     check_mesh(mesh)
+    if recompute is not None and not isinstance(recompute, bool):
+        raise InputError(f"recompute is {recompute!r}; it is True, False or None")
     if schedule == AUTO:
-        return fixed_parts(num_stages, num_microbatches, cuts, mesh)
+        return fixed_parts(num_stages, num_microbatches, cuts, mesh, recompute)
     return pipeline_choice(
         num_stages=num_stages,
         schedule=schedule,
@@ -285,6 +294,7 @@ def _pipeline(
         cuts=cuts,
         num_devices=num_devices,
         mesh=mesh,
+        recompute=recompute,
     )
 
 

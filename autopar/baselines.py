@@ -326,7 +326,7 @@ def _other_moves_s(candidate: Candidate, parameter: _Parameter, axes: Sequence[i
     """Seconds of the parameter's own moves with those along ``axes`` left out."""
     pricing = candidate.priced.pricing
     needed = _whole(parameter.needed, axes)
-    return pricing.move_s(parameter.value, parameter.stored, needed)
+    return pricing.move_s(parameter.value, parameter.stored, needed, stored=True)
 
 
 Collectives = Callable[[str, int, tuple[int, ...]], float]
@@ -354,7 +354,7 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
         size = _bytes(p.value, p.stored, mesh)
         change_s += seconds("reduce_scatter", size, _varying(p, axes))
         change_s += seconds("all_gather", size, axes) + _other_moves_s(candidate, p, axes)
-        change_s -= move_s(p.value, p.stored, p.needed) + p.update_s * (1 - kept)
+        change_s -= move_s(p.value, p.stored, p.needed, stored=True) + p.update_s * (1 - kept)
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
     zero1 = replace(
@@ -370,7 +370,7 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
 def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
     """ZeRO-3 that keeps no gathered parameter between the passes."""
     mesh = candidate.mesh
-    seconds = _collectives(candidate, mesh)
+    seconds, num = _collectives(candidate, mesh), candidate.num_microbatches
     change_s, saved_bytes, largest = 0.0, 0, 0
     for p in _parameters(candidate):
         split = tuple(
@@ -379,7 +379,7 @@ def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
             if p.stored[axis].state is State.SHARD and p.needed[axis].state is not State.SHARD
         )
         size = _bytes(p.value, _whole(p.stored, split), mesh)
-        change_s += seconds("all_gather", size, split)
+        change_s += num * seconds("all_gather", size, split)
         saved_bytes += size - _bytes(p.value, p.stored, mesh)
         largest = max(largest, size)
     searched = _searched(candidate)
@@ -405,16 +405,16 @@ def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
 def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
     """Parameters gathered and gradients scattered along y, then all-reduced in parts along x."""
     seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.move_s
-    num_parts = mesh.axis_sizes[1]
+    num, num_parts = candidate.num_microbatches, mesh.axis_sizes[1]
     kept = 1 / num_parts
     change_s, saved_bytes = 0.0, 0.0
     for p in _parameters(candidate):
         size = _bytes(p.value, p.stored, candidate.mesh)
-        change_s += seconds("all_gather", size, (1,)) + _other_moves_s(candidate, p, (0,))
+        change_s += num * seconds("all_gather", size, (1,)) + _other_moves_s(candidate, p, (0,))
         if _varying(p, (0,)):
             change_s += seconds("reduce_scatter", size, (1,))
             change_s += seconds("all_reduce", -(-size // num_parts), (0,))
-        change_s -= move_s(p.value, p.stored, p.needed) + p.update_s * (1 - kept)
+        change_s -= move_s(p.value, p.stored, p.needed, stored=True) + p.update_s * (1 - kept)
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
     return replace(

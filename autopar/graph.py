@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -76,11 +76,12 @@ class Op:
     module_path: str
     location: str = ""
     per_shard: bool = False
+    inputs: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Value of each tensor operand, in the order of the arguments (repeats kept)."""
 
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Value of each tensor operand, in the order of the arguments (repeats kept)."""
-        return tuple(ref.index for ref in _refs((self.args, self.kwargs)))
+    def __post_init__(self) -> None:
+        found = tuple(ref.index for ref in _refs((self.args, self.kwargs)))
+        object.__setattr__(self, "inputs", found)
 
     @property
     def target_name(self) -> str:

@@ -1,70 +1,56 @@
-"""Joint planning: pipeline devices x micro-batches x schedule, each with its best sharding.
+"""Joint planning: pipeline devices x micro-batches x mesh x schedule x recomputation.
 
 In: a captured model, a cluster, and what the user fixed. Out: the fastest plan that fits, which
-may have no pipeline, and what every other combination would take or why it is none. For each number
-of pipeline devices and of micro-batches the sharding is searched on the mesh that one device has;
-every schedule is then simulated over the stages' prices; they are lowered from the fastest on, and
-the first that fits the memory wins. Nothing is searched, or lowered, after `TIME_LIMIT_S`. A
-micro-batch is priced as its share of the whole batch, so what small operators lose is not in the
-prices.
+may have no pipeline, and what every other combination would take or why it is none.
+
+- Combinations of devices, micro-batches and mesh (`autopar.combinations`) are searched in the order
+  of a guess; those whose lower bound is above the best step so far are left out.
+- The sharding of each is searched exactly, then every schedule is simulated over the stages'
+  prices. Where the search's own count of memory is above the limit, the stages are recomputed, and
+  the sharding is searched again within the limit.
+- The options are lowered from the fastest on, and the first whose counted memory fits wins. One
+  that does not comes back with less memory to search in, or recomputed.
+
+Nothing is searched after `joint_search.SEARCH_LIMIT_S`, and nothing lowered
+`finalists.LOWER_LIMIT_S` later (but for the few most frugal ones, where none has fit); what was not
+tried is said.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import structs
-
 from autopar.capture import Captured
+from autopar.collector import collector_paused
+from autopar.combinations import Fixed
 from autopar.constraints import Constraint
-from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
-from autopar.errors import AutoparError, ConstraintError, InputError
+from autopar.cost_models import (
+    Cluster,
+    CommunicationModel,
+    ComputeModel,
+    OpCall,
+    RooflineModel,
+)
+from autopar.errors import InputError, PlanError
+from autopar.finalists import Finalists
+from autopar.joint_search import Search, Setting
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
-from autopar.pipelines import PipelineChoice, choose_stages, pipeline_times
+from autopar.pipelines import PipelineChoice
 from autopar.planner import (
     Planned,
     Progress,
     candidate_meshes,
-    cheapest,
+    check_trainable,
     listed,
     make_planned,
-    search_meshes,
 )
-from autopar.problem import Candidate
-from autopar.schedules import build
-from autopar.stages import staged_blocks
+from autopar.pricing import calls_of
+from autopar.strategy import Analysis
 
 AUTO = "auto"
-TIME_LIMIT_S = 60.0
-MAX_MICROBATCHES_PER_DEVICE = 8
-CHAINS = ("gpipe", "1f1b", "zb_h1", "chimera")
-"""Schedules of one stage a device."""
-TWICE = ("interleaved", "zb_v", "v_half", "v_min")
-"""Schedules of two stages a device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """What the user fixed of a pipeline; None is searched."""
-
-    num_stages: int | None = None
-    num_microbatches: int | None = None
-    mesh: Mapping[str, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """One combination, priced."""
-
-    name: str
-    time_s: float
-    choice: PipelineChoice
-    candidate: Candidate
 
 
 def fixed_parts(
@@ -72,6 +58,7 @@ def fixed_parts(
     num_microbatches: int,
     cuts: Sequence[str] | None,
     mesh: Mapping[str, int] | None,
+    recompute: bool | None,
 ) -> Fixed:
     """The arguments of `autopar.plan` beside ``schedule="auto"``; raises InputError."""
     if cuts is not None:
@@ -86,6 +73,7 @@ def fixed_parts(
         num_stages=num_stages,
         num_microbatches=None if num_microbatches == 1 else num_microbatches,
         mesh=mesh,
+        recompute=recompute,
     )
 
 
@@ -111,7 +99,34 @@ def plan_with(
     )
 
 
-def meshes_of(
+def searched_calls(
+    captured: Captured,
+    cluster: Cluster,
+    mesh: Mapping[str, int] | None,
+    num_microbatches: int,
+    pipeline: PipelineChoice | Fixed | None,
+) -> tuple[OpCall, ...]:
+    """Every distinct call of an op that a search with these arguments may price."""
+    meshes = _meshes_of(cluster, mesh, pipeline)
+    counts = [num_microbatches]
+    if isinstance(pipeline, PipelineChoice):
+        counts = [pipeline.schedule.shape.num_microbatches]
+    elif isinstance(pipeline, Fixed) and pipeline.num_microbatches is None:
+        batch = Analysis(captured.graph).batch_size
+        counts = [num for num in range(1, batch + 1) if batch % num == 0] or [1]
+    found: dict[OpCall, None] = {}
+    for num in counts:
+        try:
+            _, analysis, microbatches = analysed(captured, num)
+        except PlanError:
+            if len(counts) == 1:
+                raise
+            continue  # the search says why there are none
+        found.update(dict.fromkeys(calls_of(analysis, meshes, microbatches)))
+    return tuple(found)
+
+
+def _meshes_of(
     cluster: Cluster, mesh: Mapping[str, int] | None, pipeline: PipelineChoice | Fixed | None
 ) -> tuple[Mesh, ...]:
     """Every mesh that a plan may be searched on."""
@@ -131,6 +146,7 @@ def meshes_of(
     )
 
 
+@collector_paused()
 def plan_jointly(
     captured: Captured,
     cluster: Cluster,
@@ -143,169 +159,15 @@ def plan_jointly(
     progress: Progress = lambda _: None,
 ) -> Planned:
     """The fastest plan of all combinations; raises ConstraintError where none is one."""
-    options: dict[str, Any] = {
-        "constraints": listed(constraints),
-        "compute": compute,
-        "communication": communication or CommunicationModel(cluster),
-    }
-    return _Search(captured, cluster, fixed, options, device_type, progress).run()
-
-
-class _Search:
-    def __init__(
-        self,
-        captured: Captured,
-        cluster: Cluster,
-        fixed: Fixed,
-        options: dict[str, Any],
-        device_type: str,
-        progress: Progress,
-    ) -> None:
-        self.captured = captured
-        self.cluster = cluster
-        self.fixed = fixed
-        self.search_options = options
-        self.device_type = device_type
-        self.progress = progress
-        self.communication: CommunicationModel = options["communication"]
-        self.num_blocks = len(staged_blocks(captured.graph))
-        self.options: list[_Option] = []
-        self.times_s: dict[str, float] = {}
-        self.reasons: dict[str, str] = {}
-        self.deadline_s = time.monotonic() + TIME_LIMIT_S
-
-    def run(self) -> Planned:
-        alone = self._alone()
-        for num_devices in self._device_counts():
-            for num in self._microbatch_counts(num_devices):
-                self._price(num_devices, num)
-        best = self._best(alone)
-        if best is None:
-            raise ConstraintError(
-                "no combination of stages, micro-batches and schedule was found: "
-                + "; ".join(f"{name}: {why}" for name, why in self.reasons.items())
-            )
-        report = structs.replace(
-            best.plan.search, pipelines=self.times_s, not_pipelines=self.reasons
-        )
-        return replace(best, plan=structs.replace(best.plan, search=report))
-
-    def _best(self, alone: Planned | None) -> Planned | None:
-        """The fastest that fits; the options that are slower than one that does are not lowered."""
-        deadline_s = time.monotonic() + TIME_LIMIT_S
-        for option in sorted(self.options, key=lambda option: (option.time_s, option.name)):
-            if alone is not None and option.time_s >= alone.plan.prediction.step_time_s:
-                break
-            if time.monotonic() > deadline_s:
-                self.reasons[option.name] = f"not lowered: others took {TIME_LIMIT_S:.0f} s"
-                continue
-            found = self._lowered(option)
-            if found is not None:
-                return found
-        return alone
-
-    def _alone(self) -> Planned | None:
-        """Without a pipeline, where the user has fixed nothing that needs one."""
-        name, mesh = "no pipeline", self.fixed.mesh
-        if self.fixed.num_stages not in (None, 1):
-            return None
-        if mesh is not None and math.prod(mesh.values()) != self.cluster.num_devices:
-            return None
-        try:
-            found = make_planned(
-                self.captured, self.cluster, mesh=mesh,
-                num_microbatches=self.fixed.num_microbatches or 1,
-                device_type=self.device_type, progress=self.progress, **self.search_options,
-            )  # fmt: skip
-        except AutoparError as error:
-            self.reasons[name] = str(error)
-            return None
-        self.times_s[name] = found.plan.prediction.step_time_s
-        return found
-
-    def _device_counts(self) -> list[int]:
-        total = self.cluster.num_devices
-        if self.fixed.mesh is not None:
-            size = math.prod(self.fixed.mesh.values())
-            counts = [total // size] if total % size == 0 else []
-        else:
-            counts = [n for n in range(2, total + 1) if total % n == 0]
-        return [n for n in counts if 1 < n <= self.num_blocks]
-
-    def _microbatch_counts(self, num_devices: int) -> list[int]:
-        """Divisors of the batch from the number of devices on, each at least twice the last."""
-        if self.fixed.num_microbatches is not None:
-            return [self.fixed.num_microbatches]
-        batch = analysed(self.captured, 1)[1].batch_size
-        counts: list[int] = []
-        for num in range(num_devices, MAX_MICROBATCHES_PER_DEVICE * num_devices + 1):
-            if batch and batch % num == 0 and (not counts or num >= 2 * counts[-1]):
-                counts.append(num)
-        return counts
-
-    def _price(self, num_devices: int, num: int) -> None:
-        """Search the sharding, then simulate every schedule that there is."""
-        name = f"{num_devices} pipeline devices, {num} micro-batches"
-        if time.monotonic() > self.deadline_s:
-            self.reasons[name] = f"not tried: the search had taken {TIME_LIMIT_S:.0f} s"
-            return
-        self.progress(f"search {name}")
-        try:
-            _, analysis, microbatches = analysed(self.captured, num)
-            meshes = candidate_meshes(
-                self.cluster, self.fixed.mesh, num_pipeline_devices=num_devices
-            )
-            candidate = cheapest(
-                search_meshes(
-                    analysis, self.cluster, meshes, microbatches=microbatches,
-                    **self.search_options,
-                )
-            )  # fmt: skip
-        except AutoparError as error:
-            self.reasons[name] = str(error)
-            return
-        for schedule, num_stages in self._schedules(num_devices):
-            self._simulate(schedule, num_stages, num, num_devices, candidate)
-
-    def _schedules(self, num_devices: int) -> list[tuple[str, int]]:
-        found = [(name, num_devices) for name in CHAINS]
-        found += [(name, 2 * num_devices) for name in TWICE]
-        wanted = self.fixed.num_stages
-        return [
-            (name, stages)
-            for name, stages in found
-            if stages <= self.num_blocks and wanted in (None, stages)
-        ]
-
-    def _simulate(
-        self, schedule: str, num_stages: int, num: int, num_devices: int, candidate: Candidate
-    ) -> None:
-        name = f"{schedule}, {num_stages} stages on {num_devices}, {num} micro-batches"
-        options = {"num_devices": num_devices} if schedule == "interleaved" else {}
-        try:
-            made = build(schedule, num_stages=num_stages, num_microbatches=num, **options)
-            choice = PipelineChoice(schedule=made)
-            stages = choose_stages(candidate, choice, self.communication)
-            times = pipeline_times(candidate, stages, made, self.communication)
-        except AutoparError as error:
-            self.reasons[name] = str(error)
-            return
-        self.times_s[name] = times.step_s
-        self.options.append(
-            _Option(name=name, time_s=times.step_s, choice=choice, candidate=candidate)
-        )
-
-    def _lowered(self, option: _Option) -> Planned | None:
-        """The plan of a finalist, or None with the reason noted."""
-        self.progress(f"lower {option.name}")
-        mesh = option.candidate.mesh
-        try:
-            return make_planned(
-                self.captured, self.cluster, mesh=dict(zip(mesh.axis_names, mesh.axis_sizes)),
-                pipeline=option.choice, device_type=self.device_type, progress=self.progress,
-                **self.search_options,
-            )  # fmt: skip
-        except AutoparError as error:
-            self.reasons[option.name] = str(error)
-            self.times_s.pop(option.name)
-            return None
+    check_trainable(captured)
+    setting = Setting(
+        captured=captured,
+        cluster=cluster,
+        fixed=fixed,
+        constraints=listed(constraints),
+        compute=compute or RooflineModel(cluster.device),
+        communication=communication or CommunicationModel(cluster),
+        device_type=device_type,
+        progress=progress,
+    )
+    return Finalists(Search(setting).run()).best()

@@ -19,14 +19,9 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES
 from autopar.cost_models.work import Family
 from autopar.graph import Block, Graph, Op, ValueKind
-from autopar.mesh import Mesh
-from autopar.pricing import local_call
-from autopar.rules import Choice
 from autopar.schedules import CoRun, Durations, Kind, Links, Memory
 from autopar.strategy import Analysis
-
-_ONE_DEVICE = Mesh(("x",), (1,))
-_WHOLE = Choice((None,))
+from autopar.utilisation import whole_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +98,7 @@ def _layer(
     seen: set[int],
 ) -> LayerTimes:
     values = analysis.graph.values
-    calls = [_call(analysis, op) for op in ops]
+    calls = [whole_call(analysis, op) for op in ops]
     real, filled = ([model.estimate(call) for call in calls] for model in models)
     forward_s = sum(e.forward_s for e in real)
     input_s = sum(e.input_grad_s for e in real)
@@ -128,14 +123,6 @@ def _layer(
         input_grad_share=_share(sum(e.input_grad_s for e in filled), input_s),
         weight_grad_share=_share(sum(e.weight_grad_s for e in filled), weight_s),
     )
-
-
-def _call(analysis: Analysis, op: Op) -> OpCall:
-    """The op's call on one device, at its whole shapes."""
-    needs = analysis.needs(op, _WHOLE, _ONE_DEVICE)
-    supplies = analysis.supplies(op, _WHOLE, _ONE_DEVICE)
-    space = analysis.spaces[op.index]
-    return local_call(analysis, op, space, _WHOLE, needs, supplies, _ONE_DEVICE)
 
 
 def _share(filled_s: float, real_s: float) -> float:

@@ -57,11 +57,17 @@ def analysed(
         raise InputError(f"num_microbatches is {num_microbatches}; it must be at least 1")
     if num_microbatches == 1:
         return captured, Analysis(captured.graph), None
+    captured, analysis = with_totals(captured)
+    return captured, analysis, Microbatches(analysis, num_microbatches)
+
+
+def with_totals(captured: Captured) -> tuple[Captured, Analysis]:
+    """A capture with explicit totals, whatever the number of micro-batches."""
     analysis = Analysis(captured.graph)
     graph = with_explicit_totals(analysis)
     if graph is not captured.graph:
         captured, analysis = replace(captured, graph=graph), Analysis(graph)
-    return captured, analysis, Microbatches(analysis, num_microbatches)
+    return captured, analysis
 
 
 def lower_training(

@@ -4,7 +4,8 @@ In: the choices of a node. Out: bytes for each. A search needs memory that adds 
 this is an estimate; the plan's own memory is counted by liveness over its lowered program
 (`autopar.lowering.memory`), and the planner corrects the estimate by that count.
 
-- A stored parameter counts its gradient and optimizer state, an op the parameters as it uses them.
+- A stored parameter counts its gradient and optimizer state, an op the parameters as it uses them
+  (and, of several micro-batches, the sum of their gradients).
 - An op counts the values that its derivative reads: operands in the placement that the op needs
   (so gathered ones count whole), or its output. A value with a relay counts there, once.
 - Views, sums and copies keep nothing: their derivatives read no value.
@@ -16,6 +17,8 @@ this is an estimate; the plan's own memory is counted by liveness over its lower
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ import numpy as np
 from autopar.graph import Graph, Op, Value, ValueKind
 from autopar.placement import State, local_shape
 from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.strategy import Analysis
 
 _KEEPS_NOTHING = frozenset({
     "add", "sub", "neg", "sum", "mean", "cat", "stack", "clone", "contiguous", "_to_copy", "to",
@@ -51,72 +55,79 @@ _ATTENTION = "scaled_dot_product_attention"
 _DROPOUT = frozenset({"dropout", "native_dropout"})
 
 
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class NodeBytes:
+    """Bytes of every choice of a node: what stays all the time, and one micro-batch's share."""
+
+    weights: Array
+    activations: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What an op keeps of its operands and outputs: positions and shares of their bytes."""
+
+    weights: tuple[tuple[int, float], ...]
+    operands: tuple[tuple[int, float], ...]
+    outputs: tuple[tuple[int, float], ...]
+    is_last: bool
+
+
 class NodeMemory:
     """Bytes of every choice of a node; nodes that keep the same share one array."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
-        self.analysis = pricing.analysis
-        self.ops, self.values = pricing.graph.ops, pricing.graph.values
-        self.known: dict[Any, Array] = {}
-        self.last = _block_of_loss(pricing.graph)
+        self.reads = _reads_of(pricing.analysis)
+        self.values = pricing.graph.values
+        self.known: dict[Any, NodeBytes] = {}
         self.num_blocks = max(1, len(pricing.graph.blocks))
 
-    def op(self, op: Op, table: OpTable) -> Array:
-        """Parameters as used, operands and outputs that the derivative reads."""
-        operands = tuple(
-            (position, self._share(op, index))
-            for position, index in enumerate(op.inputs)
-            if self._counts_operand(op, position)
-        )
-        outputs = tuple(
-            (position, share)
-            for position, share in self._kept_outputs(op)
-            if op.outputs[position] not in self.analysis.relayed
-        )
-        is_last = op.index in self.last
-        key = (id(table), operands, outputs, is_last)
+    def op(self, op: Op, table: OpTable) -> NodeBytes:
+        """Parameters as used; operands and outputs that the derivative reads."""
+        kept = self.reads.kept[op.index]
+        key = (id(table), kept)
         if key not in self.known:
-            total = np.zeros(len(table.choices))
-            for position, share in operands:
+            weights, activations = np.zeros(len(table.choices)), np.zeros(len(table.choices))
+            for position, share in kept.weights:
                 value = self.values[op.inputs[position]]
-                total += share * self._bytes(value, table.needs[position])
-            for position, share in outputs:
-                index_of_output = op.outputs[position]
-                assert index_of_output is not None
-                value = self.values[index_of_output]
-                total += share * self._bytes(value, table.supplies[position])
-            total += self._partial_bytes(op, table) * (1 if is_last else 1 / self.num_blocks)
-            self.known[key] = total
+                if value.differentiable and self.pricing.num_microbatches > 1:
+                    share *= 2  # gradients are added up in the placement in which they are made
+                weights += share * self._bytes(value, table.needs[position])
+            for position, share in kept.operands:
+                value = self.values[op.inputs[position]]
+                activations += share * self._bytes(value, table.needs[position])
+            for position, share in kept.outputs:
+                index = op.outputs[position]
+                assert index is not None
+                activations += share * self._bytes(self.values[index], table.supplies[position])
+            partial = self._partial_bytes(op, table)
+            activations += partial * (1 if kept.is_last else 1 / self.num_blocks)
+            self.known[key] = NodeBytes(weights=weights, activations=activations)
         return self.known[key]
 
-    def relay(self, value: Value, table: ValueTable) -> Array:
+    def relay(self, value: Value, table: ValueTable) -> NodeBytes:
         """The value as relayed, where the derivative of the op that makes it alone reads it."""
-        kept = False
-        if value.index in self.analysis.producers and not self._num_readers(value.index):
-            op, position = self.analysis.producers[value.index]
-            kept = any(position == each for each, _ in self._kept_outputs(self.ops[op]))
-        key = (id(table), kept, value.dtype)
+        kept = value.index in self.reads.relays
+        key = (id(table), kept, value.dtype, self.pricing.num_parts(value))
         if key not in self.known:
             size = self._bytes(value, table.placements)
-            self.known[key] = size if kept else np.zeros_like(size)
+            none = np.zeros_like(size)
+            self.known[key] = NodeBytes(weights=none, activations=size if kept else none)
         return self.known[key]
 
-    def _share(self, op: Op, value: int) -> float:
-        """A value that several ops read in one placement is kept once: each counts its share."""
-        return _OPERAND_SHARE.get(_name(op), 1.0) / max(1, self._num_readers(value))
-
-    def _num_readers(self, value: int) -> int:
-        uses = self.analysis.consumers.get(value, ())
-        return sum(self._counts_operand(self.ops[op], position) for op, position in uses)
-
-    def _counts_operand(self, op: Op, position: int) -> bool:
-        is_parameter = self.values[op.inputs[position]].kind is ValueKind.PARAMETER
-        return is_parameter or self._keeps_operand(op, position)
+    def stored(self, table: ValueTable) -> NodeBytes:
+        """Gradient and optimizer state of a parameter, or an input."""
+        key = id(table)
+        if key not in self.known:
+            none = np.zeros_like(table.memory_bytes)
+            self.known[key] = NodeBytes(weights=table.memory_bytes, activations=none)
+        return self.known[key]
 
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
-        mesh = self.pricing.mesh
-        sizes = [math.prod(local_shape(value.shape, p, mesh)) for p in table.distinct]
+        """Of one micro-batch."""
+        mesh, parts = self.pricing.mesh, self.pricing.num_parts(value)
+        sizes = [math.prod(local_shape(value.shape, p, mesh)) / parts for p in table.distinct]
         found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
         return found
 
@@ -131,6 +142,75 @@ class NodeMemory:
                     self._bytes(self.values[index], supplies) * np.array(partial)[supplies.index]
                 )
         return total
+
+
+@lru_cache(maxsize=4)
+def _reads_of(analysis: Analysis) -> _Reads:
+    return _Reads(analysis)
+
+
+def kept_bytes(analysis: Analysis) -> float:
+    """Bytes of all activations of the whole batch that derivatives read, unsplit."""
+    values, reads = analysis.graph.values, _reads_of(analysis)
+    total = sum(values[i].size_bytes for i in reads.relays)
+    for op in analysis.graph.ops:
+        kept = reads.kept[op.index]
+        total += sum(share * values[op.inputs[p]].size_bytes for p, share in kept.operands)
+        for position, share in kept.outputs:
+            index = op.outputs[position]
+            assert index is not None
+            total += share * values[index].size_bytes
+    return total
+
+
+class _Reads:
+    """What derivatives read, which is a matter of the graph alone: by op, and relayed values."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        self.ops, self.values = analysis.graph.ops, analysis.graph.values
+        last = _block_of_loss(analysis.graph)
+        self.kept = tuple(self._kept(op, is_last=op.index in last) for op in self.ops)
+        self.relays = frozenset(i for i in analysis.relayed if self._keeps_relay(i))
+
+    def _kept(self, op: Op, *, is_last: bool) -> _Kept:
+        is_parameter = [self.values[i].kind is ValueKind.PARAMETER for i in op.inputs]
+        return _Kept(
+            weights=tuple(
+                (position, self._share(op, index))
+                for position, index in enumerate(op.inputs)
+                if is_parameter[position]
+            ),
+            operands=tuple(
+                (position, self._share(op, index))
+                for position, index in enumerate(op.inputs)
+                if not is_parameter[position] and self._keeps_operand(op, position)
+            ),
+            outputs=tuple(
+                (position, share)
+                for position, share in self._kept_outputs(op)
+                if op.outputs[position] not in self.analysis.relayed
+            ),
+            is_last=is_last,
+        )
+
+    def _keeps_relay(self, value: int) -> bool:
+        if value not in self.analysis.producers or self._num_readers(value):
+            return False
+        op, position = self.analysis.producers[value]
+        return any(position == each for each, _ in self._kept_outputs(self.ops[op]))
+
+    def _share(self, op: Op, value: int) -> float:
+        """A value that several ops read in one placement is kept once: each counts its share."""
+        return _OPERAND_SHARE.get(_name(op), 1.0) / max(1, self._num_readers(value))
+
+    def _num_readers(self, value: int) -> int:
+        uses = self.analysis.consumers.get(value, ())
+        return sum(self._counts_operand(self.ops[op], position) for op, position in uses)
+
+    def _counts_operand(self, op: Op, position: int) -> bool:
+        is_parameter = self.values[op.inputs[position]].kind is ValueKind.PARAMETER
+        return is_parameter or self._keeps_operand(op, position)
 
     def _keeps_operand(self, op: Op, position: int) -> bool:
         """Whether the derivative of ``op`` reads this operand, an activation."""

@@ -16,11 +16,23 @@ from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
 from autopar.placement import local_shape
-from autopar.pricing import OpTable
-from autopar.problem import Candidate, NodeKind
-from autopar.schedules import Durations, Links, Schedule, Timeline, build, simulate, verify
+from autopar.pricing import OpTable, Pricing
+from autopar.problem import Candidate, NodeKind, Residence
+from autopar.schedules import (
+    Durations,
+    Kind,
+    Links,
+    Schedule,
+    Timeline,
+    build,
+    simulate,
+    verify,
+    with_recomputation,
+)
+from autopar.schedules.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.stages import Stages, staged_blocks, stages_from_cuts
+from autopar.strategy import Strategy
 
 DEFAULT_SCHEDULE = "1f1b"
 
@@ -45,12 +57,18 @@ def pipeline_choice(
     cuts: Sequence[str] | None,
     num_devices: int,
     mesh: Mapping[str, int] | None,
+    recompute: bool | None = None,
 ) -> PipelineChoice | None:
     """The arguments of `autopar.plan` as one value; None for a plan without a pipeline.
 
     Raises InputError where they contradict each other or the number of devices.
     """
     if num_stages is None and schedule is None and cuts is None:
+        if recompute:
+            raise InputError(
+                "recompute=True without a pipeline: what is computed again is a stage, so give "
+                "num_stages=..., or schedule='auto'"
+            )
         return None
     num_stages = _number_of_stages(num_stages, schedule, cuts)
     per_device = math.prod(mesh.values()) if mesh else 1
@@ -64,6 +82,8 @@ def pipeline_choice(
             f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
             f"{made.shape.num_microbatches}; leave num_microbatches out"
         )
+    if recompute:
+        made = recomputed(made)
     try:
         verify(made)
     except AutoparError as error:
@@ -75,6 +95,12 @@ def pipeline_choice(
             "whose pipeline does"
         )
     return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
+
+
+def recomputed(schedule: Schedule) -> Schedule:
+    """The schedule with every stage's forward pass made again in front of its backward pass."""
+    shape = schedule.shape
+    return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
 
 
 def _number_of_stages(
@@ -113,15 +139,37 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) 
         ) from error
 
 
+def residence_of(schedule: Schedule) -> Residence:
+    """What the pipeline device that holds most holds under a schedule, by stages of equal size.
+
+    A recomputed stage keeps its activations from R on; what enters it is left out.
+    """
+    shape = schedule.shape
+    weights = max(len(shape.stages_on(device)) for device in range(shape.num_devices))
+    most = 0
+    for row in schedule.devices:
+        held = 0
+        for item in row:
+            action = item.action
+            recomputed = action.stage in shape.recomputed
+            if action.kind is Kind.R or (action.kind is Kind.F and not recomputed):
+                held += action.span
+            elif action.kind in (Kind.B, Kind.W):
+                held -= action.span
+            most = max(most, held)
+    return Residence(weights=weights / shape.num_stages, activations=most / shape.num_stages)
+
+
 # --- times --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block for one micro-batch; communication inside is within F and I."""
+    """Seconds of one block for one micro-batch, each with the communication inside it."""
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
-    communication_s: float
+    forward_communication_s: float
+    backward_communication_s: float
 
     @property
     def total_s(self) -> float:
@@ -138,11 +186,17 @@ class StrategyTimes:
 
 
 def strategy_times(candidate: Candidate) -> StrategyTimes:
-    """Split a strategy's cost by what it is spent on."""
+    """Split a strategy's cost by what it is spent on.
+
+    A parameter is fetched in the forward pass of the block that reads it first; its gradient is
+    moved to where it is stored once a step.
+    """
     priced, picks = candidate.priced, candidate.solution.assignment
-    graph, num = priced.pricing.graph, candidate.num_microbatches
+    analysis, num = priced.pricing.analysis, candidate.num_microbatches
+    graph, strategy = analysis.graph, candidate.strategy()
     block_of = _block_of_ops(graph)
     sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
+    fetches = dict.fromkeys(sums, 0.0)
     update_s: dict[int, float] = {}
     move_s: dict[int, float] = {}
     homes: list[str | int] = []
@@ -163,20 +217,32 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
         homes.append(home)
     for (i, j), matrix in priced.edges.items():
         home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
-        _spend(home, float(matrix[picks[i], picks[j]]), sums, move_s)
+        seconds = float(matrix[picks[i], picks[j]])
+        if isinstance(home, int) and home in analysis.consumers:
+            fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
+            fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
+            seconds -= num * fetched_s
+        _spend(home, seconds, sums, move_s)
     return StrategyTimes(
         blocks={
             name: BlockTimes(
-                forward_s=(f + c / 2) / num,
+                forward_s=(f + c / 2) / num + fetches[name],
                 input_grad_s=(i + c / 2) / num,
                 weight_grad_s=w / num,
-                communication_s=c / num,
+                forward_communication_s=c / 2 / num + fetches[name],
+                backward_communication_s=c / 2 / num,
             )
             for name, (f, i, w, c) in sums.items()
         },
         update_s=update_s,
         move_s=move_s,
     )
+
+
+def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
+    """Seconds of bringing a parameter from its store to where it is used, once."""
+    value = strategy.graph.values[parameter]
+    return pricing.directions_s(value, strategy.supply(value), strategy.interface(value))[0]
 
 
 def _spend(
@@ -282,7 +348,8 @@ def pipeline_times(
     )
     timeline = simulate(schedule, durations, _links(candidate, stages, communication))
     move_s, update_s = _after(candidate, stage_of, schedule, times, communication)
-    busiest = max(range(schedule.shape.num_devices), key=timeline.busy_s)
+    busy_s = covered_by_device(timeline.intervals, schedule.shape.num_devices)
+    busiest = max(range(len(busy_s)), key=busy_s.__getitem__)
     forward_s, backward_s, inside_s = _spent(timeline, busiest, per_stage)
     return PipelineTimes(
         step_s=timeline.makespan_s + move_s + update_s,
@@ -299,15 +366,17 @@ def _spent(
 ) -> tuple[float, float, float]:
     """Seconds of a device's forwards and backwards, and of the collectives inside."""
     forward_s = backward_s = inside_s = 0.0
+    there = [sum(b.forward_communication_s for b in blocks) for blocks in per_stage]
+    back = [sum(b.backward_communication_s for b in blocks) for blocks in per_stage]
     for item in timeline.of_device(device):
-        kind = item.action.kind.value
-        inside = sum(b.communication_s for b in per_stage[item.action.stage]) / 2
+        kind, stage = item.action.kind.value, item.action.stage
         if kind in ("F", "R"):
-            forward_s += item.duration_s - inside * item.action.span
+            forward_s += item.duration_s - there[stage] * item.action.span
+            inside_s += there[stage] * item.action.span
         elif kind in ("I", "B", "W"):
-            backward_s += item.duration_s - (inside if kind != "W" else 0.0)
-        if kind in ("F", "R", "I", "B"):
-            inside_s += inside * item.action.span
+            inside = back[stage] * item.action.span if kind != "W" else 0.0
+            backward_s += item.duration_s - inside
+            inside_s += inside
     return forward_s, backward_s, inside_s
 
 

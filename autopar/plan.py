@@ -26,7 +26,7 @@ from autopar.schedules import Schedule, format_schedule, parse_schedule
 from autopar.stages import Stages
 from autopar.strategy import Assignment, Strategy
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,7 +108,9 @@ class Prediction(_Struct, frozen=True):
     analytical, and memory is counted over the lowered graphs. Of a pipeline the step is simulated,
     the other times are those of the device that computes most, and ``bubble_share`` is the idle
     share of all devices. ``resident_bytes``, on CPUs, is by how much the process itself grows:
-    those tensors, what the allocator keeps of freed ones, and libraries.
+    those tensors, what the allocator keeps of freed ones, and libraries. ``model_flops`` are those
+    of `autopar.utilisation`, and ``model_flops_utilisation`` is the share of the step that all
+    devices need for them at their peak; ``tokens_per_s`` is None without token ids.
     """
 
     step_time_s: float
@@ -123,6 +125,10 @@ class Prediction(_Struct, frozen=True):
     memory_peak_at: str
     bubble_share: float = 0.0
     resident_bytes: int | None = None
+    model_flops: int = 0
+    model_flops_utilisation: float = 0.0
+    samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
 
 
 class KnownStrategy(_Struct, frozen=True):

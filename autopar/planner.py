@@ -8,19 +8,14 @@ that exceeds the devices' memory the search is repeated under a budget.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from autopar.baselines import Baselines, price_baselines
 from autopar.capture import Captured
 from autopar.collector import collector_paused
 from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
-from autopar.cost_models.estimate import weakest
-from autopar.cost_models.memory import resident_bytes
 from autopar.cost_models.update import OPTIMIZER_STATES
 from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
@@ -29,19 +24,19 @@ from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.lowering.pipeline import with_pipeline
 from autopar.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.microbatches import Microbatches, analysed, lower_training
-from autopar.pipelines import PipelineChoice, PipelineTimes, choose_stages, pipeline_times
-from autopar.placement import local_shape
-from autopar.plan import (
-    KnownStrategy,
-    Plan,
-    Prediction,
-    SchedulePlan,
-    SearchReport,
-    make_plan,
+from autopar.pipelines import (
+    PipelineChoice,
+    PipelineTimes,
+    choose_stages,
+    pipeline_times,
+    residence_of,
 )
-from autopar.pricing import OpTable, Pricing
-from autopar.problem import Candidate, NodeKind, PricedGraph, price_graph
-from autopar.search import OPTIMAL_GAP, Status, relative_gap, solve
+from autopar.placement import local_shape
+from autopar.plan import Plan, SchedulePlan, SearchReport, make_plan
+from autopar.prediction import predict, redundant_ops, search_report
+from autopar.pricing import Pricing
+from autopar.problem import WHOLE, Candidate, NodeKind, PricedGraph, Residence, price_graph
+from autopar.search import Status, solve
 from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
@@ -135,18 +130,12 @@ def make_planned(
 ) -> Planned:
     """Search every candidate mesh and lower the best strategy.
 
-    A step of several micro-batches is priced as one of the whole batch; its memory is counted over
-    the program that runs. In a ``pipeline`` (which says how many micro-batches there are) the
-    strategy is searched on the mesh of one of its devices, then cut into stages. Raises
-    ConstraintError where the constraints, or the memory, leave no strategy.
+    In a ``pipeline`` (which says how many micro-batches there are) the strategy is searched on the
+    mesh of one of its devices, then cut into stages. Raises ConstraintError where the constraints,
+    or the memory, leave no strategy.
     """
     constraints = listed(constraints)
-    if captured.graph.loss is None:
-        raise InputError(
-            "the model returns no scalar loss, so there is nothing to train on. Pass "
-            "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
-            "example_inputs=(inputs, targets), or labels that make the model return .loss"
-        )
+    check_trainable(captured)
     if pipeline is not None:
         num_microbatches = pipeline.schedule.shape.num_microbatches
     captured, analysis, microbatches = analysed(captured, num_microbatches)
@@ -156,6 +145,7 @@ def make_planned(
         cluster,
         candidate_meshes(cluster, mesh, num_pipeline_devices=num_devices),
         microbatches=microbatches,
+        residence=WHOLE if pipeline is None else residence_of(pipeline.schedule),
         constraints=constraints,
         compute=compute,
         communication=communication,
@@ -165,12 +155,22 @@ def make_planned(
     if pipeline is None:
         progress("price the known strategies")
         baselines = price_baselines([c.priced for c in candidates], cheapest(candidates))
-    lowering = _Lowering(
+    lowering = Lowering(
         device_type=device_type,
         pipeline=pipeline,
         communication=communication or CommunicationModel(cluster),
     )
-    return _finish(captured, cluster, candidates, constraints, lowering, progress, baselines)
+    return finish(captured, cluster, candidates, constraints, lowering, progress, baselines)
+
+
+def check_trainable(captured: Captured) -> None:
+    """Raise InputError for a graph without a loss."""
+    if captured.graph.loss is None:
+        raise InputError(
+            "the model returns no scalar loss, so there is nothing to train on. Pass "
+            "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
+            "example_inputs=(inputs, targets), or labels that make the model return .loss"
+        )
 
 
 def listed(constraints: object) -> list[Constraint]:
@@ -196,6 +196,7 @@ def search_meshes(
     compute: ComputeModel | None = None,
     communication: CommunicationModel | None = None,
     microbatches: Microbatches | None = None,
+    residence: Residence = WHOLE,
     progress: Progress = lambda _: None,
 ) -> list[Candidate]:
     """The best strategy on each mesh, memory left out; raises ConstraintError for none."""
@@ -205,7 +206,8 @@ def search_meshes(
     for mesh in meshes:
         progress(f"search on mesh {mesh}")
         pricing = Pricing(analysis, mesh, cluster, compute, communication, microbatches)
-        found.append(_search(price_graph(pricing), constraints, None))
+        priced = replace(price_graph(pricing), residence=residence)
+        found.append(search_priced(priced, constraints, None))
     return found
 
 
@@ -214,18 +216,20 @@ def cheapest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=_rank)
 
 
-def _search(
+def search_priced(
     priced: PricedGraph,
     constraints: Sequence[Constraint],
     budget_bytes: float | None,
     cutoff_s: float = math.inf,
+    limit_s: float = BUDGET_LIMIT_S,
 ) -> Candidate:
-    """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends."""
+    """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends,
+    and all of it after ``limit_s``."""
     problem = priced.problem(narrow(priced, constraints), budget_bytes)
     if budget_bytes is None:
         solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     else:
-        solution = solve(problem, time_limit_s=BUDGET_LIMIT_S, gap=BUDGET_GAP, cutoff=cutoff_s)
+        solution = solve(problem, time_limit_s=limit_s, gap=BUDGET_GAP, cutoff=cutoff_s)
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
@@ -239,22 +243,22 @@ def _search_within(
     found: list[Candidate] = []
     cutoff_s = math.inf
     for candidate in sorted(candidates, key=_rank):
-        found.append(_search(candidate.priced, constraints, budget_bytes, cutoff_s))
+        found.append(search_priced(candidate.priced, constraints, budget_bytes, cutoff_s))
         cutoff_s = min(cutoff_s, found[-1].solution.cost * (1 - BUDGET_GAP))
     return found
 
 
-def _finish(
+def finish(
     captured: Captured,
     cluster: Cluster,
     candidates: list[Candidate],
     constraints: Sequence[Constraint],
-    lowering: _Lowering,
+    lowering: Lowering,
     progress: Progress,
     baselines: Baselines,
 ) -> Planned:
     """Lower the cheapest; under a memory limit, search again with what the count has taught."""
-    budget = _memory_budget(cluster, constraints)
+    budget = memory_budget(cluster, constraints)
     # A known strategy stands in where it is faster: the search ran out of time, or under a budget
     # its estimate of memory was too cautious. It obeys no constraint but the budget.
     free = all(isinstance(constraint, MemoryBudget) for constraint in constraints)
@@ -267,22 +271,35 @@ def _finish(
         progress(f"search within {budget:,} bytes")
         fit = _fit(candidates, rivals, best, memory, budget, constraints, lowering)
         searched, best, program, memory = fit.searched, fit.best, fit.program, fit.memory
+    report = search_report(best, candidates, searched, baselines)
+    return planned(captured, best, program, memory, report, lowering)
+
+
+def planned(
+    captured: Captured,
+    best: Candidate,
+    program: RankProgram,
+    memory: ProgramMemory,
+    report: SearchReport,
+    lowering: Lowering,
+) -> Planned:
+    """The plan of a strategy that has been lowered."""
     strategy = best.strategy()
     strategy.verify()
     plan = make_plan(
         strategy,
         captured,
-        cluster,
-        _predict(best, memory, lowering.times(best)),
-        _report(best, candidates, searched, baselines),
-        _redundant(best),
+        best.priced.pricing.cluster,
+        predict(best, memory, lowering.times(best)),
+        report,
+        redundant_ops(best),
         lowering.schedule_plan(best),
     )
     return Planned(plan=plan, strategy=strategy, program=program, best=best)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lowering:
+class Lowering:
     """How strategies become programs: as one stage, or as the pipeline that was asked for."""
 
     device_type: str
@@ -329,7 +346,7 @@ def _fit(
     memory: ProgramMemory,
     budget: int,
     constraints: Sequence[Constraint],
-    lowering: _Lowering,
+    lowering: Lowering,
 ) -> _Fit:
     """The cheapest strategy whose counted memory fits: searched for, or the best rival that does.
 
@@ -401,7 +418,7 @@ def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
     )
 
 
-def _memory_budget(cluster: Cluster, constraints: Sequence[Constraint]) -> int:
+def memory_budget(cluster: Cluster, constraints: Sequence[Constraint]) -> int:
     budgets = [c.size_bytes for c in constraints if isinstance(c, MemoryBudget)]
     return min([int(cluster.usable_memory_bytes), *budgets])
 
@@ -412,109 +429,3 @@ def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
         f"needs {memory.peak_bytes:,} bytes (at {memory.peak_at}). Use more devices, a "
         "smaller batch, or a larger MemoryBudget"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeParts:
-    """The seconds of one training step by what they are spent on."""
-
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    update_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.communication_s + self.update_s
-
-
-def time_parts(candidate: Candidate) -> TimeParts:
-    """A strategy's cost by its parts."""
-    forward = backward = update = communication = 0.0
-    priced, picks = candidate.priced, candidate.solution.assignment
-    for table, cost, pick in zip(priced.tables, priced.costs, picks):
-        communication += float(cost[pick] - table.cost_s[pick])
-        if isinstance(table, OpTable):
-            forward += table.estimates[pick].forward_s
-            backward += table.estimates[pick].backward_s
-            communication += float(table.internal_s[pick])
-        else:
-            update += float(table.cost_s[pick])
-    communication += sum(float(m[picks[i], picks[j]]) for (i, j), m in priced.edges.items())
-    return TimeParts(
-        forward_s=forward, backward_s=backward, communication_s=communication, update_s=update
-    )
-
-
-def _predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
-    priced = best.priced
-    parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
-    sources = Counter(
-        str(table.estimates[pick].source)
-        for table, pick in zip(priced.tables, best.solution.assignment)
-        if isinstance(table, OpTable)
-    )
-    used = priced.pricing.communication_sources
-    on_cpu = priced.pricing.cluster.device.kind == "cpu"
-    return Prediction(
-        step_time_s=_round(parts.step_s),
-        forward_s=_round(parts.forward_s),
-        backward_s=_round(parts.backward_s),
-        communication_s=_round(parts.communication_s),
-        update_s=_round(parts.update_s),
-        sources=dict(sorted(sources.items())),
-        communication_source=str(weakest(used)) if used else "none",
-        unpriced=dict(sorted(priced.pricing.unpriced.items())),
-        memory_bytes=memory.by_category,
-        memory_peak_at=memory.peak_at,
-        bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
-        resident_bytes=resident_bytes(memory.by_category) if on_cpu else None,
-    )
-
-
-def _round(seconds: float) -> float:
-    """Nine significant digits: sums in another order must not change a plan's bytes."""
-    return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
-
-
-def _report(
-    best: Candidate,
-    candidates: Sequence[Candidate],
-    searched: Sequence[Candidate],
-    baselines: Baselines,
-) -> SearchReport:
-    cost = best.solution.cost
-    bound = min(cost, *(c.solution.bound for c in searched))
-    gap = relative_gap(cost, bound)
-    return SearchReport(
-        status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
-        bound_s=_round(bound),
-        gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
-        estimated_bytes=round(best.estimated_bytes),
-        considered={
-            str(c.mesh): _round(c.solution.cost) for c in candidates if c.solution.assignment
-        },
-        baselines={
-            name: KnownStrategy(
-                time_s=_round(known.time_s),
-                memory_bytes=round(known.memory_bytes),
-                mesh=str(known.mesh),
-                executable=known.candidate is not None,
-                note=known.note,
-            )
-            for name, known in baselines.found.items()
-        },
-        missing=dict(baselines.missing),
-    )
-
-
-def _redundant(best: Candidate) -> dict[str, int]:
-    """Operators that have no rule, so that every device computes them whole, and how often."""
-    graph = best.priced.pricing.graph
-    spaces = best.priced.pricing.analysis.spaces
-    counts: Counter[str] = Counter()
-    for op, space in zip(graph.ops, spaces):
-        fixed = all(o is None or graph.values[o].fixed for o in op.outputs)
-        if space is None and not fixed:
-            counts[op.target_name] += 1
-    return dict(sorted(counts.items()))

@@ -4,6 +4,10 @@ An op costs its forward and backward at its local shapes and the communication i
 parameter its update, an input its copy to the device, and a move its collectives both ways. Ops of
 the same kind (operator, arguments, shapes) share one table, and equal moves one matrix, so a model
 of identical layers costs what its distinct layers cost.
+
+Of a step in micro-batches everything is priced at the size of one, as often as it runs: ops and
+moves in each, also the fetch of a parameter from where it is stored; its gradient is added up and
+reduced once.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from autopar.cost_models import (
     TensorSpec,
 )
 from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES, update_call
-from autopar.graph import Graph, Op, Value, ValueKind, map_refs
+from autopar.graph import Graph, Op, Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches
 from autopar.placement import (
@@ -73,7 +77,6 @@ class OpTable:
     estimates: tuple[OpEstimate, ...]
     internal_s: Array
     cost_s: Array
-    memory_bytes: Array
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,6 +107,8 @@ class Pricing:
     ) -> None:
         self.analysis = analysis
         self.microbatches = microbatches
+        self.num_microbatches = 1 if microbatches is None else microbatches.num
+        self.timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
         self.graph = analysis.graph
         self.mesh = mesh
         self.cluster = cluster
@@ -114,7 +119,7 @@ class Pricing:
         self.communication_sources: set[Source] = set()
         self._op_tables: dict[Any, OpTable] = {}
         self._value_tables: dict[Any, ValueTable] = {}
-        self._move_costs: dict[Any, float] = {}
+        self._move_costs: dict[Any, tuple[float, float]] = {}
         self._move_matrices: dict[Any, Array] = {}
         self._group = {
             axes: mesh.group_of(0, axes)
@@ -125,7 +130,7 @@ class Pricing:
     def op_table(self, op: Op) -> OpTable:
         """The table of an op's kind."""
         cut = self.microbatches
-        key = (op_kind(self.analysis, op), None if cut is None else cut.splits[op.index])
+        key = (self.analysis.kinds[op.index], None if cut is None else cut.splits[op.index])
         if key not in self._op_tables:
             self._op_tables[key] = self._make_op_table(op)
         return self._op_tables[key]
@@ -137,10 +142,9 @@ class Pricing:
             choices = tuple(c for c in choices if cut.allows(op.index, c, self.mesh))
         needs = [self.analysis.needs(op, c, self.mesh) for c in choices]
         supplies = [self.analysis.supplies(op, c, self.mesh) for c in choices]
-        estimates = tuple(
-            self._estimate(op, space, c, n, s) for c, n, s in zip(choices, needs, supplies)
-        )
-        internal = np.array([self._internal(op, space, c) for c in choices])
+        timed = [self._timed(op, c) for c in choices]
+        estimates = tuple(self._estimate(op, space, choice) for choice in timed)
+        internal = np.array([self._internal(op, space, choice) for choice in timed])
         return OpTable(
             choices=choices,
             needs=tuple(PlacementTable.of([n[i] for n in needs]) for i in range(len(op.inputs))),
@@ -150,30 +154,43 @@ class Pricing:
             estimates=estimates,
             internal_s=internal,
             cost_s=np.array([e.total_s for e in estimates]) + internal,
-            memory_bytes=np.array(
-                [
-                    self._saved_bytes(op, s) + self._weight_bytes(op, n)
-                    for n, s in zip(needs, supplies)
-                ],
-                dtype=float,
-            ),
         )
 
-    def _estimate(
-        self,
-        op: Op,
-        space: Space | None,
-        choice: Choice,
-        needs: tuple[Placements, ...],
-        supplies: tuple[Placements, ...],
-    ) -> OpEstimate:
-        call = local_call(self.analysis, op, space, choice, needs, supplies, self.mesh)
+    def _timed(self, op: Op, choice: Choice) -> Choice:
+        """The choice on the mesh with the axis in time: what the op computes of one micro-batch."""
+        cut = self.microbatches
+        return choice if cut is None else Choice((cut.splits[op.index], *choice.splits))
+
+    def _estimate(self, op: Op, space: Space | None, choice: Choice) -> OpEstimate:
+        """Of all micro-batches; ``choice`` has the axis in time."""
+        needs = self.analysis.needs(op, choice, self.timed)
+        supplies = self.analysis.supplies(op, choice, self.timed)
+        call = local_call(self.analysis, op, space, choice, needs, supplies, self.timed)
         try:
             estimate = self.compute.estimate(call)
         except CostError as error:
             self.unpriced.setdefault(op.target_name, str(error))
             estimate = self._by_traffic(op, needs, supplies)
-        return self._with_clearing(estimate, op, space, choice, needs, supplies)
+        estimate = self._with_clearing(estimate, op, space, choice, needs, supplies)
+        return self._with_sums(estimate.times(self.num_microbatches), op, needs)
+
+    def _with_sums(self, estimate: OpEstimate, op: Op, needs: tuple[Placements, ...]) -> OpEstimate:
+        """And adding each micro-batch's gradients of parameters to those of the ones before."""
+        later = self.num_microbatches - 1
+        values, flows = self.graph.values, self.analysis.differentiable(op)
+        sizes = [
+            self._timed_bytes(values[i], need)
+            for i, need, flow in zip(op.inputs, needs, flows)
+            if flow and values[i].kind is ValueKind.PARAMETER
+        ]
+        if not later or not sizes:
+            return estimate
+        device = self.cluster.device
+        sums_s = sum(
+            device.kernel_launch_s + 3 * size / device.memory_bandwidth_bytes_per_s
+            for size in sizes
+        )
+        return replace(estimate, weight_grad_s=estimate.weight_grad_s + later * sums_s)
 
     def _with_clearing(
         self,
@@ -187,7 +204,7 @@ class Pricing:
         """And what padded dimensions cost besides: see `autopar.rules.base.run_local`."""
         if space is None:
             return estimate
-        dims = [d for d in padded_dims(space, choice, self.mesh) if d not in space.clean]
+        dims = [d for d in padded_dims(space, choice, self.timed) if d not in space.clean]
         if not dims:
             return estimate
         made = list(zip(op.outputs, supplies, space.outputs))
@@ -206,7 +223,7 @@ class Pricing:
         values = self.graph.values
         pairs = [*zip(op.inputs, needs)]
         pairs += [(o, s) for o, s in zip(op.outputs, supplies) if o is not None]
-        moved = sum(self._local_bytes(values[i], p) for i, p in pairs)
+        moved = sum(self._timed_bytes(values[i], p) for i, p in pairs)
         device = self.cluster.device
         time_s = device.kernel_launch_s + moved / device.memory_bandwidth_bytes_per_s
         backward_s = time_s if any(self.analysis.differentiable(op)) else 0.0
@@ -217,8 +234,12 @@ class Pricing:
         if space is None or rule is None or rule.collectives is None:
             return 0.0
         inputs = [self.graph.values[i] for i in op.inputs]
-        calls = rule.collectives(op, space, choice, self.mesh, inputs)
-        return sum(self._collective_s(c.kind, c.size_bytes, c.axes) for c in calls)
+        calls = rule.collectives(op, space, choice, self.timed, inputs)
+        first = self.timed.num_axes - self.mesh.num_axes
+        return self.num_microbatches * sum(
+            self._collective_s(c.kind, c.size_bytes, tuple(axis - first for axis in c.axes))
+            for c in calls
+        )
 
     def _clearing_s(
         self, dims: Sequence[str], values: Sequence[tuple[int | None, Placements, Layout]]
@@ -227,7 +248,7 @@ class Pricing:
         device = self.cluster.device
         return sum(
             device.kernel_launch_s
-            + 2 * self._local_bytes(self.graph.values[i], p) / device.memory_bandwidth_bytes_per_s
+            + 2 * self._timed_bytes(self.graph.values[i], p) / device.memory_bandwidth_bytes_per_s
             for dim in dims
             for i, p, layout in values
             if i is not None and any(dim in factors for factors in layout)
@@ -244,24 +265,16 @@ class Pricing:
         shape = local_shape(value.shape, placements, self.mesh)
         return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
 
-    def _saved_bytes(self, op: Op, supplies: tuple[Placements, ...]) -> int:
-        """Bytes of activations that stay for the backward pass (views cost nothing)."""
-        if op.target_name in _VIEW_TARGETS:
-            return 0
-        return sum(
-            self._local_bytes(self.graph.values[o], s)
-            for o, s in zip(op.outputs, supplies)
-            if o is not None and self.graph.values[o].differentiable
-        )
+    def _timed_bytes(self, value: Value, placements: Placements) -> int:
+        """The same of one micro-batch, on the mesh with the axis in time."""
+        shape = local_shape(value.shape, placements, self.timed)
+        return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
 
-    def _weight_bytes(self, op: Op, needs: tuple[Placements, ...]) -> int:
-        """Bytes of the parameters as this op uses them; what is stored besides counts there."""
-        values = self.graph.values
-        return sum(
-            self._local_bytes(values[i], need)
-            for i, need in zip(op.inputs, needs)
-            if values[i].kind is ValueKind.PARAMETER
-        )
+    def num_parts(self, value: Value) -> int:
+        """Into how many micro-batches a value is cut; 1 where each has all of it."""
+        cut = self.microbatches
+        is_cut = cut is not None and cut.states[value.index].state is State.SHARD
+        return self.num_microbatches if is_cut else 1
 
     def stored_table(self, value: Value) -> ValueTable:
         """Placements a parameter or input may be stored in."""
@@ -300,11 +313,12 @@ class Pricing:
             times[size] = found.forward_s if is_known else UPDATE_PASSES * size / bandwidth
         return np.array([times[size] for size in sizes])
 
-    @staticmethod
-    def _holding_bytes(value: Value, sizes: Array) -> Array:
-        """Gradient and optimizer state of a parameter (its use is counted at the op)."""
+    def _holding_bytes(self, value: Value, sizes: Array) -> Array:
+        """Gradient and optimizer state of a parameter (its use is counted at the op, where the
+        gradients of several micro-batches are added up too)."""
         if value.kind is ValueKind.PARAMETER:
-            return sizes * (1 + OPTIMIZER_STATES if value.differentiable else 0)
+            gradients = 1 if self.num_microbatches == 1 else 0
+            return sizes * (gradients + OPTIMIZER_STATES if value.differentiable else 0)
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:
@@ -335,35 +349,58 @@ class Pricing:
             self._value_tables[key] = ValueTable(PlacementTable.of(list(options)), zeros, zeros)
         return self._value_tables[key]
 
-    def moves(self, value: Value, source: PlacementTable, target: PlacementTable) -> Array:
+    def moves(
+        self, value: Value, source: PlacementTable, target: PlacementTable, *, stored: bool = False
+    ) -> Array:
         """Seconds of redistributing ``value``, [choices of source, choices of target]."""
-        what = (value.shape, value.dtype, value.differentiable)
+        what = (value.shape, value.dtype, value.differentiable, self.num_parts(value), stored)
         key = (what, id(source), id(target))
         if key not in self._move_matrices:
             small = np.array(
-                [[self.move_s(value, s, t) for t in target.distinct] for s in source.distinct]
+                [
+                    [self.move_s(value, s, t, stored=stored) for t in target.distinct]
+                    for s in source.distinct
+                ]
             )
             self._move_matrices[key] = small[np.ix_(source.index, target.index)]
         return self._move_matrices[key]
 
-    def move_s(self, value: Value, source: Placements, target: Placements) -> float:
-        """Seconds of one redistribution, forward and (where a gradient flows) backward."""
-        key = (value.shape, value.dtype, value.differentiable, source, target)
+    def move_s(
+        self, value: Value, source: Placements, target: Placements, *, stored: bool = False
+    ) -> float:
+        """Seconds of one redistribution in a step, forward and (where a gradient flows) backward.
+
+        ``stored``: of a parameter from its store, whose gradient comes back once a step.
+        """
+        forward_s, backward_s = self.directions_s(value, source, target)
+        num = self.num_microbatches
+        return num * forward_s + (1 if stored else num) * backward_s
+
+    def directions_s(
+        self, value: Value, source: Placements, target: Placements
+    ) -> tuple[float, float]:
+        """Seconds of one redistribution of one micro-batch's part, forward and backward."""
+        parts = self.num_parts(value)
+        key = (value.shape, value.dtype, value.differentiable, parts, source, target)
         if key not in self._move_costs:
-            steps = redistribute(source, target, value.shape, self.mesh)
-            self._move_costs[key] = sum(self._step_s(value, step) for step in steps)
+            forward_s = backward_s = 0.0
+            for step in redistribute(source, target, value.shape, self.mesh):
+                there_s, back_s = self._step_s(value, step, parts)
+                forward_s += there_s
+                backward_s += back_s
+            self._move_costs[key] = forward_s, backward_s
         return self._move_costs[key]
 
-    def _step_s(self, value: Value, step: Step) -> float:
-        local = int(np.prod(step.shape, dtype=np.int64)) * value.dtype.itemsize
+    def _step_s(self, value: Value, step: Step, parts: int) -> tuple[float, float]:
+        local = math.ceil(math.prod(step.shape) * value.dtype.itemsize / parts)
         num = self.mesh.size(step.axes)
         grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
-        total = self._copy_s(step, grown)
+        forward_s, backward_s = self._copy_s(step, grown), 0.0
         if step.forward is not None:
-            total += self._collective_s(step.forward, grown, step.axes)
+            forward_s += self._collective_s(step.forward, grown, step.axes)
         if value.differentiable and step.backward is not None:
-            total += self._collective_s(step.backward, grown, step.axes)
-        return total
+            backward_s = self._collective_s(step.backward, grown, step.axes)
+        return forward_s, backward_s
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:
         """Slices, masks and pads read and write memory."""
@@ -373,23 +410,31 @@ class Pricing:
         return 0.0
 
 
-def calls_of(analysis: Analysis, meshes: Sequence[Mesh]) -> tuple[OpCall, ...]:
+def calls_of(
+    analysis: Analysis, meshes: Sequence[Mesh], microbatches: Microbatches | None = None
+) -> tuple[OpCall, ...]:
     """Every distinct call that any choice of any op makes on any of the meshes, in graph order."""
     found: dict[OpCall, None] = {}
     seen: set[Any] = set()
     for mesh in meshes:
+        timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
         for op in analysis.graph.ops:
             if all(o is None or analysis.graph.values[o].fixed for o in op.outputs):
                 continue
-            kind = (mesh, op_kind(analysis, op))
+            split = None if microbatches is None else microbatches.splits[op.index]
+            kind = (mesh, analysis.kinds[op.index], split)
             if kind in seen:
                 continue
             seen.add(kind)
             space = analysis.spaces[op.index]
             for choice in enumerate_choices(space, mesh, analysis.bases[op.index]):
-                needs = analysis.needs(op, choice, mesh)
-                supplies = analysis.supplies(op, choice, mesh)
-                call = local_call(analysis, op, space, choice, needs, supplies, mesh)
+                if microbatches is not None:
+                    if not microbatches.allows(op.index, choice, mesh):
+                        continue
+                    choice = Choice((split, *choice.splits))
+                needs = analysis.needs(op, choice, timed)
+                supplies = analysis.supplies(op, choice, timed)
+                call = local_call(analysis, op, space, choice, needs, supplies, timed)
                 found.setdefault(call)
         found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
     return tuple(found)
@@ -404,20 +449,6 @@ def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
                 yield update_call(num_elements, value.dtype)
 
 
-def op_kind(analysis: Analysis, op: Op) -> Any:
-    """Equal for ops that cost the same under every choice: operator, arguments and shapes."""
-    values = analysis.graph.values
-
-    def describe(index: int) -> Any:
-        v = values[index]
-        return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
-
-    bases = tuple(analysis.bases[op.index].items())
-    outputs = tuple(None if o is None else describe(o) for o in op.outputs)
-    args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
-    return (op.target_name, str(args), outputs, bases, op.per_shard)
-
-
 _RESHAPES = frozenset(
     {
         "aten.view.default",
@@ -425,25 +456,6 @@ _RESHAPES = frozenset(
         "aten._unsafe_view.default",
         "aten.flatten.using_ints",
         "aten.unflatten.int",
-    }
-)
-_VIEW_TARGETS = _RESHAPES | frozenset(
-    {
-        "aten.transpose.int",
-        "aten.t.default",
-        "aten.permute.default",
-        "aten.expand.default",
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.squeeze.default",
-        "aten.slice.Tensor",
-        "aten.select.int",
-        "aten.split.Tensor",
-        "aten.split_with_sizes.default",
-        "aten.chunk.default",
-        "aten.unbind.int",
-        "aten.detach.default",
     }
 )
 

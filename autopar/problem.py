@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.graph import Value, ValueKind
 from autopar.mesh import Mesh
-from autopar.node_memory import NodeMemory
+from autopar.node_memory import NodeBytes, NodeMemory
 from autopar.placement import Placements, R
 from autopar.pricing import Array, OpTable, PlacementTable, Pricing, ValueTable
 from autopar.rules import Choice
@@ -42,6 +42,22 @@ class Node:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """What of the whole model lies on one device of a pipeline, of the one that holds most.
+
+    ``weights``: its share of parameters, gradients and optimizer state. ``activations``: for how
+    many micro-batches of the whole model it keeps activations at once.
+    """
+
+    weights: float = 1.0
+    activations: float = 1.0
+
+
+WHOLE = Residence()
+"""Without a pipeline: all parameters, and one micro-batch after the other."""
+
+
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PricedGraph:
     """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
@@ -50,8 +66,20 @@ class PricedGraph:
     nodes: tuple[Node, ...]
     tables: tuple[OpTable | ValueTable, ...]
     costs: tuple[Array, ...]
-    memory: tuple[Array, ...]
+    held: tuple[NodeBytes, ...]
     edges: dict[tuple[int, int], Array]
+    residence: Residence = WHOLE
+
+    @property
+    def memory(self) -> tuple[Array, ...]:
+        """Bytes of every choice of every node on the device that holds most."""
+        share, known = self.residence, dict[int, Array]()
+        for held in self.held:
+            if id(held) not in known:
+                known[id(held)] = (
+                    share.weights * held.weights + share.activations * held.activations
+                )
+        return tuple(known[id(held)] for held in self.held)
 
     def problem(
         self, costs: Sequence[Array] | None = None, budget_bytes: float | None = None
@@ -147,17 +175,17 @@ class _Builder:
             nodes=tuple(self.nodes),
             tables=tuple(self.tables),
             costs=costs,
-            memory=tuple(self._memory(node) for node in range(len(self.nodes))),
+            held=tuple(self._held(node) for node in range(len(self.nodes))),
             edges=self._merged(),
         )
 
-    def _memory(self, node: int) -> Array:
+    def _held(self, node: int) -> NodeBytes:
         decision, table = self.nodes[node], self.tables[node]
         if isinstance(table, OpTable):
             return self.node_memory.op(self.graph.ops[decision.index], table)
         if decision.kind == NodeKind.RELAY:
             return self.node_memory.relay(self.graph.values[decision.index], table)
-        return table.memory_bytes
+        return self.node_memory.stored(table)
 
     def _add(self, kind: NodeKind, index: int, name: str, table: OpTable | ValueTable) -> int:
         self.nodes.append(Node(kind=kind, index=index, name=name))
@@ -173,19 +201,21 @@ class _Builder:
             table = self.pricing.stored_table(value)
             name = value.target or value.name
             source = self._add(NodeKind.STORED, value.index, name, table)
-            supply = table.placements
+            supply, stored = table.placements, value.kind is ValueKind.PARAMETER
         else:
             op, position = self.analysis.producers[value.index]
             source = self.op_node[op]
-            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+            supply, stored = self.pricing.op_table(self.graph.ops[op]).supplies[position], False
         if value.index in self.analysis.relayed:
             relay = self.pricing.relay_table(value)
             node = self._add(NodeKind.RELAY, value.index, value.name, relay)
-            self._connect(source, node, self.pricing.moves(value, supply, relay.placements))
-            source, supply = node, relay.placements
+            matrix = self.pricing.moves(value, supply, relay.placements, stored=stored)
+            self._connect(source, node, matrix)
+            source, supply, stored = node, relay.placements, False
         for op, position in uses:
             need = self.pricing.op_table(self.graph.ops[op]).needs[position]
-            self._connect(source, self.op_node[op], self.pricing.moves(value, supply, need))
+            matrix = self.pricing.moves(value, supply, need, stored=stored)
+            self._connect(source, self.op_node[op], matrix)
 
     def _connect(self, source: int, target: int, matrix: Array) -> None:
         if source < target:

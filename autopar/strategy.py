@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Op, Value, ValueKind
+from autopar.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, State, check_placements
 from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
@@ -94,10 +95,39 @@ class Analysis:
                     digits[output] = (dim, outer)
         return found if found.dim in space.splittable() else None
 
+    @cached_property
+    def kinds(self) -> tuple[Any, ...]:
+        """Per op what is equal for ops that cost the same under every choice: operator, arguments
+        and shapes."""
+        return tuple(self._kind(op) for op in self.graph.ops)
+
+    def _kind(self, op: Op) -> Any:
+        values = self.graph.values
+
+        def describe(index: int) -> Any:
+            v = values[index]
+            return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
+
+        bases = tuple(self.bases[op.index].items())
+        outputs = tuple(None if o is None else describe(o) for o in op.outputs)
+        args = map_refs((op.args, op.kwargs), lambda ref: ("ref", *describe(ref.index)))
+        return (op.target_name, str(args), outputs, bases, op.per_shard)
+
+    @cached_property
+    def _flows(self) -> tuple[tuple[bool, ...], ...]:
+        values = self.graph.values
+        return tuple(
+            tuple(
+                any(o is not None and values[o].differentiable for o in op.outputs)
+                and values[i].differentiable
+                for i in op.inputs
+            )
+            for op in self.graph.ops
+        )
+
     def differentiable(self, op: Op) -> tuple[bool, ...]:
         """Per operand of ``op``, whether a gradient flows back to it through this op."""
-        flows = any(o is not None and self.graph.values[o].differentiable for o in op.outputs)
-        return tuple(flows and self.graph.values[i].differentiable for i in op.inputs)
+        return self._flows[op.index]
 
     def needs(self, op: Op, choice: Choice, mesh: Mesh) -> tuple[Placements, ...]:
         return needs(self.spaces[op.index], choice, mesh, self.differentiable(op))

@@ -133,7 +133,7 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
 def parts_ms(best: Any, known: Any) -> Row:
     """Milliseconds of the plan and of data parallelism by what they are spent on."""
     from autopar.baselines import DATA
-    from autopar.planner import time_parts
+    from autopar.prediction import time_parts
 
     parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}
     return {

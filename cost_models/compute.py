@@ -21,6 +21,7 @@ __all__ = [
     "TensorSpec",
     "bytes_moved",
     "flops",
+    "is_product",
     "peak_flops_per_s",
 ]
 
@@ -74,9 +75,14 @@ class RooflineModel:
         return found
 
 
+def is_product(todo: OpWork) -> bool:
+    """Whether a call's arithmetic is products of matrices, which have units of their own."""
+    return todo.family in _MATRIX_FAMILIES
+
+
 def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
     """The peak rate of the units that a call's family runs on."""
-    if todo.family in _MATRIX_FAMILIES:
+    if is_product(todo):
         return device.matrix_flops_per_s(todo.dtype)
     return device.vector_flops_per_s
 

@@ -73,3 +73,12 @@ class OpEstimate:
             self.weight_grad_s + other.weight_grad_s,
             weakest((self.source, other.source)),
         )
+
+    def times(self, count: int) -> "OpEstimate":
+        """The operation ``count`` times."""
+        return OpEstimate(
+            count * self.forward_s,
+            count * self.input_grad_s,
+            count * self.weight_grad_s,
+            self.source,
+        )

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 
 import autopar
+from autopar.capture import capture
+from autopar.combinations import Combinations, Fixed
 from autopar.errors import AutoparError, ConstraintError
+from autopar.microbatches import analysed
 from autopar.plan import Plan
+from autopar.planner import search_meshes
+from autopar.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
@@ -40,7 +45,9 @@ def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -
     model, make_batch = build("gpt2")
     for name, time_s in plan.search.pipelines.items():
         options: dict[str, Any] = {}
-        if name != "no pipeline":
+        if name.startswith("no pipeline, "):
+            options = {"num_microbatches": int(name.split()[2])}
+        elif name != "no pipeline":
             schedule, stages, num = re.fullmatch(
                 r"(\S+), (\d+) stages on 2, (\d+) micro-batches", name
             ).groups()  # type: ignore[union-attr]
@@ -75,14 +82,64 @@ def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:
     plan = planned("resnet")
     assert not plan.is_pipeline
     reasons = plan.search.not_pipelines
-    assert "needs the whole batch at once" in reasons["2 pipeline devices, 2 micro-batches"]
+    assert "needs the whole batch at once" in reasons["2 micro-batches"]
     local = planned("resnet", batch_norm="local", num_microbatches=2)
     assert any("1f1b" in name for name in local.search.pipelines)
+
+
+def test_stages_are_recomputed_where_the_memory_does_not_suffice_otherwise() -> None:
+    """With one device a stage there is nothing to shard: under 95% only recomputation is left."""
+    fixed: dict[str, Any] = {"num_stages": 2, "num_microbatches": 4, "mesh": {"x": 1}}
+    plain = planned(recompute=False, **fixed)
+    assert not any("recomputed" in name for name in plain.search.pipelines)
+    again = planned(recompute=True, **fixed)
+    assert all("recomputed" in name for name in again.search.pipelines)
+    needed, least = (sum(p.prediction.memory_bytes.values()) for p in (plain, again))
+    assert least < needed
+    assert again.prediction.step_time_s > plain.prediction.step_time_s
+    assert again.prediction.model_flops == plain.prediction.model_flops
+    budget = [autopar.MemoryBudget((needed + least) // 2)]
+    chosen = planned(constraints=budget, **fixed)
+    stages = chosen.schedule.pipeline()
+    assert stages is not None
+    assert stages[1].shape.recomputed == (0, 1)
+    assert sum(chosen.prediction.memory_bytes.values()) <= budget[0].size_bytes
+    assert "recomputed" in str(chosen)
+    with pytest.raises(ConstraintError, match="no combination of stages"):
+        planned(constraints=budget, recompute=False, **fixed)
+
+
+def test_what_was_left_out_says_why(plan: Plan) -> None:
+    """Every combination has its time, or the reason against it; none is both."""
+    reasons = plan.search.not_pipelines
+    assert not set(reasons) & set(plan.search.pipelines)
+    slower = [name for name, time_s in plan.search.pipelines.items() if name != "no pipeline"]
+    assert slower
+    assert all(name in str(plan) or len(slower) > 13 for name in slower)
+
+
+def test_a_bound_is_below_every_price() -> None:
+    """What is left out by its bound would indeed have been slower."""
+    model, make_batch = build("gpt2")
+    captured = capture(model, make_batch(0))
+    communication, compute = CommunicationModel(CLUSTER), RooflineModel(CLUSTER.device)
+    space = Combinations(Analysis(captured.graph), CLUSTER, Fixed(), compute, communication, 2**40)
+    checked = 0
+    for combination in space.all():
+        _, analysis, microbatches = analysed(captured, combination.num_microbatches)
+        (found,) = search_meshes(
+            analysis, CLUSTER, [combination.mesh], microbatches=microbatches,
+            compute=compute, communication=communication,
+        )  # fmt: skip
+        assert space.bound_s(combination) <= found.solution.cost / combination.num_devices
+        checked += 1
+    assert checked > 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"recompute": "yes"}, r"recompute is 'yes'"),
         ({"cuts": ["transformer.h.1"]}, r"the search cuts the stages itself"),
         ({"num_stages": "four"}, r"num_stages is 'four'"),
         ({"mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),

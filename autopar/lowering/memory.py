@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
 from autopar.lowering.differentiate import Kernel, TensorMeta
 from autopar.lowering.program import ParameterProgram, RankProgram
-from autopar.lowering.route import route_of
+from autopar.lowering.route import Route, routes_of
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
 
@@ -42,15 +42,39 @@ class ProgramMemory:
 def program_memory(program: RankProgram, *, num_optimizer_states: int) -> ProgramMemory:
     """Memory of one training step on the device of the pipeline that needs most."""
     kernels = [_measure(kernel, _rounding(program)) for kernel in program.kernels]
+    sizes = {p.value: _ParameterBytes.of(p, program) for p in program.parameters}
     plays = (
-        _Play(program, device, kernels, num_optimizer_states).run()
-        for device in range(program.pipeline.num_devices)
+        _Play(program, route, kernels, sizes, num_optimizer_states).run()
+        for route in routes_of(program)
     )
     return max(plays, key=lambda memory: memory.peak_bytes)
 
 
 def _rounding(program: RankProgram) -> Callable[[int], int]:
     return (CPU_ALLOCATOR if program.device_type == "cpu" else CUDA_ALLOCATOR).rounded
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterBytes:
+    """Of one parameter on a device: as it is stored, and as blocks use it."""
+
+    stored: int
+    used: int
+
+    @staticmethod
+    def of(parameter: ParameterProgram, program: RankProgram) -> _ParameterBytes:
+        stored, used = (
+            _part_bytes(program, parameter.shape, placements, parameter.dtype.itemsize)
+            for placements in (parameter.stored, parameter.used)
+        )
+        return _ParameterBytes(stored, used)
+
+
+def _part_bytes(
+    program: RankProgram, shape: tuple[int, ...], placements: Placements, itemsize: int
+) -> int:
+    elements = math.prod(local_shape(shape, placements, program.mesh))
+    return _rounding(program)(elements * itemsize)
 
 
 @dataclass(slots=True)
@@ -93,13 +117,15 @@ class _Play:
     def __init__(
         self,
         program: RankProgram,
-        device: int,
+        route: Route,
         kernels: Sequence[_KernelMemory],
+        parameter_bytes: Mapping[int, _ParameterBytes],
         num_optimizer_states: int,
     ) -> None:
         self.program = program
-        self.route = route_of(program, device)
+        self.route = route
         self.kernels = kernels
+        self.parameter_bytes = parameter_bytes
         self.round = _rounding(program)
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
@@ -109,18 +135,16 @@ class _Play:
         self.remaining = self.route.contributions.copy()
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
-            if device in p.devices:
-                stored = self._bytes(p.shape, p.stored, p.dtype.itemsize)
+            if route.device in p.devices:
+                stored = parameter_bytes[p.value].stored
                 self.live[Category.PARAMETERS] += stored
                 if p.trainable:
                     self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
         for b in program.buffers:
             self.live[Category.BUFFERS] += self.round(math.prod(b.shape) * b.dtype.itemsize)
         for i in program.inputs:
-            self.live[Category.INPUTS] += self._bytes(i.shape, i.placements, i.dtype.itemsize)
-
-    def _bytes(self, shape: tuple[int, ...], placements: Placements, itemsize: int) -> int:
-        return self.round(math.prod(local_shape(shape, placements, self.program.mesh)) * itemsize)
+            size = _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
+            self.live[Category.INPUTS] += size
 
     def _at(self, where: str, working: int) -> None:
         now = self.live.copy()
@@ -237,7 +261,7 @@ class _Play:
     def _fetch(self, parameter: ParameterProgram) -> None:
         key = (PARAMETER, parameter.value)
         if parameter.kernel is not None and key not in self.sizes:
-            size = self._bytes(parameter.shape, parameter.used, parameter.dtype.itemsize)
+            size = self.parameter_bytes[parameter.value].used
             self._hold(key, "env", size, Category.COMMUNICATION)
 
     # --- backward --------------------------------------------------------------------------
@@ -275,10 +299,8 @@ class _Play:
 
     def _contribute(self, value: int) -> None:
         """A gradient has its full size from its first contribution on; at the end as stored."""
-        parameter, total = self.parameter_of[value], self.route.contributions[value]
-        itemsize = parameter.dtype.itemsize
-        stored = self._bytes(parameter.shape, parameter.stored, itemsize)
-        used = self._bytes(parameter.shape, parameter.used, itemsize)
+        total, size = self.route.contributions[value], self.parameter_bytes[value]
+        stored, used = size.stored, size.used
         if self.remaining[value] == total:
             self.live[Category.GRADIENTS] += used if total > 1 else stored
         self.remaining[value] -= 1

@@ -40,6 +40,7 @@ from autopar.lowering.shard import (
     block_function,
     block_interface,
     block_signature,
+    last_uses,
 )
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, R, State, local_shape
@@ -270,10 +271,10 @@ class _Lowering:
     def _live_interfaces(self, kept: frozenset[int]) -> list[tuple[Block, BlockInterface]]:
         """Interfaces of the blocks that matter, without outputs that nobody reads."""
         graph = self.graph
-        wanted = set(kept)
+        wanted, last_use = set(kept), last_uses(graph)
         result = []
         for block in reversed(graph.blocks):
-            interface = block_interface(graph, block, kept)
+            interface = block_interface(graph, block, kept, last_use)
             outputs = tuple(o for o in interface.outputs if o in wanted)
             if not outputs:
                 continue

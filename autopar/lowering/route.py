@@ -7,7 +7,7 @@ every step; they are made once. Nothing here depends on tensors or processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.lowering.pipeline import NO_STAGE
@@ -54,39 +54,57 @@ class Route:
 
 def route_of(program: RankProgram, device: int) -> Route:
     """The tables of the device at that position of the program's pipeline."""
-    shape, schedule = program.pipeline.shape, program.pipeline.schedule
-    orders = [_singles(schedule, d) for d in range(shape.num_devices)]
-    blocks = {
-        stage: tuple(i for i, s in enumerate(program.pipeline.stage_of_block) if s == stage)
-        for stage in range(shape.num_stages)
-    }
-    ends = _Ends.of(program)
-    dropped: dict[int, tuple[int, ...]] = {}
-    released: dict[int, tuple[int, ...]] = {}
-    for stage, positions in blocks.items():
-        kept = ends.crossing[stage].union(ends.finished[stage])
-        _note_last_uses(program, positions, kept, dropped, released)
-    counts = [_contributions(program, order, blocks) for order in orders]
-    incoming: dict[int, list[Action]] = {}
-    for action in orders[device]:
-        if action.kind in RECV_KINDS:
-            incoming.setdefault(peer_of(action, shape), []).append(action)
-    return Route(
-        device=device,
-        actions=tuple(orders[device]),
-        blocks=blocks,
-        dropped=dropped,
-        released=released,
-        crossing=ends.crossing,
-        finished=ends.finished,
-        updated=ends.updated,
-        copied=ends.copied,
-        loss_stage=ends.loss_stage,
-        contributions=counts[device],
-        summed=_summed(program, counts),
-        incoming={peer: tuple(found) for peer, found in incoming.items()},
-        arrived=_arrived(orders, device, shape),
-    )
+    return _Routes(program).of(device)
+
+
+def routes_of(program: RankProgram) -> Iterator[Route]:
+    """Those of every device of the pipeline, in order."""
+    routes = _Routes(program)
+    return (routes.of(device) for device in range(program.pipeline.num_devices))
+
+
+class _Routes:
+    """What the routes of a program share."""
+
+    def __init__(self, program: RankProgram) -> None:
+        shape, schedule = program.pipeline.shape, program.pipeline.schedule
+        self.program, self.shape = program, shape
+        self.orders = [_singles(schedule, d) for d in range(shape.num_devices)]
+        self.blocks = {
+            stage: tuple(i for i, s in enumerate(program.pipeline.stage_of_block) if s == stage)
+            for stage in range(shape.num_stages)
+        }
+        self.ends = ends = _Ends.of(program)
+        self.dropped: dict[int, tuple[int, ...]] = {}
+        self.released: dict[int, tuple[int, ...]] = {}
+        for stage, positions in self.blocks.items():
+            kept = ends.crossing[stage].union(ends.finished[stage])
+            _note_last_uses(program, positions, kept, self.dropped, self.released)
+        self.counts = [_contributions(program, order, self.blocks) for order in self.orders]
+        self.summed = _summed(program, self.counts)
+
+    def of(self, device: int) -> Route:
+        incoming: dict[int, list[Action]] = {}
+        for action in self.orders[device]:
+            if action.kind in RECV_KINDS:
+                incoming.setdefault(peer_of(action, self.shape), []).append(action)
+        ends = self.ends
+        return Route(
+            device=device,
+            actions=tuple(self.orders[device]),
+            blocks=self.blocks,
+            dropped=self.dropped,
+            released=self.released,
+            crossing=ends.crossing,
+            finished=ends.finished,
+            updated=ends.updated,
+            copied=ends.copied,
+            loss_stage=ends.loss_stage,
+            contributions=self.counts[device],
+            summed=self.summed,
+            incoming={peer: tuple(found) for peer, found in incoming.items()},
+            arrived=_arrived(self.orders, device, self.shape),
+        )
 
 
 def peer_of(action: Action, shape: PipelineShape) -> int:
@@ -196,18 +214,16 @@ def _arrived(
     The other device sent that message after it had used what it was sent, so it had received it.
     """
     arrived: dict[Action, list[Action]] = {}
+    answers: dict[int, dict[tuple[int, int | None, bool], Action]] = {}
     for action in orders[device]:
         if action.kind not in SEND_KINDS:
             continue
         peer = peer_of(action, shape)
-        theirs = orders[peer]
-        used = next(i for i, other in enumerate(theirs) if _uses(other, action))
-        answers = (
-            other
-            for other in theirs[used:]
-            if other.kind in SEND_KINDS and peer_of(other, shape) == device
-        )
-        answer = next(answers, None)
+        if peer not in answers:
+            answers[peer] = _answers(orders[peer], device, shape)
+        forward = action.kind is Kind.SEND_F
+        used_by = (action.stage + (1 if forward else -1), action.microbatch, forward)
+        answer = answers[peer].get(used_by)
         if answer is not None:
             step = 1 if answer.kind is Kind.SEND_F else -1
             kind = Kind.RECV_F if answer.kind is Kind.SEND_F else Kind.RECV_B
@@ -216,10 +232,16 @@ def _arrived(
     return {receive: tuple(sends) for receive, sends in arrived.items()}
 
 
-def _uses(action: Action, send: Action) -> bool:
-    """Whether ``action`` is the one that reads what ``send`` sends."""
-    forward = send.kind is Kind.SEND_F
-    kinds = (Kind.F,) if forward else (Kind.I, Kind.B)
-    stage = send.stage + (1 if forward else -1)
-    same = (action.stage, action.microbatch) == (stage, send.microbatch)
-    return same and action.kind in kinds
+def _answers(
+    order: Sequence[Action], device: int, shape: PipelineShape
+) -> dict[tuple[int, int | None, bool], Action]:
+    """By stage, micro-batch and whether it is a forward pass: the first that is sent to ``device``
+    once this has begun."""
+    found: dict[tuple[int, int | None, bool], Action] = {}
+    answer: Action | None = None
+    for action in reversed(order):
+        if action.kind in SEND_KINDS and peer_of(action, shape) == device:
+            answer = action
+        if answer is not None and action.kind in (Kind.F, Kind.I, Kind.B):
+            found[action.stage, action.microbatch, action.kind is Kind.F] = answer
+    return found

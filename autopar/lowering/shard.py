@@ -5,7 +5,7 @@ In comes a block and a strategy; out goes a plain function of local tensors that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,19 +28,28 @@ class BlockInterface:
     outputs: tuple[int, ...]
 
 
-def block_interface(graph: Graph, block: Block, kept: frozenset[int]) -> BlockInterface:
-    """``kept``: values wanted beyond the blocks (the loss, next buffers, the model's outputs)."""
+def last_uses(graph: Graph) -> dict[int, int]:
+    """Per value that an op reads, the last such op."""
+    return {value: op.index for op in graph.ops for value in op.inputs}
+
+
+def block_interface(
+    graph: Graph, block: Block, kept: frozenset[int], last_use: Mapping[int, int]
+) -> BlockInterface:
+    """``kept``: values wanted beyond the blocks (the loss, next buffers, the model's outputs).
+
+    ``last_use`` as `last_uses` makes it.
+    """
     ops = graph.block_ops(block)
     made = {o for op in ops for o in op.outputs if o is not None}
     entering = dict.fromkeys(i for op in ops for i in op.inputs if i not in made)
     is_parameter = {i: graph.values[i].kind is ValueKind.PARAMETER for i in entering}
-    used_later = {i for op in graph.ops[block.stop :] for i in op.inputs if i in made}
     return BlockInterface(
         inputs=tuple(i for i in entering if not is_parameter[i]),
         parameters=tuple(i for i in entering if is_parameter[i]),
         outputs=tuple(
             o for op in ops for o in op.outputs
-            if o is not None and (o in used_later or o in kept)
+            if o is not None and (last_use.get(o, -1) >= block.stop or o in kept)
         ),
     )  # fmt: skip
 

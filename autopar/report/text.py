@@ -81,6 +81,12 @@ def _schedule(plan: Plan) -> Rows:
         text += f", {schedule.num_microbatches} micro-batches"
     if not plan.is_pipeline:
         return [("schedule", text)]
+    found = schedule.pipeline()
+    if found is not None and found[1].shape.recomputed:
+        recomputed = found[1].shape.recomputed
+        every = len(recomputed) == schedule.num_stages
+        text += ", all stages" if every else f", stages {', '.join(map(str, recomputed))}"
+        text += " recomputed"
     return [
         ("schedule", f"{text}, {schedule.num_devices} pipeline devices"),
         ("stages begin at", ", ".join(schedule.first_blocks)),
@@ -92,6 +98,11 @@ def _times(plan: Plan) -> Rows:
     sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
     return [
         ("step", format_seconds(p.step_time_s)),
+        ("throughput", _throughput(plan)),
+        (
+            "model FLOPs",
+            f"{p.model_flops:.3g} a step: {p.model_flops_utilisation:.1%} of the devices' peak",
+        ),
         ("forward", format_seconds(p.forward_s)),
         ("backward", format_seconds(p.backward_s)),
         ("communication", f"{format_seconds(p.communication_s)}  ({p.communication_source})"),
@@ -101,12 +112,22 @@ def _times(plan: Plan) -> Rows:
     ]
 
 
+def _throughput(plan: Plan) -> str:
+    p = plan.prediction
+    texts = [f"{p.samples_per_s:,.4g} samples/s"]
+    if p.tokens_per_s is not None:
+        texts.insert(0, f"{p.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(texts)
+
+
 def _memory(plan: Plan) -> Rows:
     memory = plan.prediction.memory_bytes
     rows = [(name, format_bytes(size)) for name, size in memory.items()]
     if (resident := plan.prediction.resident_bytes) is not None:
         rows.append(("process grows by", format_bytes(resident)))
-    return [("total", format_bytes(sum(memory.values()))), *rows]
+    total = sum(memory.values())
+    usable = format_bytes(plan.cluster.usable_memory_bytes)
+    return [("total", f"{format_bytes(total)} of {usable}"), *rows]
 
 
 def _counted(texts: Sequence[str]) -> Rows:
@@ -142,9 +163,13 @@ def _meshes(plan: Plan) -> Rows:
 def _pipelines(plan: Plan) -> Rows:
     """The fastest combinations, then what was none, one row a reason."""
     found = sorted(plan.search.pipelines.items(), key=lambda item: item[1])
-    rows = [(name, format_seconds(time_s)) for name, time_s in found[:MAX_ROWS]]
+    step_s = plan.prediction.step_time_s
+    rows = [
+        (name, f"{format_seconds(time_s)} {time_s / step_s:.2f}x")
+        for name, time_s in found[:MAX_ROWS]
+    ]
     if len(found) > MAX_ROWS:
-        rows.append(("others", str(len(found) - MAX_ROWS)))
+        rows.append(("others, slower", str(len(found) - MAX_ROWS)))
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.search.not_pipelines.items():
         reasons.setdefault(reason.split("; ")[0], []).append(name)

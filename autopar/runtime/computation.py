@@ -7,7 +7,8 @@ of actions, communication between devices and reductions are the executor's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -66,6 +67,7 @@ class Computation(Generic[T]):
         self.fixed = fixed
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
+        self._keepers: Counter[int] = Counter()
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
@@ -107,7 +109,7 @@ class Computation(Generic[T]):
             for value in self.route.dropped[position]:
                 values.pop(value, None)
             for value in self.route.released[position]:
-                self.used.pop(value, None)
+                self._release(value)
 
     def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
         block, flight = self.program.blocks[position], self.flights[microbatch]
@@ -120,12 +122,28 @@ class Computation(Generic[T]):
         if keep:
             sources = {*kernel.input_sources, *kernel.weight_sources}
             kept = {i for kind, i in sources if kind == "operand"}
+            self._keepers.update(self._parameters_in(position, kept))
             flight.records[position] = _Record(
                 operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
             )
 
+    def _parameters_in(self, position: int, operands: Iterable[int]) -> list[int]:
+        interface = self.program.blocks[position].interface
+        num_inputs = len(interface.inputs)
+        return [interface.parameters[i - num_inputs] for i in operands if i >= num_inputs]
+
+    def _forget(self, position: int, record: _Record[T]) -> None:
+        """The backward pass of a block is through: parameters kept for it alone are let go."""
+        for value in self._parameters_in(position, record.operands):
+            self._keepers[value] -= 1
+            self._release(value)
+
+    def _release(self, value: int) -> None:
+        if not self._keepers[value]:
+            self.used.pop(value, None)
+
     def _fetch(self, value: int) -> T:
-        """A parameter in the placement that blocks use it in."""
+        """A parameter in the placement that blocks use it in; one copy for all micro-batches."""
         if value not in self.used:
             parameter = self._parameter_of[value]
             stored = self.stored[value]
@@ -178,10 +196,14 @@ class Computation(Generic[T]):
             block = self.program.blocks[position]
             kernel = self.program.kernels[block.kernel]
             record = flight.records.pop(position, None)
-            if record is None or not kernel.cotangents:
+            if record is None:
+                continue
+            if not kernel.cotangents:
+                self._forget(position, record)
                 continue
             cotangents = self._take(flight, block, kernel)
             arguments = self._run_input(position, microbatch, record, cotangents)
+            self._forget(position, record)
             if kernel.backward_weight is None:
                 continue
             if weights:

@@ -65,7 +65,18 @@ FIXED: list[tuple[int, dict[str, Any]]] = [
     (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
     (2, {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2, "max_grad_norm": 1e3}),
     (2, {"cuts": ["transformer.h.1"], "num_microbatches": 2, "schedule": "gpipe"}),
+    (2, {"num_stages": 2, "num_microbatches": 4, "recompute": True}),
+    (2, {"num_stages": 4, "schedule": "zb_v", "num_microbatches": 2, "recompute": True}),
     (4, {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}}),
+    (
+        4,
+        {
+            "num_stages": 2,
+            "num_microbatches": 2,
+            "mesh": {"dp": 2},
+            "constraints": [autopar.Force("zero3")],
+        },
+    ),
     (4, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 2, "mesh": {"tp": 2}}),
 ]
 
@@ -78,6 +89,8 @@ def test_what_the_user_fixes_trains_as_eager(
     schedule = compiled.plan.schedule
     assert schedule.num_microbatches == options["num_microbatches"]
     assert schedule.name == options.get("schedule", "1f1b")
+    recomputed = schedule.pipeline()[1].shape.recomputed
+    assert len(recomputed) == (schedule.num_stages if options.get("recompute") else 0)
     expected = reference_steps(model, batches(), sgd)
     got = trained(compiled)
     assert_same(

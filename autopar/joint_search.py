@@ -1,0 +1,299 @@
+"""The options of joint planning: every combination searched, every schedule simulated.
+
+In: what `autopar.joint` was given. Out: options with their times and the search's own count of
+their memory, and the reasons against all others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.capture import Captured
+from autopar.combinations import Combination, Combinations, Fixed
+from autopar.constraints import Constraint
+from autopar.cost_models import (
+    Cluster,
+    CommunicationModel,
+    ComputeModel,
+)
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.microbatches import Microbatches, analysed, with_totals
+from autopar.pipelines import (
+    PipelineChoice,
+    choose_stages,
+    pipeline_times,
+    recomputed,
+    residence_of,
+)
+from autopar.planner import (
+    Progress,
+    memory_budget,
+    search_priced,
+)
+from autopar.prediction import time_parts
+from autopar.pricing import Pricing
+from autopar.problem import WHOLE, Candidate, price_graph
+from autopar.report.text import format_bytes, format_seconds
+from autopar.schedules import Schedule, build
+from autopar.strategy import Analysis
+
+SEARCH_LIMIT_S = 20.0
+MARGIN, BUDGET_LIMIT_S = 0.8, 3.0
+"""Searches within the memory leave a margin, as more is counted than they see, and take so long."""
+CHAINS = ("1f1b", "zb_h1", "chimera")
+"""Schedules of one stage a device; gpipe holds more than 1f1b and ends no sooner."""
+TWICE = ("interleaved", "zb_v", "v_half", "v_min")
+"""Schedules of two stages a device."""
+INSTEAD_OF = {"v_half": "zb_v", "v_min": "zb_v"}
+"""Schedules that give up time to hold less than another: tried where that one does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to train, priced; without a pipeline it has no ``choice``.
+
+    ``candidate`` has the residence of its schedule. ``trial``: how often it was searched again
+    within less memory, because the memory counted was too much.
+    """
+
+    combination: Combination
+    candidate: Candidate
+    choice: PipelineChoice | None
+    time_s: float
+    trial: int = 0
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.choice is not None and bool(self.choice.schedule.shape.recomputed)
+
+    @property
+    def estimated_bytes(self) -> float:
+        return self.candidate.estimated_bytes
+
+    def __str__(self) -> str:
+        if self.choice is None:
+            return str(self.combination)
+        schedule, shape = self.choice.schedule.name, self.choice.schedule.shape
+        return (
+            f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
+            f"{shape.num_microbatches} micro-batches" + ", recomputed" * self.is_recomputed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a joint search is given."""
+
+    captured: Captured
+    cluster: Cluster
+    fixed: Fixed
+    constraints: list[Constraint]
+    compute: ComputeModel
+    communication: CommunicationModel
+    device_type: str
+    progress: Progress
+
+    @property
+    def budget_bytes(self) -> int:
+        return memory_budget(self.cluster, self.constraints)
+
+
+class Search:
+    """Every option there is, priced: see the module's docstring."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.fixed = setting.fixed
+        self.with_totals = cache(lambda: with_totals(setting.captured))
+        self.analysed = cache(self._analysed)
+        self.schedule = cache(self._schedule)
+        self.space = Combinations(
+            Analysis(setting.captured.graph), setting.cluster, setting.fixed, setting.compute,
+            setting.communication, setting.budget_bytes,
+        )  # fmt: skip
+        self.options: list[Option] = []
+        self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
+        self.best_s = math.inf
+        self.alone_on: set[Mesh] = set()
+        self.times_s: dict[str, float] = {}
+        self.reasons: dict[str, str] = {}
+        self.deadline_s = time.monotonic() + SEARCH_LIMIT_S
+
+    def run(self) -> Search:
+        """Price the combinations in the order of their guesses."""
+        self.space.check()
+        order = sorted(self.space.all(), key=lambda each: (self.space.guess_s(each), str(each)))
+        for combination in order:
+            reason = self._reason_against(combination)
+            if reason is None:
+                self._price(combination)
+            else:
+                self.reasons.setdefault(str(combination), reason)
+        return self
+
+    def fits(self, option: Option, ratio: float = 1.0) -> bool:
+        """Whether it seems to fit; ``ratio`` is counted memory to the search's own count."""
+        return option.estimated_bytes * ratio <= self.setting.budget_bytes
+
+    def _analysed(self, num: int) -> tuple[Captured, Analysis, Microbatches | None]:
+        if num == 1:
+            return analysed(self.setting.captured, 1)
+        captured, analysis = self.with_totals()
+        return captured, analysis, Microbatches(analysis, num)
+
+    def _reason_against(self, combination: Combination) -> str | None:
+        bound_s = self.space.bound_s(combination)
+        if bound_s >= self.best_s:
+            return f"takes {format_seconds(bound_s)} or more, even without any communication"
+        if combination.num_devices == 1 and combination.mesh in self.alone_on:
+            return "fewer micro-batches fit, and are no slower without a pipeline"
+        if time.monotonic() > self.deadline_s:
+            return f"not tried: the search had taken {SEARCH_LIMIT_S:.0f} s"
+        return None
+
+    def _price(self, combination: Combination) -> None:
+        """Search the sharding, then simulate every schedule that there is."""
+        setting, num = self.setting, combination.num_microbatches
+        setting.progress(f"search {combination}, on mesh {combination.mesh}")
+        try:
+            _, analysis, microbatches = self.analysed(num)
+        except AutoparError as error:
+            self.reasons.setdefault(f"{num} micro-batches", str(error))
+            return
+        pricing = Pricing(
+            analysis, combination.mesh, setting.cluster, setting.compute, setting.communication,
+            microbatches,
+        )  # fmt: skip
+        try:
+            found = search_priced(price_graph(pricing), setting.constraints, None)
+        except AutoparError as error:
+            self.reasons.setdefault(str(combination), str(error))
+            return
+        key = combination.num_devices, num
+        self.unrestricted.setdefault(key, []).append(found)
+        always = self.fixed.recompute is True
+        if always and combination.num_devices == 1:
+            self.reasons.setdefault(str(combination), "has no stages to recompute")
+            return
+        options = self._options(combination, found, recompute=always)
+        if options and not any(map(self.fits, options)):
+            self._within_memory(combination, min(options, key=lambda option: option.time_s))
+
+    def _within_memory(self, combination: Combination, fastest: Option) -> None:
+        """Recompute, and search again within the memory, where that may still be the best."""
+        tight = [fastest]
+        if fastest.time_s < self.best_s and self.may_recompute(fastest):
+            again = self._options(combination, fastest.candidate, recompute=True)
+            if again and not any(map(self.fits, again)):
+                tight.append(min(again, key=lambda option: option.time_s))
+        for option in tight:
+            if option.time_s >= self.best_s or time.monotonic() > self.deadline_s:
+                continue
+            cutoff_s = self.best_s * combination.num_devices
+            found = self.restricted(option, MARGIN * self.setting.budget_bytes, cutoff_s)
+            if found.solution.assignment:
+                self._options(combination, found, recompute=option.is_recomputed)
+
+    def may_recompute(self, option: Option) -> bool:
+        return (
+            self.fixed.recompute is None
+            and option.choice is not None
+            and not option.choice.schedule.shape.recomputed
+        )
+
+    def restricted(
+        self, option: Option, target_bytes: float, cutoff_s: float = math.inf
+    ) -> Candidate:
+        """The best sharding of an option within so many bytes by the search's own count, if its
+        devices work for less than ``cutoff_s`` together; it may have none."""
+        return search_priced(
+            option.candidate.priced, self.setting.constraints, target_bytes, cutoff_s,
+            BUDGET_LIMIT_S,
+        )  # fmt: skip
+
+    # --- options ------------------------------------------------------------------------------
+    def _options(
+        self, combination: Combination, candidate: Candidate, *, recompute: bool
+    ) -> list[Option]:
+        """Every schedule over one strategy, simulated and noted."""
+        if combination.num_devices == 1:
+            return [self._note(self._alone(combination, candidate))]
+        found: list[Option] = []
+        for name, num_stages in self._schedules(combination.num_devices):
+            beside = INSTEAD_OF.get(name)
+            if any(self.fits(o) for o in found if o.choice and o.choice.schedule.name == beside):
+                continue
+            option = self.simulated(combination, candidate, name, num_stages, recompute=recompute)
+            if option is not None:
+                found.append(self._note(option))
+        return found
+
+    def _alone(self, combination: Combination, candidate: Candidate) -> Option:
+        candidate = replace(candidate, priced=replace(candidate.priced, residence=WHOLE))
+        return Option(
+            combination=combination, candidate=candidate, choice=None,
+            time_s=time_parts(candidate).step_s,
+        )  # fmt: skip
+
+    def simulated(
+        self,
+        combination: Combination,
+        candidate: Candidate,
+        name: str,
+        num_stages: int,
+        *,
+        recompute: bool,
+        trial: int = 0,
+    ) -> Option | None:
+        """An option, or None with the reason noted."""
+        num_devices, num = combination.num_devices, combination.num_microbatches
+        try:
+            made = self.schedule(name, num_stages, num, num_devices)
+            choice = PipelineChoice(schedule=recomputed(made) if recompute else made)
+            priced = replace(candidate.priced, residence=residence_of(choice.schedule))
+            candidate = replace(candidate, priced=priced)
+            stages = choose_stages(candidate, choice, self.setting.communication)
+            times = pipeline_times(candidate, stages, choice.schedule, self.setting.communication)
+        except AutoparError as error:
+            where = f"{name}, {num_stages} stages on {num_devices}, {num} micro-batches"
+            self.reasons.setdefault(where, str(error))
+            return None
+        return Option(
+            combination=combination, candidate=candidate, choice=choice,
+            time_s=times.step_s, trial=trial,
+        )  # fmt: skip
+
+    def _note(self, option: Option) -> Option:
+        name = str(option)
+        if self.fits(option):
+            self.best_s = min(self.best_s, option.time_s)
+            self.times_s[name] = min(self.times_s.get(name, math.inf), option.time_s)
+            if option.choice is None:
+                self.alone_on.add(option.combination.mesh)
+        else:
+            self.reasons.setdefault(
+                name,
+                f"would take {format_seconds(option.time_s)}, but needs about "
+                f"{format_bytes(option.estimated_bytes)} of "
+                f"{format_bytes(self.setting.budget_bytes)}",
+            )
+        self.options.append(option)
+        return option
+
+    def _schedule(self, name: str, num_stages: int, num: int, num_devices: int) -> Schedule:
+        options = {"num_devices": num_devices} if name == "interleaved" else {}
+        return build(name, num_stages=num_stages, num_microbatches=num, **options)
+
+    def _schedules(self, num_devices: int) -> list[tuple[str, int]]:
+        found = [(name, num_devices) for name in CHAINS]
+        found += [(name, 2 * num_devices) for name in TWICE]
+        wanted = self.fixed.num_stages
+        return [
+            (name, stages)
+            for name, stages in found
+            if stages <= self.space.num_blocks and wanted in (None, stages)
+        ]
