@@ -152,7 +152,7 @@ def _reads_of(analysis: Analysis) -> _Reads:
 def kept_bytes(analysis: Analysis) -> float:
     """Bytes of all activations of the whole batch that derivatives read, unsplit."""
     values, reads = analysis.graph.values, _reads_of(analysis)
-    total = sum(values[i].size_bytes for i in reads.relays)
+    total = float(sum(values[i].size_bytes for i in reads.relays))
     for op in analysis.graph.ops:
         kept = reads.kept[op.index]
         total += sum(share * values[op.inputs[p]].size_bytes for p, share in kept.operands)
