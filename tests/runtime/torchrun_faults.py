@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,13 +68,13 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
         raise
 
 
-def when_doing(pattern: str, do: functools.partial[None] | object) -> None:
+def when_doing(pattern: str, do: Callable[[], None]) -> None:
     """``do`` as soon as this process is in such an action."""
 
     def watch() -> None:
         while not re.search(pattern, whereabouts.current()):
             time.sleep(5e-5)
-        do()  # type: ignore[operator]
+        do()
 
     threading.Thread(target=watch, daemon=True).start()
 
