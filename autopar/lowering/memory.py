@@ -118,6 +118,8 @@ class _Play:
             self.live[Category.BUFFERS] += self.round(math.prod(b.shape) * b.dtype.itemsize)
         for i in program.inputs:
             self.live[Category.INPUTS] += self._bytes(i.shape, i.placements, i.dtype.itemsize)
+        self.due = {v for a in self.route.late_updates for v in self.route.parameters[a.stage]}
+        self.live[Category.GRADIENTS] += sum(map(self._gradient_bytes, self.due))
 
     def _bytes(self, shape: tuple[int, ...], placements: Placements, itemsize: int) -> int:
         return self.round(math.prod(local_shape(shape, placements, self.program.mesh)) * itemsize)
@@ -142,9 +144,21 @@ class _Play:
             if not holders:
                 self.live[category] -= self.sizes.pop(key)
 
+    def _gradient_bytes(self, value: int) -> int:
+        parameter = self.parameter_of[value]
+        return self._bytes(parameter.shape, parameter.stored, parameter.dtype.itemsize)
+
+    def _update_late(self, stage: int) -> None:
+        """The gradients of the last step are let go of."""
+        for value in self.due.intersection(self.route.parameters[stage]):
+            self.live[Category.GRADIENTS] -= self._gradient_bytes(value)
+            self.due.discard(value)
+
     def run(self) -> ProgramMemory:
         for action in self.route.actions:
             stage, microbatch = action.stage, action.microbatch
+            if action in self.route.late_updates:
+                self._update_late(stage)
             if microbatch is None:
                 continue
             recomputed = stage in self.program.pipeline.shape.recomputed
@@ -276,9 +290,8 @@ class _Play:
     def _contribute(self, value: int) -> None:
         """A gradient has its full size from its first contribution on; at the end as stored."""
         parameter, total = self.parameter_of[value], self.route.contributions[value]
-        itemsize = parameter.dtype.itemsize
-        stored = self._bytes(parameter.shape, parameter.stored, itemsize)
-        used = self._bytes(parameter.shape, parameter.used, itemsize)
+        stored = self._gradient_bytes(value)
+        used = self._bytes(parameter.shape, parameter.used, parameter.dtype.itemsize)
         if self.remaining[value] == total:
             self.live[Category.GRADIENTS] += used if total > 1 else stored
         self.remaining[value] -= 1

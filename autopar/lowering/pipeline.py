@@ -26,6 +26,7 @@ from autopar.schedules import (
     step,
     verify,
     with_communication,
+    with_reductions,
 )
 from autopar.schedules.communication import message_of
 
@@ -120,6 +121,10 @@ def with_pipeline(
     updated by several replicas; ScheduleError where the schedule breaks a rule.
     """
     _check_schedule(program, schedule)
+    if schedule.shape.num_replicas > 1 and not schedule.shape.reduces:
+        # Eagerly: while a device waits for others, the sums over replicas cost nothing.
+        unit = Durations(F=1.0, I=1.0, W=1.0, G=1.0)
+        schedule = with_reductions(schedule, unit, hidden_share=0.0)
     if not schedule.explicit_communication:
         schedule = with_communication(schedule, Durations(F=1.0, I=1.0, W=1.0))
     stages = tuple(
@@ -147,14 +152,31 @@ def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
         )
     for row in schedule.devices:
         for item in row:
-            if item.lag or item.action.kind in (Kind.O, Kind.L):
-                reason = (
-                    "belongs to the last training step" if item.lag else "keeps values on the host"
-                )
+            reason = _why_not_run(item, schedule.shape)
+            if reason is not None:
                 raise PlanError(
-                    f"schedule {schedule.name!r}: {item} {reason}, which is simulated but not run; "
-                    "use a schedule without such steps, such as schedule='1f1b'"
+                    f"schedule {schedule.name!r}: {item} {reason}; it is simulated but not run. "
+                    "Use a schedule without such steps, such as schedule='1f1b'"
                 )
+
+
+def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
+    """Why the executor does not run a step; None where it does."""
+    kind = item.action.kind
+    if kind in (Kind.O, Kind.L):
+        return "keeps values on the host"
+    if item.lag and kind is not Kind.U:
+        return "computes gradients of the last training step beside this one's"
+    if item.lag and shape.num_devices > 1:
+        return (
+            "updates weights with the last training step's gradients, on several pipeline devices"
+        )
+    return None
+
+
+def has_late_updates(program: RankProgram) -> bool:
+    """Whether the schedule updates weights with the gradients of the step before."""
+    return any(item.lag for row in program.pipeline.schedule.devices for item in row)
 
 
 class _Cut:

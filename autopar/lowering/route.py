@@ -28,10 +28,15 @@ class Route:
       its stage reads and no later stage needs;
     * ``crossing``: per stage what it sends on, ``finished`` what leaves the program from it;
     * ``updated``: per stage the buffers whose next value it makes; ``copied`` those whose next
-      value no stage makes; ``loss_stage``: the stage that makes the loss;
+      value no stage makes; ``loss_stage``: the stage that makes the loss, ``num_losses``: how many
+      parts of it this device makes;
+    * ``parameters``: per stage the trainable ones that it uses;
+    * ``late_updates``: the updates of the last step's gradients;
     * ``contributions``: how often each parameter's gradient is added to in a step;
-    * ``summed``: parameters held by several devices whose gradients are summed over these devices,
-      by devices; equal on all of them;
+    * ``replicated``: per stage on this device with replicas on others, all these devices, and the
+      parameters of that stage alone, whose gradients are summed over them;
+    * ``summed``: other parameters held by several devices whose gradients are summed over these
+      devices, by devices; equal on all of them;
     * ``incoming``: per other device the receives from it, in the order in which it sends;
     * ``arrived``: per receive, the sends of this device that must have arrived before it.
     """
@@ -46,7 +51,11 @@ class Route:
     updated: dict[int, tuple[BufferProgram, ...]]
     copied: tuple[BufferProgram, ...]
     loss_stage: int
+    num_losses: int
+    parameters: dict[int, tuple[int, ...]]
+    late_updates: frozenset[Action]
     contributions: Counter[int]
+    replicated: dict[int, tuple[tuple[int, ...], tuple[ParameterProgram, ...]]]
     summed: dict[tuple[int, ...], tuple[ParameterProgram, ...]]
     incoming: dict[int, tuple[Action, ...]]
     arrived: dict[Action, tuple[Action, ...]]
@@ -67,6 +76,8 @@ def route_of(program: RankProgram, device: int) -> Route:
         kept = ends.crossing[stage].union(ends.finished[stage])
         _note_last_uses(program, positions, kept, dropped, released)
     counts = [_contributions(program, order, blocks) for order in orders]
+    parameters = _trained(program, blocks)
+    replicated, summed = _summed(program, parameters, counts)
     incoming: dict[int, list[Action]] = {}
     for action in orders[device]:
         if action.kind in RECV_KINDS:
@@ -82,8 +93,12 @@ def route_of(program: RankProgram, device: int) -> Route:
         updated=ends.updated,
         copied=ends.copied,
         loss_stage=ends.loss_stage,
+        num_losses=sum((a.kind, a.stage) == (Kind.F, ends.loss_stage) for a in orders[device]),
+        parameters=parameters,
+        late_updates=frozenset(item.action for item in schedule.devices[device] if item.lag),
         contributions=counts[device],
-        summed=_summed(program, counts),
+        replicated={s: found for s, found in replicated.items() if device in found[0]},
+        summed=summed,
         incoming={peer: tuple(found) for peer, found in incoming.items()},
         arrived=_arrived(orders, device, shape),
     )
@@ -176,16 +191,43 @@ def _contributions(
     return counts
 
 
+def _trained(
+    program: RankProgram, blocks: dict[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    trainable = {p.value for p in program.parameters if p.trainable}
+    used = {
+        stage: {value for place in places for value in program.blocks[place].interface.parameters}
+        for stage, places in blocks.items()
+    }
+    return {stage: tuple(sorted(trainable & values)) for stage, values in used.items()}
+
+
+_Summed = tuple[tuple[int, ...], tuple[ParameterProgram, ...]]
+
+
 def _summed(
-    program: RankProgram, counts: Sequence[Counter[int]]
-) -> dict[tuple[int, ...], tuple[ParameterProgram, ...]]:
+    program: RankProgram,
+    parameters: dict[int, tuple[int, ...]],
+    counts: Sequence[Counter[int]],
+) -> tuple[dict[int, _Summed], dict[tuple[int, ...], tuple[ParameterProgram, ...]]]:
+    """Parameters held by several devices: by the one stage that uses them, and the others by
+    these devices."""
+    users = Counter(value for values in parameters.values() for value in values)
+    stage_of = {value: stage for stage, values in parameters.items() for value in values}
+    of_stages: dict[int, list[ParameterProgram]] = {}
     found: dict[tuple[int, ...], list[ParameterProgram]] = {}
     for parameter in program.parameters:
-        if len(parameter.devices) > 1 and any(
-            counts[d][parameter.value] for d in parameter.devices
-        ):
-            found.setdefault(parameter.devices, []).append(parameter)
-    return {devices: tuple(found[devices]) for devices in sorted(found)}
+        value, devices = parameter.value, parameter.devices
+        if len(devices) == 1 or not any(counts[d][value] for d in devices):
+            continue
+        if users[value] == 1:
+            of_stages.setdefault(stage_of[value], []).append(parameter)
+        else:
+            found.setdefault(devices, []).append(parameter)
+    return (
+        {stage: (group[0].devices, tuple(group)) for stage, group in of_stages.items()},
+        {devices: tuple(found[devices]) for devices in sorted(found)},
+    )
 
 
 def _arrived(

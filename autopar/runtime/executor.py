@@ -17,7 +17,7 @@ from autopar.lowering.route import Route, route_of
 from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.machine import Links, Machine, Phase
-from autopar.runtime.reductions import Reductions
+from autopar.runtime.reductions import Reductions, Updater
 from autopar.runtime.whereabouts import padded, say
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
@@ -30,12 +30,14 @@ _REDUCED = padded("the reductions of gradients and of the loss")
 class StepResult(Generic[T]):
     """Of one step: the loss (replicated), gradients in stored placement, and next buffers.
 
-    Gradients and buffers are those of this device's stages.
+    Gradients and buffers are those of this device's stages. With an updater there are no gradients:
+    what was not updated is in ``reductions``, and may still be on its way.
     """
 
     loss: T
     gradients: Mapping[int, T]
     buffers: Mapping[int, T]
+    reductions: Reductions[T]
 
 
 class Executor(Generic[T]):
@@ -76,27 +78,36 @@ class Executor(Generic[T]):
         parameters: Mapping[int, T],
         buffers: Mapping[int, T],
         batches: Sequence[Mapping[int, T]],
+        updater: Updater[T] | None = None,
     ) -> StepResult[T]:
-        """Forward and backward of all micro-batches, in the order of the schedule."""
+        """Forward and backward of all micro-batches, and updates, in the order of the schedule.
+
+        Without an ``updater`` nothing is updated, and all gradients are waited for.
+        """
         assert self.program.loss is not None
         self._fix(buffers)
         run = self._computation(parameters, buffers, self._early(buffers, batches))
-        play = _Play(self, run)
+        play = _Play(self, run, updater)
         play.run()
-        run.finish()
         say(_REDUCED)
-        gradients = play.reductions.finish()
+        play.reductions.begin_rest()
+        run.finish()
         loss = self._total_loss(self.program.loss, run)
-        return StepResult(loss=loss, gradients=gradients, buffers=run.following)
+        gradients: dict[int, T] = {}
+        if updater is None:
+            for arrived in play.reductions.arrivals():
+                gradients.update(arrived)
+        return StepResult(
+            loss=loss, gradients=gradients, buffers=run.following, reductions=play.reductions
+        )
 
     def _total_loss(self, output: OutputProgram, run: Computation[T]) -> T:
         """The sum of what the devices of the loss's stage have, on all devices."""
         num_devices = self.program.pipeline.num_devices
-        if run.loss is None:
+        own = run.whole_loss()
+        if own is None:
             own = self.machine.filled(output.meta, 0.0)
-        else:
-            own = run.whole(output, run.loss)
-        return self.links.sum_over(tuple(range(num_devices)), [own])[0]
+        return self.links.start_sum(tuple(range(num_devices)), [own])()[0]
 
     def _computation(
         self,
@@ -155,11 +166,14 @@ class Executor(Generic[T]):
 class _Play(Generic[T]):
     """One pass through a device's actions."""
 
-    def __init__(self, executor: Executor[T], run: Computation[T]) -> None:
+    def __init__(
+        self, executor: Executor[T], run: Computation[T], updater: Updater[T] | None = None
+    ) -> None:
         self.program = executor.program
         self.route: Route = executor.route
         self.labels = executor.labels
         self.compute = run
+        self.updater = updater
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
         self.reductions = Reductions(
             self.program, self.route, executor.machine, executor.links, run.partial
@@ -184,7 +198,8 @@ class _Play(Generic[T]):
             self.reductions.start_stage(stage)
             return
         if kind is Kind.U:
-            return  # by the optimizer, when the step's gradients are there
+            self._update(action)
+            return
         assert microbatch is not None
         if kind in SEND_KINDS:
             self._send(action, microbatch)
@@ -204,6 +219,13 @@ class _Play(Generic[T]):
             self._receive(Action(stage, Kind.RECV_B, microbatch, 1, action.replica))
             weights = kind is Kind.B
             self._reduce(self.compute.backward(stage, microbatch, weights=weights))
+
+    def _update(self, action: Action) -> None:
+        values = self.route.parameters[action.stage]
+        if self.updater is not None and action in self.route.late_updates:
+            self.updater.update_last(values)
+        elif self.updater is not None:
+            self.updater.update(values, self.reductions)
 
     def _reduce(self, completed: Iterable[list[int]]) -> None:
         for values in completed:

@@ -189,6 +189,8 @@ class LockstepMachine:
         results = [self.run(module, [operand])[0] for module, operand in moves]
         return lambda: results
 
+    start_gradients = start_moves
+
     def filled(self, meta: TensorMeta, fill: float) -> Shards:
         return [
             torch.full(meta.shape, fill, dtype=meta.dtype) for _ in range(self.mesh.num_devices)

@@ -56,6 +56,13 @@ class Machine(Protocol[T]):
         """
         ...
 
+    def start_gradients(
+        self, moves: Sequence[tuple[fx.GraphModule, T]]
+    ) -> Callable[[], Sequence[T]]:
+        """As `start_moves`; where reductions last into the next step, none of its collectives
+        queues behind them."""
+        ...
+
 
 class Links(Protocol[T]):
     """Carries values between this device of a pipeline and others: rank to rank of equal place.
@@ -71,8 +78,9 @@ class Links(Protocol[T]):
         """Begin to receive contiguous values; the returned call waits for them."""
         ...
 
-    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
-        """The sums over some devices, on each of them; this device is one of them."""
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        """Begin to sum over some devices, of which this is one; the returned call gives the sums,
+        on each of them."""
         ...
 
     def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
@@ -89,8 +97,8 @@ class NoLinks(Generic[T]):
     def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
         raise AssertionError(f"there is no device {device}")
 
-    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
-        return values
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        return lambda: values
 
     def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
         assert value is not None

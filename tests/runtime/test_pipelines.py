@@ -12,6 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from autopar.lowering.pipeline import with_pipeline
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed, lower_training
 from autopar.planner import make_planned
-from autopar.schedules import Durations, Schedule, build, with_reductions
+from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
 from autopar.stages import (
     Stages,
     lower_pipeline,
@@ -324,11 +325,22 @@ def test_other_micro_batches_are_refused() -> None:
         with_pipeline(case.lowered(2, ALONE, 0), stages, made)
 
 
-def test_steps_of_the_last_iteration_are_refused() -> None:
+def test_weight_gradients_of_the_last_step_are_refused() -> None:
     case = case_of("gpt2")
-    made = build("conventional", num_stages=2, num_microbatches=2, reduces=True)
-    with pytest.raises(PlanError, match=r"U~1 .*last training step"):
-        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), made)
+    made = build("multi_stream", num_stages=2, num_microbatches=1, placement={1: 2})
+    with pytest.raises(PlanError, match=r"1W0@side~1 computes gradients of the last training step"):
+        with_pipeline(case.lowered(1, ALONE, 0), case.stages(2).of(case.captured.graph), made)
+
+
+def test_late_updates_of_several_pipeline_devices_are_refused() -> None:
+    case = case_of("gpt2")
+    made = build("1f1b", num_stages=2, num_microbatches=2)
+    late = tuple(
+        (step(Action(device, Kind.U), lag=1), *row) for device, row in enumerate(made.devices)
+    )
+    late_made = replace(made, shape=replace(made.shape, updates=True), devices=late)
+    with pytest.raises(PlanError, match=r"0U~1 updates weights with the last .* several pipeline"):
+        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), late_made)
 
 
 def test_cuts_name_blocks_or_modules() -> None:
