@@ -121,10 +121,7 @@ def with_pipeline(
     updated by several replicas; ScheduleError where the schedule breaks a rule.
     """
     _check_schedule(program, schedule)
-    if schedule.shape.num_replicas > 1 and not schedule.shape.reduces:
-        # Eagerly: while a device waits for others, the sums over replicas cost nothing.
-        unit = Durations(F=1.0, I=1.0, W=1.0, G=1.0)
-        schedule = with_reductions(schedule, unit, hidden_share=0.0)
+    schedule = with_replica_sums(schedule)
     if not schedule.explicit_communication:
         schedule = with_communication(schedule, Durations(F=1.0, I=1.0, W=1.0))
     stages = tuple(
@@ -139,6 +136,16 @@ def with_pipeline(
         loss=None if program.loss is None else cut.output(program.loss),
         outputs=tuple(cut.output(output) for output in program.outputs),
     )
+
+
+def with_replica_sums(schedule: Schedule) -> Schedule:
+    """With a reduction as soon as the last W of a stage is done, where stages have replicas.
+
+    They run beside what is computed; while a device waits for others, they cost nothing.
+    """
+    if schedule.shape.num_replicas == 1 or schedule.shape.reduces:
+        return schedule
+    return with_reductions(schedule, Durations(F=1.0, I=1.0, W=1.0, G=1.0), hidden_share=0.0)
 
 
 def _check_schedule(program: RankProgram, schedule: Schedule) -> None:

@@ -17,6 +17,7 @@ import torch
 from autopar.cost_models import Cluster
 from torch import nn
 
+import autopar
 from autopar.batch_norm import with_batch_norm
 from autopar.capture import Captured, capture
 from autopar.constraints import Constraint, Force
@@ -181,3 +182,33 @@ def test_whoever_looks_at_the_state_waits(groups: Groups, tmp_path: Path) -> Non
     resumed = case.runner(groups, program, optimizer=adam)
     resumed.load(tmp_path / "state")
     assert train(resumed, case) == near(rest)
+
+
+@pytest.mark.parametrize("schedule", ["conventional", "reverse_first_k"])
+def test_by_the_schedules_name(
+    schedule: str, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the user's side: k by prices, evaluation between steps, and a replayed plan."""
+    monkeypatch.setattr(
+        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
+    )
+    case = case_of("gpt2")
+    options = {"example_inputs": case.batches[0], "optimizer": adam, "profile_limit_s": 0}
+    compiled = autopar.compile(
+        case.model, 2, schedule=schedule, num_stages=3, constraints=Force("data_parallel"),
+        **options,
+    )  # fmt: skip
+    made = compiled.plan.schedule
+    assert (made.name, made.num_devices, made.num_stages) == (schedule, 1, 3)
+    assert "3 stages on every device" in str(compiled.plan)
+    expected = eager_losses(case, adam)
+    model, evaluated = copy.deepcopy(case.model), case.batches[-1]
+    losses = []
+    for batch in case.batches:
+        losses.append(compiled.train_step(**batch).item())
+        logits = compiled.eval()(**evaluated).logits
+        compiled.copy_to(model)
+        torch.testing.assert_close(logits, model.eval()(**evaluated).logits.detach())
+    assert losses == near(expected)
+    replayed = autopar.compile(case.model, 2, plan=compiled.plan, **options)
+    assert [replayed.train_step(**b).item() for b in case.batches] == near(expected)
