@@ -42,16 +42,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.schedules import Kind
 
 RESULT = Path(__file__).parent / "results" / "overlap.json"
 LINKS: dict[str, float | None] = {"full": None, "1gbit": 1e9 / 8}
 """Bandwidths in bytes a second; None is the link as it is."""
 SMALL_BYTES = 64 * 1024
-NUM_STAGES, STEPS = 8, 4
+STEPS = 8
+NUM_STAGES = {"resnet50": 18}
+"""As many as there are residual units and transformer layers, and what lies around them."""
 OURS = {
-    "autopar": {},
-    "autopar conventional": {"schedule": "conventional", "num_stages": NUM_STAGES},
-    "autopar reverse-first-k": {"schedule": "reverse_first_k", "num_stages": NUM_STAGES},
+    "autopar": None,
+    "autopar conventional": "conventional",
+    "autopar reverse-first-k": "reverse_first_k",
 }
 make_optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
 Steps = Callable[[], Any]
@@ -143,14 +146,15 @@ def worker(case: str, link: str, rounds: int, out: Path) -> None:
     contenders = {"DDP": ddp_steps(case, slow)}
     if slow is not None:
         slow.install()
-    for name, options in OURS.items():
-        contenders[name] = our_steps(case, bandwidth, options)
+    orders: dict[str, list[int]] = {}
+    for name, schedule in OURS.items():
+        contenders[name], orders[name] = our_steps(case, bandwidth, schedule)
     losses = {name: steps() for name, steps in contenders.items()}
     for name, loss in losses.items():
         torch.testing.assert_close(loss, losses["DDP"], rtol=1e-3, atol=1e-3, msg=name)
     times = timed(contenders, rounds, warm_up=0)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(row(case, link, times)))
+        out.write_text(json.dumps(row(case, link, times, orders)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -177,7 +181,8 @@ def ddp_steps(case: str, slow: SlowLink | None) -> Steps:
     return steps
 
 
-def our_steps(case: str, bandwidth: float | None, options: dict[str, Any]) -> Steps:
+def our_steps(case: str, bandwidth: float | None, schedule: str | None) -> tuple[Steps, list[int]]:
+    """Ours under a schedule, and the order in which it reduces the stages."""
     model, batch = fresh(case)
     cluster = autopar.Cluster.detect(dist.get_world_size())
     if bandwidth is not None:
@@ -185,8 +190,12 @@ def our_steps(case: str, bandwidth: float | None, options: dict[str, Any]) -> St
         cluster = structs.replace(cluster, levels=tuple(levels))
     compiled = autopar.compile(
         model, cluster, example_inputs=batch, optimizer=make_optimizer, batch_norm="local",
-        constraints=autopar.Force("data_parallel"), **options,
+        constraints=autopar.Force("data_parallel"), schedule=schedule,
+        num_stages=None if schedule is None else NUM_STAGES.get(case, 8),
     )  # fmt: skip
+    staged = compiled.plan.schedule.pipeline()
+    steps_of = staged[1].devices[0] if staged is not None else ()
+    order = [item.action.stage for item in steps_of if item.action.kind is Kind.G]
 
     def steps() -> Tensor:
         for _ in range(STEPS):
@@ -194,10 +203,12 @@ def our_steps(case: str, bandwidth: float | None, options: dict[str, Any]) -> St
         compiled.gradients()  # waits for the last reductions and updates
         return loss
 
-    return steps
+    return steps, order
 
 
-def row(case: str, link: str, times: dict[str, list[float]]) -> dict[str, Any]:
+def row(
+    case: str, link: str, times: dict[str, list[float]], orders: dict[str, list[int]]
+) -> dict[str, Any]:
     def ratios(own: str) -> dict[str, float]:
         rounds = [a / b for a, b in zip(times[own], times["DDP"])]
         medians = statistics.median(times[own]) / statistics.median(times["DDP"])
@@ -211,6 +222,7 @@ def row(case: str, link: str, times: dict[str, list[float]]) -> dict[str, Any]:
         "case": case,
         "link": link,
         "median_s": {name: round(statistics.median(found), 4) for name, found in each.items()},
+        "stages_reduced_in_order": {name: order for name, order in orders.items() if order},
         "over_ddp": {name: ratios(name) for name in OURS},
         "times_s": each,
     }

@@ -248,17 +248,21 @@ class _Cut:
             if buffer.following is not None:
                 stage = self.made_in.get(buffer.following.value, NO_STAGE)
             if stage != NO_STAGE:
-                self._check_buffer(buffer.name, buffer.value, stage)
-                buffer = replace(buffer, device=self.shape.placement[0][stage])
+                self._check_buffer(buffer, stage)
+                devices = self._devices_of({stage})
+                shared = devices if self.shape.num_replicas > 1 else ()
+                buffer = replace(buffer, device=self.shape.placement[0][stage], shared=shared)
             result.append(buffer)
         return tuple(result)
 
-    def _check_buffer(self, name: str, value: int, stage: int) -> None:
-        if self.shape.num_replicas > 1:
+    def _check_buffer(self, buffer: BufferProgram, stage: int) -> None:
+        name, value = buffer.name, buffer.value
+        if self.shape.num_replicas > 1 and buffer.factor is None:
             raise PlanError(
                 f"buffer {name!r} is updated in stage {stage}, of which this schedule has "
-                f"{self.shape.num_replicas} replicas, each with other micro-batches; use a "
-                "schedule with one replica, such as schedule='1f1b'"
+                f"{self.shape.num_replicas} replicas, each with other micro-batches; only the "
+                "running statistics of a batch norm with a momentum, and counts, are put together "
+                "from these. Use a schedule with one replica, such as schedule='1f1b'"
             )
         readers = {
             other

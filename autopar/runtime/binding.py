@@ -7,6 +7,7 @@ no look-up by name. An all-reduce whose operand nobody else reads works in place
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ class ProcessMachine:
 
     def add_to(self, left: Tensor, right: Tensor) -> None:
         left.add_(right)
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
+        return functools.reduce(torch.add, [value * weight for weight, value in terms])
 
     def contiguous(self, value: Tensor) -> Tensor:
         return value.contiguous()

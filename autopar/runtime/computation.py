@@ -16,6 +16,7 @@ from autopar.lowering.pipeline import NO_STAGE
 from autopar.lowering.program import BlockProgram, BufferProgram, OutputProgram, RankProgram
 from autopar.lowering.route import Route
 from autopar.runtime.machine import Machine, Phase
+from autopar.runtime.shared_buffers import Made
 
 T = TypeVar("T")
 
@@ -47,9 +48,10 @@ class Flight(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Moving(Generic[T]):
-    """The next values of some buffers, on their way to all devices."""
+    """What a micro-batch made of some buffers, on its way to all ranks."""
 
-    buffers: tuple[int, ...]
+    microbatch: int
+    buffers: tuple[BufferProgram, ...]
     wait: Callable[[], Sequence[T]]
 
 
@@ -82,6 +84,7 @@ class Computation(Generic[T]):
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
         self.following: dict[int, T] = {}
+        self.made: list[Made[T]] = []
         self.loss: T | None = None
         self._whole_loss: Callable[[], Sequence[T]] | None = None
         self._num_losses = 0
@@ -155,7 +158,7 @@ class Computation(Generic[T]):
     def finish_forward(self, stage: int, microbatch: int) -> None:
         """Take the loss's part and the next buffers from what F of a stage has made."""
         values, crossing = self.flights[microbatch].values, self.route.crossing[stage]
-        self._follow(stage, self.route.updated[stage], values)
+        self._follow(stage, microbatch, self.route.updated[stage], values)
         if stage == self.route.loss_stage:
             self._add_loss(values)
         for value in self.route.finished[stage]:
@@ -182,12 +185,16 @@ class Computation(Generic[T]):
         constants."""
         last = len(self.flights) - 1
         copies = [b.following.value for b in self.route.copied if b.following is not None]
-        self._follow(NO_STAGE, self.route.copied, {v: self.value(last, v) for v in copies})
+        self._follow(NO_STAGE, last, self.route.copied, {v: self.value(last, v) for v in copies})
         for stage in tuple(self._moving):
             self._arrive(stage)
 
     def _follow(
-        self, stage: int, updated: Sequence[BufferProgram], values: Mapping[int, T]
+        self,
+        stage: int,
+        microbatch: int,
+        updated: Sequence[BufferProgram],
+        values: Mapping[int, T],
     ) -> None:
         """Take a stage's next buffers; those that are communicated are there at its next F."""
         moved, moves = [], []
@@ -195,19 +202,25 @@ class Computation(Generic[T]):
             assert buffer.following is not None
             value, kernel = values[buffer.following.value], buffer.following.kernel
             if kernel is None:
-                self.following[buffer.value] = self.buffers[buffer.value] = value
+                self._set_buffer(buffer, microbatch, value)
                 continue
-            moved.append(buffer.value)
+            moved.append(buffer)
             moves.append((self.program.kernels[kernel].forward, value))
         if moves:
-            self._moving[stage] = _Moving(tuple(moved), self.machine.start_moves(moves))
+            wait = self.machine.start_moves(moves)
+            self._moving[stage] = _Moving(microbatch, tuple(moved), wait)
 
     def _arrive(self, stage: int) -> None:
         moving = self._moving.pop(stage, None)
         if moving is not None:
-            arrived = dict(zip(moving.buffers, moving.wait()))
-            self.following.update(arrived)
-            self.buffers.update(arrived)
+            for buffer, value in zip(moving.buffers, moving.wait()):
+                self._set_buffer(buffer, moving.microbatch, value)
+
+    def _set_buffer(self, buffer: BufferProgram, microbatch: int, value: T) -> None:
+        if buffer.shared:  # with other replicas, which have other micro-batches
+            self.made.append(Made(buffer.value, microbatch, value))
+        else:
+            self.following[buffer.value] = self.buffers[buffer.value] = value
 
     def whole(self, output: OutputProgram, value: T) -> T:
         """A value that leaves the program, made whole."""

@@ -8,6 +8,7 @@ travel in `autopar.runtime.exchange`, and where graphs run in `autopar.runtime.m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,6 +19,7 @@ from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.machine import Links, Machine, Phase
 from autopar.runtime.reductions import Reductions, Updater
+from autopar.runtime.shared_buffers import combined
 from autopar.runtime.whereabouts import padded, say
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
@@ -40,8 +42,21 @@ class StepResult(Generic[T]):
     reductions: Reductions[T]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTime:
+    """When an action computed, or began to send, on the machine's monotonic clock; on a GPU, when
+    it was launched. Waits for messages are before its start."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
 class Executor(Generic[T]):
-    """One program on one machine. Parameters and buffers are handed in, never owned."""
+    """One program on one machine. Parameters and buffers are handed in, never owned.
+
+    ``times`` has the actions of the last pass that compute or send.
+    """
 
     def __init__(
         self, program: RankProgram, machine: Machine[T], links: Links[T], device: int = 0
@@ -52,6 +67,7 @@ class Executor(Generic[T]):
         self.route = route_of(program, device)
         self.labels = tuple(padded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
+        self.times: list[ActionTime] = []
 
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
@@ -92,6 +108,10 @@ class Executor(Generic[T]):
         say(_REDUCED)
         play.reductions.begin_rest()
         run.finish()
+        device = self.route.device
+        run.following.update(
+            combined(self.program, device, self.machine, self.links, buffers, run.made)
+        )
         loss = self._total_loss(self.program.loss, run)
         gradients: dict[int, T] = {}
         if updater is None:
@@ -180,6 +200,8 @@ class _Play(Generic[T]):
         )
         self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
         self.outputs = frozenset(o.value for o in self.program.outputs)
+        self.times = executor.times
+        self.times.clear()
 
     def run(self) -> None:
         for label, action in zip(self.labels, self.route.actions):
@@ -205,8 +227,17 @@ class _Play(Generic[T]):
             self._send(action, microbatch)
         elif kind in RECV_KINDS:
             self.exchange.post(action)
-        elif kind is Kind.F:
-            self._receive(Action(stage, Kind.RECV_F, microbatch, 1, action.replica))
+        else:
+            if kind in (Kind.F, Kind.I, Kind.B):
+                received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+                self._receive(Action(stage, received, microbatch, 1, action.replica))
+            start_s = time.perf_counter()
+            self._compute(action, microbatch)
+            self.times.append(ActionTime(action=action, start_s=start_s, end_s=time.perf_counter()))
+
+    def _compute(self, action: Action, microbatch: int) -> None:
+        stage, kind = action.stage, action.kind
+        if kind is Kind.F:
             self.compute.forward(stage, microbatch, keep=self.keep)
             if self.keep:
                 self.compute.finish_forward(stage, microbatch)
@@ -216,7 +247,6 @@ class _Play(Generic[T]):
             self._reduce(self.compute.weights(stage, microbatch))
         else:
             assert kind in (Kind.I, Kind.B), action
-            self._receive(Action(stage, Kind.RECV_B, microbatch, 1, action.replica))
             weights = kind is Kind.B
             self._reduce(self.compute.backward(stage, microbatch, weights=weights))
 

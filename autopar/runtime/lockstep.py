@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -179,6 +180,10 @@ class LockstepMachine:
     def add_to(self, left: Shards, right: Shards) -> None:
         for a, b in zip(left, right):
             a.add_(b)
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
+        scaled = [[x * weight for x in value] for weight, value in terms]
+        return functools.reduce(self.add, scaled)
 
     def contiguous(self, value: Shards) -> Shards:
         return [x.contiguous() for x in value]

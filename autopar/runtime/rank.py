@@ -24,7 +24,7 @@ from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import ActionTime, Executor
 from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
     MakeOptimizer,
@@ -103,7 +103,10 @@ class RankRuntime:
             labels_of(program),
             program.num_microbatches,
             num_devices=program.pipeline.num_devices,
-            device_sets={p.devices for p in program.parameters if len(p.devices) > 1},
+            device_sets={
+                *(p.devices for p in program.parameters if len(p.devices) > 1),
+                *(b.shared for b in program.buffers if len(b.shared) > 1),
+            },
             reduces_late=has_late_updates(program),
         )
         self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
@@ -198,6 +201,10 @@ class RankRuntime:
         self.num_steps += 1
         say(NOTHING)
         return loss
+
+    def action_times(self) -> list[ActionTime]:
+        """Of the last training step on this rank."""
+        return list(self._training.executor.times)
 
     def _clip(self) -> None:
         """Clip the gradients and note their norm before."""
