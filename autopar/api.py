@@ -87,6 +87,8 @@ def plan(
       or what it makes. The schedule says how many pipeline devices there are, which share the
       cluster's devices evenly. With ``"auto"`` pipeline devices, micro-batches and schedule are
       searched together with the sharding, whatever of them is not given; see `autopar.joint`.
+      ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines:
+      all devices have all stages, and reduce each stage's gradients into the next step.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
     * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them

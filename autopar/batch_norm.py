@@ -17,9 +17,12 @@ from typing import Any
 
 from autopar.capture import Captured
 from autopar.errors import InputError
-from autopar.graph import Graph
+from autopar.graph import Graph, Ref
 
 _TRAINED = "aten._native_batch_norm_legit_functional.default"
+_STATISTICS, _MOMENTUM = (3, 4), 6
+"""Places of the running mean and variance among its operands, and its results; of the momentum."""
+_ADD = "aten.add.Tensor"
 
 
 class BatchNorm(StrEnum):
@@ -53,3 +56,20 @@ def with_batch_norm(captured: Captured, statistics: BatchNorm | str) -> Captured
 def batch_norm_of(graph: Graph) -> BatchNorm:
     """The kind that a graph has; global where there is no batch norm that trains."""
     return BatchNorm.LOCAL if any(op.per_shard for op in graph.ops) else BatchNorm.GLOBAL
+
+
+def carried_factor(graph: Graph, buffer: int) -> float | None:
+    """By what a step multiplies a buffer before it adds what depends on the batch alone.
+
+    1 less the momentum of running statistics, 1 of a count of batches; None of anything else.
+    """
+    following = dict(graph.mutations).get(buffer)
+    for op in graph.ops:
+        if following is None or following not in op.outputs:
+            continue
+        place = op.outputs.index(following)
+        if op.target_name == _TRAINED and place in _STATISTICS and op.args[place] == Ref(buffer):
+            return 1.0 - float(op.args[_MOMENTUM])
+        if op.target_name == _ADD and op.args[0] == Ref(buffer) and not isinstance(op.args[1], Ref):
+            return 1
+    return None

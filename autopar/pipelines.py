@@ -15,6 +15,7 @@ from autopar.blocks import MIN_OPS
 from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
+from autopar.lowering.pipeline import with_replica_sums
 from autopar.placement import local_shape
 from autopar.pricing import OpTable, Pricing
 from autopar.problem import Candidate, NodeKind, Residence
@@ -29,6 +30,7 @@ from autopar.schedules import (
     verify,
     with_recomputation,
 )
+from autopar.schedules.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.stages import Stages, staged_blocks, stages_from_cuts
@@ -39,10 +41,14 @@ DEFAULT_SCHEDULE = "1f1b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineChoice:
-    """What the user fixed: the schedule, and where stages begin if that too."""
+    """What the user fixed: the schedule, and where stages begin if that too.
+
+    With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices.
+    """
 
     schedule: Schedule
     cuts: tuple[str, ...] | None = None
+    searches_k: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -94,7 +100,11 @@ def pipeline_choice(
             f"pipeline devices, which do not divide {num_devices} devices; use a number of stages "
             "whose pipeline does"
         )
-    return PipelineChoice(schedule=made, cuts=None if cuts is None else tuple(cuts))
+    return PipelineChoice(
+        schedule=made,
+        cuts=None if cuts is None else tuple(cuts),
+        searches_k=schedule == "reverse_first_k",
+    )
 
 
 def recomputed(schedule: Schedule) -> Schedule:
@@ -130,6 +140,10 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) 
     options: dict[str, int] = {}
     if name in ("interleaved", "fast_forward"):
         options["num_devices"] = num_devices
+    elif name == "conventional":
+        options["reduces"] = True
+    elif name == "reverse_first_k":
+        options["k"] = 0  # until there are prices
     try:
         return build(name, num_stages=num_stages, num_microbatches=num_microbatches, **options)
     except AutoparError as error:
@@ -292,6 +306,9 @@ def choose_stages(
         )
     times = strategy_times(candidate).blocks
     ranks = (0, candidate.mesh.num_devices)
+    if choice.num_devices == 1:
+        starts = cut_chain([times[n].total_s for n in names], [0.0] * (len(names) - 1), num_stages)
+        return Stages(first_blocks=tuple(names[start] for start in starts))
     traffic_s = [
         2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
         for size_bytes in _crossing_bytes(candidate)
@@ -331,53 +348,84 @@ class PipelineTimes:
     bubble_share: float
 
 
+def chosen_schedule(
+    candidate: Candidate,
+    stages: Stages,
+    choice: PipelineChoice,
+    communication: CommunicationModel,
+) -> Schedule:
+    """The schedule that was asked for; of reverse-first-k the one whose steps follow fastest."""
+    if not choice.searches_k:
+        return choice.schedule
+    num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
+    made = [
+        build("reverse_first_k", num_stages=num_stages, num_microbatches=num, k=k)
+        for k in range(num_stages + 1)
+    ]
+    return min(made, key=lambda s: pipeline_times(candidate, stages, s, communication).step_s)
+
+
 def pipeline_times(
     candidate: Candidate, stages: Stages, schedule: Schedule, communication: CommunicationModel
 ) -> PipelineTimes:
-    """Simulate the schedule over the priced stages; parameters' own costs come after it."""
+    """Simulate the schedule over the priced stages.
+
+    What of the parameters' own costs the schedule does not have as actions comes after it. Where
+    updates belong to the step before, steps follow each other.
+    """
+    schedule = with_replica_sums(schedule)
     times = strategy_times(candidate)
     stage_of = stages.of(candidate.priced.pricing.graph)
     per_stage = [
         [times.blocks[name] for name, stage in stage_of.items() if stage == s]
         for s in range(stages.num_stages)
     ]
+    own = _own_costs(candidate, stage_of, schedule, times, communication)
     durations = Durations(
         F=tuple(sum(b.forward_s for b in blocks) for blocks in per_stage),
         I=tuple(sum(b.input_grad_s for b in blocks) for blocks in per_stage),
         W=tuple(sum(b.weight_grad_s for b in blocks) for blocks in per_stage),
+        G=tuple(own.reduce_s),
+        U=tuple(own.update_s),
     )
-    timeline = simulate(schedule, durations, _links(candidate, stages, communication))
-    move_s, update_s = _after(candidate, stage_of, schedule, times, communication)
-    busy_s = covered_by_device(timeline.intervals, schedule.shape.num_devices)
-    busiest = max(range(len(busy_s)), key=busy_s.__getitem__)
-    forward_s, backward_s, inside_s = _spent(timeline, busiest, per_stage)
+    is_late = any(item.lag for row in schedule.devices for item in row)
+    num_iterations = STEADY_ITERATIONS if is_late else 1
+    links = _links(candidate, stages, communication)
+    timeline = simulate(schedule, durations, links, num_iterations=num_iterations)
+    num_devices = schedule.shape.num_devices
+    last = max(range(num_devices), key=lambda d: own.move_after_s[d] + own.update_after_s[d])
+    busy_s = covered_by_device(timeline.intervals, num_devices)
+    busiest = max(range(num_devices), key=busy_s.__getitem__)
+    spent = _spent(timeline, busiest, per_stage)
     return PipelineTimes(
-        step_s=timeline.makespan_s + move_s + update_s,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        communication_s=inside_s + move_s,
-        update_s=update_s,
+        step_s=timeline.period_s + own.move_after_s[last] + own.update_after_s[last],
+        forward_s=spent["forward"] / num_iterations,
+        backward_s=spent["backward"] / num_iterations,
+        communication_s=spent["communication"] / num_iterations + own.move_after_s[last],
+        update_s=spent["update"] / num_iterations + own.update_after_s[last],
         bubble_share=timeline.bubble_ratio,
     )
 
 
 def _spent(
     timeline: Timeline, device: int, per_stage: Sequence[Sequence[BlockTimes]]
-) -> tuple[float, float, float]:
-    """Seconds of a device's forwards and backwards, and of the collectives inside."""
-    forward_s = backward_s = inside_s = 0.0
+) -> dict[str, float]:
+    """Seconds of a device's forwards, backwards and updates, and of the communication inside."""
+    spent = dict.fromkeys(("forward", "backward", "communication", "update"), 0.0)
     there = [sum(b.forward_communication_s for b in blocks) for blocks in per_stage]
     back = [sum(b.backward_communication_s for b in blocks) for blocks in per_stage]
     for item in timeline.of_device(device):
         kind, stage = item.action.kind.value, item.action.stage
         if kind in ("F", "R"):
-            forward_s += item.duration_s - there[stage] * item.action.span
-            inside_s += there[stage] * item.action.span
+            spent["forward"] += item.duration_s - there[stage] * item.action.span
+            spent["communication"] += there[stage] * item.action.span
         elif kind in ("I", "B", "W"):
             inside = back[stage] * item.action.span if kind != "W" else 0.0
-            backward_s += item.duration_s - inside
-            inside_s += inside
-    return forward_s, backward_s, inside_s
+            spent["backward"] += item.duration_s - inside
+            spent["communication"] += inside
+        elif kind in ("G", "U"):
+            spent["communication" if kind == "G" else "update"] += item.duration_s
+    return spent
 
 
 def _links(candidate: Candidate, stages: Stages, communication: CommunicationModel) -> Links:
@@ -398,42 +446,64 @@ def _links(candidate: Candidate, stages: Stages, communication: CommunicationMod
     )
 
 
-def _after(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnCosts:
+    """Seconds once a step for parameters: moved between placements, summed over the devices that
+    hold them, updated. By stage what the schedule has as G and U, by device what comes after it."""
+
+    reduce_s: list[float]
+    update_s: list[float]
+    move_after_s: list[float]
+    update_after_s: list[float]
+
+
+def _own_costs(
     candidate: Candidate,
     stage_of: Mapping[str, int],
     schedule: Schedule,
     times: StrategyTimes,
     communication: CommunicationModel,
-) -> tuple[float, float]:
-    """Seconds after the last action, on the device with most of them: parameters are moved between
-    placements and summed over the devices that hold them; then they are updated."""
-    size, strategy = candidate.mesh.num_devices, candidate.strategy()
-    moves_s = [0.0] * schedule.shape.num_devices
-    updates_s = [0.0] * schedule.shape.num_devices
-    for value, devices in _holders(candidate, stage_of, schedule).items():
+) -> _OwnCosts:
+    """A parameter that several stages use is reduced with the first of them, on one device; on
+    several devices at the end."""
+    size, strategy, shape = candidate.mesh.num_devices, candidate.strategy(), schedule.shape
+    costs = _OwnCosts(
+        reduce_s=[0.0] * shape.num_stages,
+        update_s=[0.0] * shape.num_stages,
+        move_after_s=[0.0] * shape.num_devices,
+        update_after_s=[0.0] * shape.num_devices,
+    )
+    users = _users(candidate, stage_of)
+    for value, stages in users.items():
+        devices = tuple(sorted({row[s] for row in shape.placement for s in stages})) or (0,)
         parameter, move_s = strategy.graph.values[value], times.move_s.get(value, 0.0)
         if len(devices) > 1 and parameter.differentiable:
-            shape = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
-            size_bytes = math.prod(shape) * parameter.dtype.itemsize
+            local = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
+            size_bytes = math.prod(local) * parameter.dtype.itemsize
             ranks = tuple(device * size for device in devices)
             move_s += communication.estimate("all_reduce", size_bytes, ranks).time_s
+        in_stage = len(stages) == 1 or (bool(stages) and len(devices) == 1)
+        if in_stage and shape.reduces:
+            costs.reduce_s[min(stages)] += move_s
+        if in_stage and shape.updates:
+            costs.update_s[min(stages)] += times.update_s.get(value, 0.0)
         for device in devices:
-            moves_s[device] += move_s
-            updates_s[device] += times.update_s.get(value, 0.0)
-    last = max(range(len(moves_s)), key=lambda device: moves_s[device] + updates_s[device])
-    return moves_s[last], updates_s[last]
+            if not (in_stage and shape.reduces):
+                costs.move_after_s[device] += move_s
+            if not (in_stage and shape.updates):
+                costs.update_after_s[device] += times.update_s.get(value, 0.0)
+    return costs
 
 
-def _holders(
-    candidate: Candidate, stage_of: Mapping[str, int], schedule: Schedule
-) -> dict[int, tuple[int, ...]]:
-    """The pipeline devices that hold each parameter."""
-    analysis, placement = candidate.priced.pricing.analysis, schedule.shape.placement
+def _users(candidate: Candidate, stage_of: Mapping[str, int]) -> dict[int, set[int]]:
+    """The stages that use each parameter."""
+    analysis = candidate.priced.pricing.analysis
     block_of = _block_of_ops(analysis.graph)
-    holders = {}
-    for parameter in analysis.graph.parameters:
-        uses = analysis.consumers.get(parameter.index, ())
-        stages = {stage_of[block_of[op]] for op, _ in uses if block_of[op] in stage_of}
-        found = {row[stage] for row in placement for stage in stages}
-        holders[parameter.index] = tuple(sorted(found)) or (0,)
-    return holders
+    return {
+        parameter.index: {
+            stage_of[block_of[op]]
+            for op, _ in analysis.consumers.get(parameter.index, ())
+            if block_of[op] in stage_of
+        }
+        for parameter in analysis.graph.parameters
+    }

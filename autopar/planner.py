@@ -28,6 +28,7 @@ from autopar.pipelines import (
     PipelineChoice,
     PipelineTimes,
     choose_stages,
+    chosen_schedule,
     pipeline_times,
     residence_of,
 )
@@ -36,7 +37,9 @@ from autopar.plan import Plan, SchedulePlan, SearchReport, make_plan
 from autopar.prediction import predict, redundant_ops, search_report
 from autopar.pricing import Pricing
 from autopar.problem import WHOLE, Candidate, NodeKind, PricedGraph, Residence, price_graph
+from autopar.schedules import Schedule
 from autopar.search import Status, solve
+from autopar.stages import Stages
 from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
@@ -306,27 +309,32 @@ class Lowering:
     pipeline: PipelineChoice | None
     communication: CommunicationModel
 
+    def staged(self, best: Candidate) -> tuple[Stages, Schedule] | None:
+        """Where the stages begin, and what runs them; None without stages."""
+        if self.pipeline is None:
+            return None
+        stages = choose_stages(best, self.pipeline, self.communication)
+        return stages, chosen_schedule(best, stages, self.pipeline, self.communication)
+
     def lowered(self, best: Candidate) -> tuple[RankProgram, ProgramMemory]:
         strategy, num = best.strategy(), best.num_microbatches
         program = lower_training(strategy, num, device_type=self.device_type)
-        if self.pipeline is not None:
-            stages = choose_stages(best, self.pipeline, self.communication)
-            program = with_pipeline(program, stages.of(strategy.graph), self.pipeline.schedule)
+        staged = self.staged(best)
+        if staged is not None:
+            stages, schedule = staged
+            program = with_pipeline(program, stages.of(strategy.graph), schedule)
         return program, program_memory(program, num_optimizer_states=OPTIMIZER_STATES)
 
     def times(self, best: Candidate) -> PipelineTimes | None:
         """The simulated step of a pipeline."""
-        if self.pipeline is None:
-            return None
-        stages = choose_stages(best, self.pipeline, self.communication)
-        schedule = self.pipeline.schedule
-        return pipeline_times(best, stages, schedule, self.communication)
+        staged = self.staged(best)
+        return None if staged is None else pipeline_times(best, *staged, self.communication)
 
     def schedule_plan(self, best: Candidate) -> SchedulePlan:
-        if self.pipeline is None:
+        staged = self.staged(best)
+        if staged is None:
             return SchedulePlan(num_microbatches=best.num_microbatches)
-        stages = choose_stages(best, self.pipeline, self.communication)
-        return SchedulePlan.of(stages, self.pipeline.schedule)
+        return SchedulePlan.of(*staged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

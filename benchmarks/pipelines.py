@@ -6,7 +6,9 @@ Both processes hold each contender's own copy of one model, a chain of transform
 optimizer. Each round runs one step of each contender, in a new order, after a barrier; a step's
 time is that of the slower process. Printed and kept in benchmarks/results/pipelines.json: medians,
 and ours over torch's for each schedule, also round by round; before anything is timed, both must
-have made the same losses.
+have made the same losses. Then each of our schedules' bubble, the share of both devices' time
+between the first and the last action in which they neither compute nor hand out a message, beside
+that of the schedule simulated with the medians of the measured actions and of a message.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,8 @@ import torch.nn.functional as F
 from runtime import timed
 from setting import num_cores, setting
 from torch import Tensor, nn
+
+from autopar.schedules import Durations, Links, simulate
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
@@ -97,8 +103,9 @@ def worker(rounds: int, out: Path) -> None:
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
         contenders[name], contenders[f"torch {name}"] = ours, theirs
     times = timed(contenders, rounds)
+    bubbles = {name: bubble(contenders[name]) for name in SCHEDULES}
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(times))
+        out.write_text(json.dumps({"times": times, "bubbles": bubbles}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -122,7 +129,77 @@ def our_step(name: str) -> Step:
         schedule=name, num_microbatches=NUM_MICROBATCHES,
         cuts=[f"layers.{first}" for first in range(size, NUM_LAYERS, size)],
     )  # fmt: skip
-    return lambda: compiled.train_step(x, y).item()
+    return OurStep(compiled, (x, y))
+
+
+class OurStep:
+    """A step of ours, and the record of its actions."""
+
+    def __init__(self, compiled: Any, batch: tuple[Tensor, Tensor]) -> None:
+        self.compiled = compiled
+        self.batch = batch
+
+    def __call__(self) -> float:
+        return self.compiled.train_step(*self.batch).item()
+
+
+def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
+    """The measured bubble (median over steps) and the simulated one, as shares of the makespan."""
+    measured, makespans_s = [], []
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(num_steps):
+        dist.barrier()
+        step()
+        ranks = step.compiled.action_times()
+        spans = [(t.start_s, t.end_s) for times in ranks for t in times]
+        makespan_s = max(end for _, end in spans) - min(start for start, _ in spans)
+        makespans_s.append(makespan_s)
+        measured.append(1 - sum(end - start for start, end in spans) / makespan_s / len(ranks))
+        for times in ranks:
+            for place, taken_s in with_sends(times):
+                seconds.setdefault(place, []).append(taken_s)
+    _, schedule = step.compiled.plan.schedule.pipeline()
+    stages = range(schedule.shape.num_stages)
+    medians = {place: statistics.median(found) for place, found in seconds.items()}
+    durations = Durations(
+        **{k: [medians.get((k, s), 0.0) for s in stages] for k in ("F", "I", "W", "B")}
+    )
+    timeline = simulate(schedule, durations, Links(latency_s=message_s()))
+    found = statistics.median(measured)
+    return {
+        "measured": round(found, 4),
+        "simulated": round(timeline.bubble_ratio, 4),
+        "error": round(timeline.bubble_ratio / found - 1, 3),
+        "measured_makespan_s": round(statistics.median(makespans_s), 4),
+        "simulated_makespan_s": round(timeline.makespan_s, 4),
+    }
+
+
+def with_sends(times: list[Any]) -> list[tuple[tuple[str, int], float]]:
+    """Seconds of each computing action (its kind and stage) and of the sends right behind it."""
+    found: list[tuple[tuple[str, int], float]] = []
+    for item in times:
+        kind, taken_s = item.action.kind.value, item.end_s - item.start_s
+        if kind.startswith("SEND"):
+            found[-1] = (found[-1][0], found[-1][1] + taken_s)
+        else:
+            found.append(((kind, item.action.stage), taken_s))
+    return found
+
+
+def message_s(num: int = 50) -> float:
+    """Median seconds of a stage boundary's message from one process to the other."""
+    tensor, peer = torch.zeros(BATCH // NUM_MICROBATCHES, LENGTH, WIDTH), 1 - dist.get_rank()
+    taken = []
+    for _ in range(num):
+        start_s = time.perf_counter()
+        for sends in (dist.get_rank() == 0, dist.get_rank() == 1):
+            if sends:
+                dist.send(tensor, peer)
+            else:
+                dist.recv(tensor, peer)
+        taken.append((time.perf_counter() - start_s) / 2)
+    return statistics.median(taken)
 
 
 def torch_step(name: str) -> Step:
@@ -156,9 +233,8 @@ def torch_step(name: str) -> Step:
     return step
 
 
-def write(times: dict[str, list[float]]) -> None:
-    import statistics
-
+def write(found: dict[str, Any]) -> None:
+    times: dict[str, list[float]] = found["times"]
     rows = {}
     for name in SCHEDULES:
         ours, theirs = times[name], times[f"torch {name}"]
@@ -168,13 +244,16 @@ def write(times: dict[str, list[float]]) -> None:
             "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
             "median_of_rounds": round(statistics.median(a / b for a, b in zip(ours, theirs)), 3),
         }
-        print(f"{name}: {rows[name]}", flush=True)
+        print(f"{name}: {rows[name]}")
+        print(f"    bubble: {found['bubbles'][name]}", flush=True)
     document = {
         **setting("torch"),
         "model": f"{NUM_LAYERS} layers of {WIDTH}, {BATCH} sequences of {LENGTH}, "
         f"{NUM_MICROBATCHES} micro-batches",
         "target": "1.00 or less of torch.distributed.pipelining",
         "schedules": rows,
+        "target_of_bubbles": "simulated within 10% of measured",
+        "bubbles": found["bubbles"],
         "times_s": {name: [round(t, 4) for t in each] for name, each in times.items()},
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n")

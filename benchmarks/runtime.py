@@ -155,10 +155,12 @@ def compiled_trainer(case: str, constraints: Sequence[Any], **options: Any) -> S
     return step
 
 
-def timed(contenders: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def timed(
+    contenders: dict[str, Step], rounds: int, warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
     """Seconds of each round's step of each contender, on the slowest rank."""
     for step in contenders.values():
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             step()
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in contenders}

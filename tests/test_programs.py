@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.constraints import Force, Pin
+from autopar.lowering.differentiate import TensorMeta, trace_kernel
 from autopar.planner import Planned, make_planned
 from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 
@@ -166,3 +169,39 @@ def test_fewer_key_heads_than_devices_leave_no_query_head_computed_twice(
     pins = {"scaled_dot_product_attention*": choice}
     _, query, _ = attention_planned(mesh, pins, heads, shared)
     assert query[1] == heads // 4
+
+
+def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
+    """Both kinds of convolution: I makes the inputs' gradients alone, W all others, as autograd."""
+
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, weight, bias, other = operands
+        y = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        return (torch.nn.functional.conv_transpose2d(y.relu(), other),)
+
+    shapes = [(2, 3, 5, 5), (4, 3, 3, 3), (4,), (4, 2, 3, 3)]
+    operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    kernel = trace_kernel(
+        function, [TensorMeta.of(x) for x in operands], [True] * 4, [False, True, True, True],
+        torch.device("cpu"),
+    )  # fmt: skip
+    assert kernel.backward_input is not None
+    assert kernel.backward_weight is not None
+    output, *saved = kernel.forward(*operands)
+    cotangent = torch.randn_like(output)
+    known = {"operand": operands, "saved": saved, "cotangent": [cotangent]}
+    made = kernel.backward_input(*(known[kind][i] for kind, i in kernel.input_sources))
+    known["handed"] = list(made[len(kernel.input_grads) :])
+    late = kernel.backward_weight(*(known[kind][i] for kind, i in kernel.weight_sources))
+    leaves = [x.clone().requires_grad_() for x in operands]
+    expected = torch.autograd.grad(function(leaves)[0], leaves, cotangent)
+    got = dict([*zip(kernel.input_grads, made), *zip(kernel.weight_grads, late)])
+    for place, gradient in enumerate(expected):
+        torch.testing.assert_close(got[place], gradient)
+    masks = [
+        list(node.args[10])
+        for module in (kernel.backward_input, kernel.backward_weight)
+        for node in module.graph.nodes
+        if node.target is torch.ops.aten.convolution_backward.default
+    ]
+    assert masks == [[True, False, False]] * 2 + [[False, True, False], [False, True, True]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -164,6 +165,33 @@ def _clean(module: fx.GraphModule) -> None:
         elif node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
     module.graph.eliminate_dead_code()
+    _split_convolutions(module)
+
+
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_OUTPUT_MASK = 10
+
+
+def _split_convolutions(module: fx.GraphModule) -> None:
+    """Let a convolution's input gradient and its weight gradients be two calls, for I and W.
+
+    They are two computations in every backend, which one call only names together.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not _CONVOLUTION_BACKWARD:
+            continue
+        mask: Any = node.args[_OUTPUT_MASK]
+        of_input, *of_weights = mask
+        if not of_input or not any(of_weights):
+            continue
+        with graph.inserting_after(node):
+            weights = graph.node_copy(node)
+        weights.args = (*node.args[:_OUTPUT_MASK], [False, *of_weights])
+        node.args = (*node.args[:_OUTPUT_MASK], [True, False, False])
+        for part in list(node.users):
+            if part.args[1] != 0:
+                part.replace_input_with(node, weights)
 
 
 def _is_view(node: fx.Node) -> bool:

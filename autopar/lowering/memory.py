@@ -145,6 +145,8 @@ class _Play:
         for i in program.inputs:
             size = _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
             self.live[Category.INPUTS] += size
+        self.due = {v for a in self.route.late_updates for v in self.route.parameters[a.stage]}
+        self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
 
     def _at(self, where: str, working: int) -> None:
         now = self.live.copy()
@@ -166,9 +168,17 @@ class _Play:
             if not holders:
                 self.live[category] -= self.sizes.pop(key)
 
+    def _update_late(self, stage: int) -> None:
+        """The gradients of the last step are let go of."""
+        for value in self.due.intersection(self.route.parameters[stage]):
+            self.live[Category.GRADIENTS] -= self.parameter_bytes[value].stored
+            self.due.discard(value)
+
     def run(self) -> ProgramMemory:
         for action in self.route.actions:
             stage, microbatch = action.stage, action.microbatch
+            if action in self.route.late_updates:
+                self._update_late(stage)
             if microbatch is None:
                 continue
             recomputed = stage in self.program.pipeline.shape.recomputed

@@ -26,6 +26,7 @@ from autopar.schedules import (
     step,
     verify,
     with_communication,
+    with_reductions,
 )
 from autopar.schedules.communication import message_of
 
@@ -120,6 +121,7 @@ def with_pipeline(
     updated by several replicas; ScheduleError where the schedule breaks a rule.
     """
     _check_schedule(program, schedule)
+    schedule = with_replica_sums(schedule)
     if not schedule.explicit_communication:
         schedule = with_communication(schedule, Durations(F=1.0, I=1.0, W=1.0))
     stages = tuple(
@@ -136,6 +138,16 @@ def with_pipeline(
     )
 
 
+def with_replica_sums(schedule: Schedule) -> Schedule:
+    """With a reduction as soon as the last W of a stage is done, where stages have replicas.
+
+    They run beside what is computed; while a device waits for others, they cost nothing.
+    """
+    if schedule.shape.num_replicas == 1 or schedule.shape.reduces:
+        return schedule
+    return with_reductions(schedule, Durations(F=1.0, I=1.0, W=1.0, G=1.0), hidden_share=0.0)
+
+
 def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
     if any(item.action.kind in (Kind.I, Kind.B) for row in schedule.devices for item in row):
         verify(schedule)
@@ -147,14 +159,31 @@ def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
         )
     for row in schedule.devices:
         for item in row:
-            if item.lag or item.action.kind in (Kind.O, Kind.L):
-                reason = (
-                    "belongs to the last training step" if item.lag else "keeps values on the host"
-                )
+            reason = _why_not_run(item, schedule.shape)
+            if reason is not None:
                 raise PlanError(
-                    f"schedule {schedule.name!r}: {item} {reason}, which is simulated but not run; "
-                    "use a schedule without such steps, such as schedule='1f1b'"
+                    f"schedule {schedule.name!r}: {item} {reason}; it is simulated but not run. "
+                    "Use a schedule without such steps, such as schedule='1f1b'"
                 )
+
+
+def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
+    """Why the executor does not run a step; None where it does."""
+    kind = item.action.kind
+    if kind in (Kind.O, Kind.L):
+        return "keeps values on the host"
+    if item.lag and kind is not Kind.U:
+        return "computes gradients of the last training step beside this one's"
+    if item.lag and shape.num_devices > 1:
+        return (
+            "updates weights with the last training step's gradients, on several pipeline devices"
+        )
+    return None
+
+
+def has_late_updates(program: RankProgram) -> bool:
+    """Whether the schedule updates weights with the gradients of the step before."""
+    return any(item.lag for row in program.pipeline.schedule.devices for item in row)
 
 
 class _Cut:
@@ -219,17 +248,21 @@ class _Cut:
             if buffer.following is not None:
                 stage = self.made_in.get(buffer.following.value, NO_STAGE)
             if stage != NO_STAGE:
-                self._check_buffer(buffer.name, buffer.value, stage)
-                buffer = replace(buffer, device=self.shape.placement[0][stage])
+                self._check_buffer(buffer, stage)
+                devices = self._devices_of({stage})
+                shared = devices if self.shape.num_replicas > 1 else ()
+                buffer = replace(buffer, device=self.shape.placement[0][stage], shared=shared)
             result.append(buffer)
         return tuple(result)
 
-    def _check_buffer(self, name: str, value: int, stage: int) -> None:
-        if self.shape.num_replicas > 1:
+    def _check_buffer(self, buffer: BufferProgram, stage: int) -> None:
+        name, value = buffer.name, buffer.value
+        if self.shape.num_replicas > 1 and buffer.factor is None:
             raise PlanError(
                 f"buffer {name!r} is updated in stage {stage}, of which this schedule has "
-                f"{self.shape.num_replicas} replicas, each with other micro-batches; use a "
-                "schedule with one replica, such as schedule='1f1b'"
+                f"{self.shape.num_replicas} replicas, each with other micro-batches; only the "
+                "running statistics of a batch norm with a momentum, and counts, are put together "
+                "from these. Use a schedule with one replica, such as schedule='1f1b'"
             )
         readers = {
             other

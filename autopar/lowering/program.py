@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from autopar.batch_norm import carried_factor
 from autopar.blocks import FIXED, TOTALS
 from autopar.collectives import move
 from autopar.errors import PlanError
@@ -72,7 +73,10 @@ class ParameterProgram:
 class BufferProgram:
     """One buffer or constant: replicated; ``following`` is what it becomes after a step.
 
-    ``device`` is the device of the pipeline that updates it, and so has its present value.
+    ``device`` is the device of the pipeline that updates it, and so has its present value; where
+    several replicas of a stage do, each with other micro-batches, ``shared`` are all of them.
+    ``factor``: a step multiplies it by this and adds what depends on the batch alone; None where
+    that is not known.
     """
 
     value: int
@@ -81,6 +85,8 @@ class BufferProgram:
     dtype: torch.dtype
     following: OutputProgram | None
     device: int = 0
+    shared: tuple[int, ...] = ()
+    factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,6 +399,7 @@ class _Lowering:
                 shape=v.shape,
                 dtype=v.dtype,
                 following=self._output(following[v.index]) if v.index in following else None,
+                factor=carried_factor(self.graph, v.index) if v.index in following else None,
             )
             for v in (*self.graph.buffers, *self.graph.of_kind(ValueKind.CONSTANT))
         )

@@ -28,10 +28,15 @@ class Route:
       its stage reads and no later stage needs;
     * ``crossing``: per stage what it sends on, ``finished`` what leaves the program from it;
     * ``updated``: per stage the buffers whose next value it makes; ``copied`` those whose next
-      value no stage makes; ``loss_stage``: the stage that makes the loss;
+      value no stage makes; ``loss_stage``: the stage that makes the loss, ``num_losses``: how many
+      parts of it this device makes;
+    * ``parameters``: per stage the trainable ones that it uses;
+    * ``late_updates``: the updates of the last step's gradients;
     * ``contributions``: how often each parameter's gradient is added to in a step;
-    * ``summed``: parameters held by several devices whose gradients are summed over these devices,
-      by devices; equal on all of them;
+    * ``replicated``: per stage on this device with replicas on others, all these devices, and the
+      parameters of that stage alone, whose gradients are summed over them;
+    * ``summed``: other parameters held by several devices whose gradients are summed over these
+      devices, by devices; equal on all of them;
     * ``incoming``: per other device the receives from it, in the order in which it sends;
     * ``arrived``: per receive, the sends of this device that must have arrived before it.
     """
@@ -46,7 +51,11 @@ class Route:
     updated: dict[int, tuple[BufferProgram, ...]]
     copied: tuple[BufferProgram, ...]
     loss_stage: int
+    num_losses: int
+    parameters: dict[int, tuple[int, ...]]
+    late_updates: frozenset[Action]
     contributions: Counter[int]
+    replicated: dict[int, tuple[tuple[int, ...], tuple[ParameterProgram, ...]]]
     summed: dict[tuple[int, ...], tuple[ParameterProgram, ...]]
     incoming: dict[int, tuple[Action, ...]]
     arrived: dict[Action, tuple[Action, ...]]
@@ -81,14 +90,16 @@ class _Routes:
             kept = ends.crossing[stage].union(ends.finished[stage])
             _note_last_uses(program, positions, kept, self.dropped, self.released)
         self.counts = [_contributions(program, order, self.blocks) for order in self.orders]
-        self.summed = _summed(program, self.counts)
+        self.parameters = _trained(program, self.blocks)
+        self.replicated, self.summed = _summed(program, self.parameters, self.counts)
 
     def of(self, device: int) -> Route:
         incoming: dict[int, list[Action]] = {}
         for action in self.orders[device]:
             if action.kind in RECV_KINDS:
                 incoming.setdefault(peer_of(action, self.shape), []).append(action)
-        ends = self.ends
+        ends, order = self.ends, self.orders[device]
+        steps = self.program.pipeline.schedule.devices[device]
         return Route(
             device=device,
             actions=tuple(self.orders[device]),
@@ -100,7 +111,11 @@ class _Routes:
             updated=ends.updated,
             copied=ends.copied,
             loss_stage=ends.loss_stage,
+            num_losses=sum((a.kind, a.stage) == (Kind.F, ends.loss_stage) for a in order),
+            parameters=self.parameters,
+            late_updates=frozenset(item.action for item in steps if item.lag),
             contributions=self.counts[device],
+            replicated={s: found for s, found in self.replicated.items() if device in found[0]},
             summed=self.summed,
             incoming={peer: tuple(found) for peer, found in incoming.items()},
             arrived=_arrived(self.orders, device, self.shape),
@@ -194,16 +209,43 @@ def _contributions(
     return counts
 
 
+def _trained(
+    program: RankProgram, blocks: dict[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    trainable = {p.value for p in program.parameters if p.trainable}
+    used = {
+        stage: {value for place in places for value in program.blocks[place].interface.parameters}
+        for stage, places in blocks.items()
+    }
+    return {stage: tuple(sorted(trainable & values)) for stage, values in used.items()}
+
+
+_Summed = tuple[tuple[int, ...], tuple[ParameterProgram, ...]]
+
+
 def _summed(
-    program: RankProgram, counts: Sequence[Counter[int]]
-) -> dict[tuple[int, ...], tuple[ParameterProgram, ...]]:
+    program: RankProgram,
+    parameters: dict[int, tuple[int, ...]],
+    counts: Sequence[Counter[int]],
+) -> tuple[dict[int, _Summed], dict[tuple[int, ...], tuple[ParameterProgram, ...]]]:
+    """Parameters held by several devices: by the one stage that uses them, and the others by
+    these devices."""
+    users = Counter(value for values in parameters.values() for value in values)
+    stage_of = {value: stage for stage, values in parameters.items() for value in values}
+    of_stages: dict[int, list[ParameterProgram]] = {}
     found: dict[tuple[int, ...], list[ParameterProgram]] = {}
     for parameter in program.parameters:
-        if len(parameter.devices) > 1 and any(
-            counts[d][parameter.value] for d in parameter.devices
-        ):
-            found.setdefault(parameter.devices, []).append(parameter)
-    return {devices: tuple(found[devices]) for devices in sorted(found)}
+        value, devices = parameter.value, parameter.devices
+        if len(devices) == 1 or not any(counts[d][value] for d in devices):
+            continue
+        if users[value] == 1:
+            of_stages.setdefault(stage_of[value], []).append(parameter)
+        else:
+            found.setdefault(devices, []).append(parameter)
+    return (
+        {stage: (group[0].devices, tuple(group)) for stage, group in of_stages.items()},
+        {devices: tuple(found[devices]) for devices in sorted(found)},
+    )
 
 
 def _arrived(

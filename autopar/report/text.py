@@ -13,7 +13,7 @@ from autopar.baselines import (
     ONE_WEIRD_TRICK,
     name_of,
 )
-from autopar.plan import Plan
+from autopar.plan import Plan, SchedulePlan
 
 MAX_ROWS = 14
 
@@ -58,8 +58,9 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
 
 def _summary(plan: Plan) -> Rows:
     graph, search = plan.graph, plan.search
+    where = " on each pipeline device" if plan.schedule.num_devices > 1 else ""
     return [
-        ("mesh", f"{plan.device_mesh}{' on each pipeline device' if plan.is_pipeline else ''}"),
+        ("mesh", f"{plan.device_mesh}{where}"),
         ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
         ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
@@ -88,9 +89,15 @@ def _schedule(plan: Plan) -> Rows:
         text += ", all stages" if every else f", stages {', '.join(map(str, recomputed))}"
         text += " recomputed"
     return [
-        ("schedule", f"{text}, {schedule.num_devices} pipeline devices"),
+        ("schedule", f"{text}, {_devices(schedule)}"),
         ("stages begin at", ", ".join(schedule.first_blocks)),
     ]
+
+
+def _devices(schedule: SchedulePlan) -> str:
+    if schedule.num_devices == 1:
+        return f"{schedule.num_stages} stages on every device"
+    return f"{schedule.num_devices} pipeline devices"
 
 
 def _times(plan: Plan) -> Rows:

@@ -7,6 +7,7 @@ no look-up by name. An all-reduce whose operand nobody else reads works in place
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 from autopar.collectives import ALL_REDUCE, MASK, RAW_OPS, SHARD
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
-from autopar.runtime.communicator import Communicator
+from autopar.runtime.communicator import Communicator, start_sum
 from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
 
@@ -55,6 +56,9 @@ class ProcessMachine:
     def add_to(self, left: Tensor, right: Tensor) -> None:
         left.add_(right)
 
+    def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
+        return functools.reduce(torch.add, [value * weight for weight, value in terms])
+
     def contiguous(self, value: Tensor) -> Tensor:
         return value.contiguous()
 
@@ -63,6 +67,18 @@ class ProcessMachine:
 
     def start_moves(
         self, moves: Sequence[tuple[fx.GraphModule, Tensor]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        return self._start(moves, lambda label: self.communicator.group(label).process_group)
+
+    def start_gradients(
+        self, moves: Sequence[tuple[fx.GraphModule, Tensor]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        return self._start(moves, self.communicator.gradient_group)
+
+    def _start(
+        self,
+        moves: Sequence[tuple[fx.GraphModule, Tensor]],
+        group_of: Callable[[str], Any],
     ) -> Callable[[], Sequence[Tensor]]:
         """All-reduces of one group and dtype travel as one, beside what is computed next."""
         results: dict[int, Tensor] = {}
@@ -74,7 +90,7 @@ class ProcessMachine:
             else:
                 joined.setdefault((label, operand.dtype), []).append(place)
         pending = [
-            (places, self.communicator.start_all_reduce([moves[p][1] for p in places], label))
+            (places, start_sum([moves[p][1] for p in places], group_of(label)))
             for (label, _), places in joined.items()
         ]
 

@@ -79,7 +79,9 @@ class Communicator:
     """This rank's groups of one mesh, of which a pipeline has one on each of its devices.
 
     Making it is collective: all ranks, the same labels and sets of devices. ``mesh`` and ``rank``
-    are those of this rank's own device, ``pipeline_device`` of ``num_devices``.
+    are those of this rank's own device, ``pipeline_device`` of ``num_devices``. With
+    ``reduces_late``, gradients have groups of their own: collectives of a group are done in their
+    order, and those of the next step must not wait behind a step's last reductions.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Communicator:
         *,
         num_devices: int = 1,
         device_sets: Iterable[tuple[int, ...]] = (),
+        reduces_late: bool = False,
     ) -> None:
         world = mesh.repeated(num_devices)
         if dist.get_world_size() != world.num_devices:
@@ -108,6 +111,7 @@ class Communicator:
         self.device_mesh = made if num_devices == 1 else made[mesh.axis_names]
         self.num_microbatches = num_microbatches
         self.microbatch = 0
+        self.reduces_late = reduces_late
         self._groups: dict[str, AnyGroup] = {}
         self._device_groups: dict[tuple[int, ...], Any] = {}
         self._directed: tuple[Any, Any] = (None, None)
@@ -135,6 +139,13 @@ class Communicator:
                 label=label,
             )
         return self._groups[label]
+
+    def gradient_group(self, label: str) -> Any:
+        """The process group for reductions of gradients; collective where it is new."""
+        if not self.reduces_late:
+            return self.group(label).process_group
+        groups = self.world.groups(self.world.axes_of(label))
+        return _new_group(groups, dist.get_rank(), "gradients")
 
     def _make_device_group(self, devices: tuple[int, ...]) -> Any:
         size = self.mesh.num_devices
@@ -173,24 +184,22 @@ class Communicator:
         function.__module__ = __name__
         return function
 
-    def start_all_reduce(
-        self, parts: Sequence[Tensor], label: str
-    ) -> Callable[[], Sequence[Tensor]]:
-        """Begin to sum tensors of one dtype over the group, as one; the returned call waits.
 
-        The results are views of one new buffer: an operand may be read elsewhere, as where one
-        tensor is the gradient of two parameters.
-        """
-        group = self.group(label)
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        work = dist.all_reduce(flat, group=group.process_group, async_op=True)
+def start_sum(parts: Sequence[Tensor], process_group: Any) -> Callable[[], Sequence[Tensor]]:
+    """Begin to sum tensors of one dtype over a group, as one; the returned call waits.
 
-        def wait() -> Sequence[Tensor]:
-            work.wait()
-            pieces = flat.split([part.numel() for part in parts])
-            return [piece.view(part.shape) for piece, part in zip(pieces, parts)]
+    The results are views of one new buffer: an operand may be read elsewhere, as where one tensor
+    is the gradient of two parameters.
+    """
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    work = dist.all_reduce(flat, group=process_group, async_op=True)
+    sizes, shapes = [part.numel() for part in parts], [part.shape for part in parts]
 
-        return wait
+    def wait() -> Sequence[Tensor]:
+        work.wait()
+        return [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes)]
+
+    return wait
 
 
 class _Known:
@@ -199,7 +208,7 @@ class _Known:
     def __init__(self) -> None:
         self.world: Any = None
         self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
-        self.groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {}
         self.directed: tuple[Any, Any] | None = None
 
     def of_this_world(self) -> _Known:
@@ -226,15 +235,20 @@ def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
     """This rank's group among ``groups``; all ranks make all of them, in the same order."""
     if len(groups) == 1 and groups[0] == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
+    return _new_group(groups, rank, "all")
+
+
+def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> Any:
+    """As `_joint_group`, never that of all processes; one for each purpose."""
     known = _KNOWN.of_this_world().groups
-    if groups not in known:
+    if (purpose, groups) not in known:
         assert all(list(group) == sorted(group) for group in groups), groups
         own = None
         for group in groups:
             made = dist.new_group(list(group))
             own = made if rank in group else own
-        known[groups] = own
-    return known[groups]
+        known[purpose, groups] = own
+    return known[purpose, groups]
 
 
 def _directed_groups(device_type: str) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from autopar.errors import InputError
 from autopar.exported import loss_fn_name
 from autopar.lowering.program import RankProgram
 from autopar.runtime.checkpoint import Path
+from autopar.runtime.executor import ActionTime
 from autopar.runtime.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.local import LocalRunner
 from autopar.runtime.optimizers import MakeOptimizer, MakeScheduler
@@ -57,6 +58,8 @@ class Runner(Protocol):
     def load(self, path: Path) -> None: ...
 
     def memory_growth_bytes(self) -> list[int]: ...
+
+    def action_times(self) -> list[list[ActionTime]]: ...
 
     def close(self) -> None: ...
 
@@ -209,6 +212,10 @@ class Compiled:
     def memory_growth_bytes(self) -> list[int]:
         """Per rank, by how much memory at the peak of training exceeds that before loading."""
         return self._runner.memory_growth_bytes()
+
+    def action_times(self) -> list[list[ActionTime]]:
+        """Per rank, when the actions of its schedule computed or sent in the last training step."""
+        return self._runner.action_times()
 
     def report(self) -> str:
         """The plan, and what was measured since."""

@@ -8,14 +8,16 @@ of actions, communication between devices and reductions are the executor's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from autopar.lowering.differentiate import Kernel
-from autopar.lowering.program import BlockProgram, OutputProgram, RankProgram
+from autopar.lowering.pipeline import NO_STAGE
+from autopar.lowering.program import BlockProgram, BufferProgram, OutputProgram, RankProgram
 from autopar.lowering.route import Route
 from autopar.runtime.machine import Machine, Phase
+from autopar.runtime.shared_buffers import Made
 
 T = TypeVar("T")
 
@@ -45,8 +47,20 @@ class Flight(Generic[T]):
     entered: dict[int, dict[int, T]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Moving(Generic[T]):
+    """What a micro-batch made of some buffers, on its way to all ranks."""
+
+    microbatch: int
+    buffers: tuple[BufferProgram, ...]
+    wait: Callable[[], Sequence[T]]
+
+
 class Computation(Generic[T]):
-    """One step on one device; ``fixed`` are the values that depend on nothing but constants."""
+    """One step on one device; ``fixed`` are the values that depend on nothing but constants.
+
+    What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next.
+    """
 
     def __init__(
         self,
@@ -72,7 +86,11 @@ class Computation(Generic[T]):
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
         self.following: dict[int, T] = {}
+        self.made: list[Made[T]] = []
         self.loss: T | None = None
+        self._whole_loss: Callable[[], Sequence[T]] | None = None
+        self._num_losses = 0
+        self._moving: dict[int, _Moving[T]] = {}
         self._parameter_of = {p.value: p for p in program.parameters}
 
     def value(self, microbatch: int, index: int) -> T:
@@ -104,6 +122,7 @@ class Computation(Generic[T]):
 
     def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
         values = self.flights[microbatch].values
+        self._arrive(stage)
         for position in self.route.blocks[stage]:
             self._run_block(position, microbatch, keep)
             for value in self.route.dropped[position]:
@@ -157,26 +176,69 @@ class Computation(Generic[T]):
     def finish_forward(self, stage: int, microbatch: int) -> None:
         """Take the loss's part and the next buffers from what F of a stage has made."""
         values, crossing = self.flights[microbatch].values, self.route.crossing[stage]
-        for buffer in self.route.updated[stage]:
-            assert buffer.following is not None
-            self._follow(buffer.value, buffer.following, values[buffer.following.value])
+        self._follow(stage, microbatch, self.route.updated[stage], values)
         if stage == self.route.loss_stage:
-            assert self.program.loss is not None
-            part = values[self.program.loss.value]
-            self.loss = part if self.loss is None else self.machine.add(self.loss, part)
+            self._add_loss(values)
         for value in self.route.finished[stage]:
             if value not in crossing:
                 del values[value]
 
-    def finish(self) -> None:
-        """Take the next buffers that no stage makes: copies of inputs and of constants."""
-        for buffer in self.route.copied:
-            assert buffer.following is not None
-            value = self.value(len(self.flights) - 1, buffer.following.value)
-            self._follow(buffer.value, buffer.following, value)
+    def _add_loss(self, values: Mapping[int, T]) -> None:
+        """Add a micro-batch's part of the loss; with the last one begin to make it whole."""
+        output = self.program.loss
+        assert output is not None
+        part = values[output.value]
+        self.loss = part if self.loss is None else self.machine.add(self.loss, part)
+        self._num_losses += 1
+        if self._num_losses == self.route.num_losses and output.kernel is not None:
+            forward = self.program.kernels[output.kernel].forward
+            self._whole_loss = self.machine.start_moves([(forward, self.loss)])
 
-    def _follow(self, buffer: int, following: OutputProgram, value: T) -> None:
-        self.following[buffer] = self.buffers[buffer] = self.whole(following, value)
+    def whole_loss(self) -> T | None:
+        """The sum of this device's parts of the loss; None where it has none."""
+        return self._whole_loss()[0] if self._whole_loss is not None else self.loss
+
+    def finish(self) -> None:
+        """Wait for the next buffers, and take those that no stage makes: copies of inputs and of
+        constants."""
+        last = len(self.flights) - 1
+        copies = [b.following.value for b in self.route.copied if b.following is not None]
+        self._follow(NO_STAGE, last, self.route.copied, {v: self.value(last, v) for v in copies})
+        for stage in tuple(self._moving):
+            self._arrive(stage)
+
+    def _follow(
+        self,
+        stage: int,
+        microbatch: int,
+        updated: Sequence[BufferProgram],
+        values: Mapping[int, T],
+    ) -> None:
+        """Take a stage's next buffers; those that are communicated are there at its next F."""
+        moved, moves = [], []
+        for buffer in updated:
+            assert buffer.following is not None
+            value, kernel = values[buffer.following.value], buffer.following.kernel
+            if kernel is None:
+                self._set_buffer(buffer, microbatch, value)
+                continue
+            moved.append(buffer)
+            moves.append((self.program.kernels[kernel].forward, value))
+        if moves:
+            wait = self.machine.start_moves(moves)
+            self._moving[stage] = _Moving(microbatch, tuple(moved), wait)
+
+    def _arrive(self, stage: int) -> None:
+        moving = self._moving.pop(stage, None)
+        if moving is not None:
+            for buffer, value in zip(moving.buffers, moving.wait()):
+                self._set_buffer(buffer, moving.microbatch, value)
+
+    def _set_buffer(self, buffer: BufferProgram, microbatch: int, value: T) -> None:
+        if buffer.shared:  # with other replicas, which have other micro-batches
+            self.made.append(Made(buffer.value, microbatch, value))
+        else:
+            self.following[buffer.value] = self.buffers[buffer.value] = value
 
     def whole(self, output: OutputProgram, value: T) -> T:
         """A value that leaves the program, made whole."""

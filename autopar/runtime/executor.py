@@ -8,6 +8,7 @@ travel in `autopar.runtime.exchange`, and where graphs run in `autopar.runtime.m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,7 +18,8 @@ from autopar.lowering.route import Route, route_of
 from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.machine import Links, Machine, Phase
-from autopar.runtime.reductions import Reductions
+from autopar.runtime.reductions import Reductions, Updater
+from autopar.runtime.shared_buffers import combined
 from autopar.runtime.whereabouts import padded, say
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
@@ -30,16 +32,31 @@ _REDUCED = padded("the reductions of gradients and of the loss")
 class StepResult(Generic[T]):
     """Of one step: the loss (replicated), gradients in stored placement, and next buffers.
 
-    Gradients and buffers are those of this device's stages.
+    Gradients and buffers are those of this device's stages. With an updater there are no gradients:
+    what was not updated is in ``reductions``, and may still be on its way.
     """
 
     loss: T
     gradients: Mapping[int, T]
     buffers: Mapping[int, T]
+    reductions: Reductions[T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTime:
+    """When an action computed, or began to send, on the machine's monotonic clock; on a GPU, when
+    it was launched. Waits for messages are before its start."""
+
+    action: Action
+    start_s: float
+    end_s: float
 
 
 class Executor(Generic[T]):
-    """One program on one machine. Parameters and buffers are handed in, never owned."""
+    """One program on one machine. Parameters and buffers are handed in, never owned.
+
+    ``times`` has the actions of the last pass that compute or send.
+    """
 
     def __init__(
         self, program: RankProgram, machine: Machine[T], links: Links[T], device: int = 0
@@ -50,6 +67,7 @@ class Executor(Generic[T]):
         self.route = route_of(program, device)
         self.labels = tuple(padded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
+        self.times: list[ActionTime] = []
 
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
@@ -76,27 +94,40 @@ class Executor(Generic[T]):
         parameters: Mapping[int, T],
         buffers: Mapping[int, T],
         batches: Sequence[Mapping[int, T]],
+        updater: Updater[T] | None = None,
     ) -> StepResult[T]:
-        """Forward and backward of all micro-batches, in the order of the schedule."""
+        """Forward and backward of all micro-batches, and updates, in the order of the schedule.
+
+        Without an ``updater`` nothing is updated, and all gradients are waited for.
+        """
         assert self.program.loss is not None
         self._fix(buffers)
         run = self._computation(parameters, buffers, self._early(buffers, batches))
-        play = _Play(self, run)
+        play = _Play(self, run, updater)
         play.run()
-        run.finish()
         say(_REDUCED)
-        gradients = play.reductions.finish()
+        play.reductions.begin_rest()
+        run.finish()
+        device = self.route.device
+        run.following.update(
+            combined(self.program, device, self.machine, self.links, buffers, run.made)
+        )
         loss = self._total_loss(self.program.loss, run)
-        return StepResult(loss=loss, gradients=gradients, buffers=run.following)
+        gradients: dict[int, T] = {}
+        if updater is None:
+            for arrived in play.reductions.arrivals():
+                gradients.update(arrived)
+        return StepResult(
+            loss=loss, gradients=gradients, buffers=run.following, reductions=play.reductions
+        )
 
     def _total_loss(self, output: OutputProgram, run: Computation[T]) -> T:
         """The sum of what the devices of the loss's stage have, on all devices."""
         num_devices = self.program.pipeline.num_devices
-        if run.loss is None:
+        own = run.whole_loss()
+        if own is None:
             own = self.machine.filled(output.meta, 0.0)
-        else:
-            own = run.whole(output, run.loss)
-        return self.links.sum_over(tuple(range(num_devices)), [own])[0]
+        return self.links.start_sum(tuple(range(num_devices)), [own])()[0]
 
     def _computation(
         self,
@@ -155,17 +186,22 @@ class Executor(Generic[T]):
 class _Play(Generic[T]):
     """One pass through a device's actions."""
 
-    def __init__(self, executor: Executor[T], run: Computation[T]) -> None:
+    def __init__(
+        self, executor: Executor[T], run: Computation[T], updater: Updater[T] | None = None
+    ) -> None:
         self.program = executor.program
         self.route: Route = executor.route
         self.labels = executor.labels
         self.compute = run
+        self.updater = updater
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
         self.reductions = Reductions(
             self.program, self.route, executor.machine, executor.links, run.partial
         )
         self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
         self.outputs = frozenset(o.value for o in self.program.outputs)
+        self.times = executor.times
+        self.times.clear()
 
     def run(self) -> None:
         for label, action in zip(self.labels, self.route.actions):
@@ -184,14 +220,24 @@ class _Play(Generic[T]):
             self.reductions.start_stage(stage)
             return
         if kind is Kind.U:
-            return  # by the optimizer, when the step's gradients are there
+            self._update(action)
+            return
         assert microbatch is not None
         if kind in SEND_KINDS:
             self._send(action, microbatch)
         elif kind in RECV_KINDS:
             self.exchange.post(action)
-        elif kind is Kind.F:
-            self._receive(Action(stage, Kind.RECV_F, microbatch, 1, action.replica))
+        else:
+            if kind in (Kind.F, Kind.I, Kind.B):
+                received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+                self._receive(Action(stage, received, microbatch, 1, action.replica))
+            start_s = time.perf_counter()
+            self._compute(action, microbatch)
+            self.times.append(ActionTime(action=action, start_s=start_s, end_s=time.perf_counter()))
+
+    def _compute(self, action: Action, microbatch: int) -> None:
+        stage, kind = action.stage, action.kind
+        if kind is Kind.F:
             self.compute.forward(stage, microbatch, keep=self.keep)
             if self.keep:
                 self.compute.finish_forward(stage, microbatch)
@@ -201,9 +247,15 @@ class _Play(Generic[T]):
             self._reduce(self.compute.weights(stage, microbatch))
         else:
             assert kind in (Kind.I, Kind.B), action
-            self._receive(Action(stage, Kind.RECV_B, microbatch, 1, action.replica))
             weights = kind is Kind.B
             self._reduce(self.compute.backward(stage, microbatch, weights=weights))
+
+    def _update(self, action: Action) -> None:
+        values = self.route.parameters[action.stage]
+        if self.updater is not None and action in self.route.late_updates:
+            self.updater.update_last(values)
+        elif self.updater is not None:
+            self.updater.update(values, self.reductions)
 
     def _reduce(self, completed: Iterable[list[int]]) -> None:
         for values in completed:

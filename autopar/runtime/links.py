@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.lowering.differentiate import TensorMeta
-from autopar.runtime.communicator import Communicator
+from autopar.runtime.communicator import Communicator, start_sum
 
 
 class ProcessLinks:
@@ -52,24 +52,25 @@ class ProcessLinks:
 
         return wait
 
-    def sum_over(self, devices: tuple[int, ...], values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def start_sum(
+        self, devices: tuple[int, ...], values: Sequence[Tensor]
+    ) -> Callable[[], Sequence[Tensor]]:
         if len(devices) == 1:
-            return values
+            return lambda: values
         group = self.communicator.device_group(devices)
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, value in enumerate(values):
             by_dtype.setdefault(value.dtype, []).append(place)
-        sums = list(values)
-        started = []
-        for places in by_dtype.values():
-            flat = torch.cat([values[place].reshape(-1) for place in places])
-            started.append((places, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        for places, flat, work in started:
-            work.wait()
-            pieces = flat.split([values[place].numel() for place in places])
-            for place, piece in zip(places, pieces):
-                sums[place] = piece.view(values[place].shape)
-        return sums
+        started = [
+            (places, start_sum([values[place] for place in places], group))
+            for places in by_dtype.values()
+        ]
+
+        def wait() -> Sequence[Tensor]:
+            sums = {place: x for places, end in started for place, x in zip(places, end())}
+            return [sums[place] for place in range(len(sums))]
+
+        return wait
 
     def share(self, devices: tuple[int, ...], value: Tensor | None, meta: TensorMeta) -> Tensor:
         communicator = self.communicator

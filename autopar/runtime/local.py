@@ -18,6 +18,7 @@ from autopar.errors import InputError
 from autopar.lowering.program import RankProgram
 from autopar.placement import local_shape
 from autopar.runtime import checkpoint
+from autopar.runtime.executor import ActionTime
 from autopar.runtime.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
 from autopar.runtime.peak_memory import PeakMemory
@@ -78,6 +79,9 @@ class RankService:
 
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
+
+    def action_times(self) -> list[ActionTime]:
+        return self.running.action_times()
 
     def set_forward_program(self, slot: int, program: bytes) -> None:
         self.running.set_forward_program(slot, unpack_program(program))
@@ -270,6 +274,9 @@ class LocalRunner:
 
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]
+
+    def action_times(self) -> list[list[ActionTime]]:
+        return list(self.group.call("action_times"))
 
     def close(self) -> None:
         if self._owns_group:

@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -180,6 +181,10 @@ class LockstepMachine:
         for a, b in zip(left, right):
             a.add_(b)
 
+    def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
+        scaled = [[x * weight for x in value] for weight, value in terms]
+        return functools.reduce(self.add, scaled)
+
     def contiguous(self, value: Shards) -> Shards:
         return [x.contiguous() for x in value]
 
@@ -188,6 +193,8 @@ class LockstepMachine:
     ) -> Callable[[], Sequence[Shards]]:
         results = [self.run(module, [operand])[0] for module, operand in moves]
         return lambda: results
+
+    start_gradients = start_moves
 
     def filled(self, meta: TensorMeta, fill: float) -> Shards:
         return [

@@ -45,6 +45,11 @@ class Machine(Protocol[T]):
         """Add in place to a value that nobody else reads."""
         ...
 
+    def weighted_sum(self, terms: Sequence[tuple[float, T]]) -> T:
+        """The sum of weight times value, at least one; whole numbers stay whole under such
+        weights."""
+        ...
+
     def contiguous(self, value: T) -> T: ...
 
     def filled(self, meta: TensorMeta, fill: float) -> T: ...
@@ -54,6 +59,13 @@ class Machine(Protocol[T]):
 
         The machine may join what it communicates.
         """
+        ...
+
+    def start_gradients(
+        self, moves: Sequence[tuple[fx.GraphModule, T]]
+    ) -> Callable[[], Sequence[T]]:
+        """As `start_moves`; where reductions last into the next step, none of its collectives
+        queues behind them."""
         ...
 
 
@@ -71,8 +83,9 @@ class Links(Protocol[T]):
         """Begin to receive contiguous values; the returned call waits for them."""
         ...
 
-    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
-        """The sums over some devices, on each of them; this device is one of them."""
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        """Begin to sum over some devices, of which this is one; the returned call gives the sums,
+        on each of them."""
         ...
 
     def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
@@ -89,8 +102,8 @@ class NoLinks(Generic[T]):
     def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
         raise AssertionError(f"there is no device {device}")
 
-    def sum_over(self, devices: tuple[int, ...], values: Sequence[T]) -> Sequence[T]:
-        return values
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        return lambda: values
 
     def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
         assert value is not None

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError, OptimizerError
 from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.program import ParameterProgram, RankProgram
 from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import ActionTime, Executor
 from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
     MakeOptimizer,
@@ -32,7 +33,6 @@ from autopar.runtime.optimizers import (
     joined_groups,
     make_optimizer,
     materialize_state,
-    update,
 )
 from autopar.runtime.parts import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.randomness import Dice, kept_generators
@@ -41,6 +41,7 @@ from autopar.runtime.state_checks import (
     check_state,
     without_parameters,
 )
+from autopar.runtime.updates import Updates
 from autopar.runtime.whereabouts import NOTHING, padded, say
 
 _UPDATE = padded("the update of the weights")
@@ -102,7 +103,11 @@ class RankRuntime:
             labels_of(program),
             program.num_microbatches,
             num_devices=program.pipeline.num_devices,
-            device_sets={p.devices for p in program.parameters if len(p.devices) > 1},
+            device_sets={
+                *(p.devices for p in program.parameters if len(p.devices) > 1),
+                *(b.shared for b in program.buffers if len(b.shared) > 1),
+            },
+            reduces_late=has_late_updates(program),
         )
         self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
         self.links = ProcessLinks(self.communicator)
@@ -129,6 +134,13 @@ class RankRuntime:
         if options.max_grad_norm is not None:
             trained = [p for p in program.parameters if p.trainable]
             self._clipper = Clipper(options.max_grad_norm, trained, self.communicator)
+        self.updates = Updates(
+            self.optimizer,
+            self.lr_scheduler,
+            dict(self._trained),
+            clip=None if self._clipper is None else self._clip,
+            is_late=has_late_updates(program),
+        )
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]
@@ -173,44 +185,36 @@ class RankRuntime:
             self.inputs(self.program, tensors, index, local=local)
             for index in range(self.program.num_microbatches)
         ]
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
         bound = self._training
+        self.updates.begin_step()
         with self._dice(bound.is_random):
-            result = bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
-        for value, parameter in self._trained:
-            parameter.grad = result.gradients.get(value)
+            result = bound.executor.step(
+                bound.parameters, bound.held(self._buffers), batches, self.updates
+            )
         if result.buffers:
             self._buffers.update((bound.buffers[v], x) for v, x in result.buffers.items())
             self._forget_fixed(self._forwards.values())
-        loss = result.loss.reshape(())
-        del result  # and with it the gradients as they were before they are clipped
+        loss, reductions = result.loss.reshape(()), result.reductions
+        del result
         say(_UPDATE)
-        self._clip()
-        if self.optimizer is not None:
-            update(self.optimizer)
-        if self.lr_scheduler is not None:
-            self._step_scheduler(loss)
+        self.updates.end_step(reductions, loss)
         self.num_steps += 1
         say(NOTHING)
         return loss
 
+    def action_times(self) -> list[ActionTime]:
+        """Of the last training step on this rank."""
+        return list(self._training.executor.times)
+
     def _clip(self) -> None:
-        """Clip the gradients, if asked to, and note their norm before."""
-        if self._clipper is None:
-            return
-        self.grad_norm = self._clipper.norm(self.held_gradients())
+        """Clip the gradients and note their norm before."""
+        assert self._clipper is not None
+        self.grad_norm = self._clipper.norm(self._held_gradients())
         factor = self._clipper.factor(self.grad_norm)
         for _, parameter in self._trained:
             if parameter.grad is not None:
                 # Not in place: two parameters may share the memory of one gradient.
                 parameter.grad = parameter.grad * factor
-
-    def _step_scheduler(self, loss: Tensor) -> None:
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.lr_scheduler.step(loss.item())
-        else:
-            self.lr_scheduler.step()
 
     def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
         """What a program computed of buffers alone is computed again where these are new."""
@@ -234,6 +238,7 @@ class RankRuntime:
     @torch.no_grad()
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         """The model's output tensors, whole, on every rank."""
+        self.updates.settle()
         bound = self._forwards[slot]
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._dice(bound.is_random):
@@ -269,6 +274,7 @@ class RankRuntime:
 
     def parameters(self) -> dict[str, Tensor]:
         """Each parameter as a DTensor, by name."""
+        self.updates.settle()
         return {
             name: self.porter.out(self._parameters[name], p.stored, p.shape)
             for name, p in self._programs.items()
@@ -276,6 +282,7 @@ class RankRuntime:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step as DTensors; those that have one."""
+        self.updates.settle()
         return {
             p.name: self.porter.out(grad, p.stored, p.shape)
             for p in self._trainable()
@@ -295,6 +302,7 @@ class RankRuntime:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Plain whole tensors under the model's own keys, on every rank; copies."""
+        self.updates.settle()
         here, named = self.communicator.pipeline_device, {}
         for p in self.program.parameters:
             own = None
@@ -313,10 +321,15 @@ class RankRuntime:
 
     def held_parts(self) -> dict[str, Tensor]:
         """This rank's parts of the parameters, and buffers, as they lie in memory."""
+        self.updates.settle()
         return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
 
     def held_gradients(self) -> dict[str, Tensor]:
         """This rank's parts of the last step's gradients."""
+        self.updates.settle()
+        return self._held_gradients()
+
+    def _held_gradients(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -334,6 +347,7 @@ class RankRuntime:
 
         What other devices of a pipeline hold is passed over.
         """
+        self.updates.settle()
         for name, source in state.items():
             if self._is_here(name):
                 self._load(name, source)
@@ -356,6 +370,7 @@ class RankRuntime:
     def _optimizer_groups(self) -> list[dict[str, Any]]:
         """None on a device whose stages have nothing to train."""
         self._check_optimizer()
+        self.updates.settle()
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _names(self) -> dict[int, str]:
@@ -403,6 +418,7 @@ class RankRuntime:
         Raises InputError where it does not fit, and leaves everything as it was.
         """
         self._check_optimizer()
+        self.updates.settle()
         optimizer, names = self.optimizer, self._names()
         elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
         state = without_parameters(state, elsewhere)
@@ -424,6 +440,7 @@ class RankRuntime:
     @contextlib.contextmanager
     def made_optimizer_state(self) -> Iterator[None]:
         """With the state that the first step would make; without it again after an InputError."""
+        self.updates.settle()
         optimizer = self.optimizer
         if optimizer is None:  # the stages of this device have nothing to train
             yield

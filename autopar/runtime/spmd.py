@@ -23,6 +23,7 @@ from autopar.runtime.communicator import (
     release_process_group,
     use_process_group,
 )
+from autopar.runtime.executor import ActionTime
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
@@ -156,6 +157,12 @@ class SpmdRunner:
         with self.watch.call("memory_growth_bytes()"):
             dist.all_gather_object(grown, self.peak_memory.growth_bytes())
         return grown
+
+    def action_times(self) -> list[list[ActionTime]]:
+        times: list[Any] = [None] * dist.get_world_size()
+        with self.watch.call("action_times()"):
+            dist.all_gather_object(times, self.runtime.action_times())
+        return times
 
     def close(self) -> None:
         """Leave the process group with the last runner, if autopar joined it.
