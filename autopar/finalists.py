@@ -46,16 +46,18 @@ class Finalists:
         self.heap: list[tuple[bool, float, int, Option]] = []
         for option in search.options:
             self._push(option)
-        self.deadline_s = time.monotonic() + LOWER_LIMIT_S
+        self.deadline_s = time.process_time() + LOWER_LIMIT_S
         self.num_late = 0
 
     def best(self) -> Planned:
         """The fastest that fits; raises ConstraintError where none does."""
         while self.heap:
             *_, option = heapq.heappop(self.heap)
-            if time.monotonic() > self.deadline_s:
+            if time.process_time() > self.deadline_s:
                 if self.num_late == MAX_LATE:
-                    self._refuse(option, f"not lowered: others took {LOWER_LIMIT_S:.0f} s")
+                    self._refuse(
+                        option, f"not lowered: others took {LOWER_LIMIT_S:.0f} s of computing"
+                    )
                     continue
                 option = self._most_frugal(option)
             known = self.ratios.get(_key(option))

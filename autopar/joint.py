@@ -13,7 +13,7 @@ may have no pipeline, and what every other combination would take or why it is n
 
 Nothing is searched after `joint_search.SEARCH_LIMIT_S`, and nothing lowered
 `finalists.LOWER_LIMIT_S` later (but for the few most frugal ones, where none has fit); what was not
-tried is said.
+tried is said. The limits are of processor time, which other work on the machine does not change.
 """
 
 from __future__ import annotations
