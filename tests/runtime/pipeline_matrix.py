@@ -161,8 +161,6 @@ class Combination:
             made = self.schedule
         except ScheduleError as error:
             return f"{error}" + (" (the whole batch for batch norm)" * self._whole_batch)
-        if self.model == "resnet" and made.shape.num_replicas > 1:
-            return "replicas of a batch norm would each have running statistics of their own"
         num_parts = made.shape.num_microbatches
         if INSIDE[self.inside].splits_batch:
             num_parts *= INSIDE[self.inside].sizes[0]
