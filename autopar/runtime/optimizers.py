@@ -104,6 +104,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     groups = [g for g in optimizer.param_groups if _may_be_fused(optimizer, g)]
     for group in groups:
         group["fused"] = True
+        for parameter in group["params"]:
+            _lay_out_gradient(parameter)
     try:
         optimizer.step()
     finally:
@@ -118,8 +120,19 @@ def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         and group["foreach"] is None
         and not group["differentiable"]
         and not isinstance(group["lr"], Tensor)  # eager rounds what it makes of it otherwise
-        and all(p.device.type == "cpu" and p.dtype.is_floating_point for p in group["params"])
+        and all(
+            p.device.type == "cpu" and p.dtype.is_floating_point and p.is_contiguous()
+            for p in group["params"]
+        )
     )
+
+
+def _lay_out_gradient(parameter: nn.Parameter) -> None:
+    """The gradient in the order of the parameter: fused kernels go through both as they lie, and
+    make state that lies like the gradient."""
+    gradient = parameter.grad
+    if gradient is not None and not gradient.is_contiguous():
+        parameter.grad = gradient.contiguous()
 
 
 def is_like_parameter(value: Any, parameter: Tensor) -> bool:

@@ -30,7 +30,8 @@ def trained(make: Any, step: Any, **options: Any) -> tuple[list[torch.Tensor], A
     optimizer = make(parameters, **options)
     for _ in range(4):
         for parameter in parameters[:2]:  # the last one has no gradient
-            parameter.grad = torch.randn(parameter.shape, generator=generator).double()
+            drawn = torch.randn(parameter.shape[::-1], generator=generator).double()
+            parameter.grad = drawn.permute(*range(drawn.dim())[::-1])  # lies otherwise
         step(optimizer)
     return [p.detach() for p in parameters], optimizer
 
