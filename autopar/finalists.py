@@ -15,9 +15,7 @@ from msgspec import structs
 from autopar.baselines import Baselines, price_baselines
 from autopar.errors import AutoparError, ConstraintError
 from autopar.joint_search import Option, Search
-from autopar.pipelines import (
-    PipelineChoice,
-)
+from autopar.pipelines import PipelineChoice
 from autopar.planner import (
     Lowering,
     Planned,

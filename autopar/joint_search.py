@@ -223,7 +223,15 @@ class Search:
         if combination.num_devices == 1:
             return [self._note(self._alone(combination, candidate))]
         found: list[Option] = []
-        for name, num_stages in self._schedules(combination.num_devices):
+        schedules = self._schedules(combination.num_devices)
+        if not schedules:
+            wanted = self.fixed.num_stages
+            self.reasons.setdefault(
+                str(combination),
+                f"has no schedule of {wanted or combination.num_devices} stages for a model of "
+                f"{self.space.num_blocks} blocks: a device has one stage or two",
+            )
+        for name, num_stages in schedules:
             beside = INSTEAD_OF.get(name)
             if any(self.fits(o) for o in found if o.choice and o.choice.schedule.name == beside):
                 continue

@@ -113,12 +113,14 @@ def undisturbed(step: Callable[[], Any], num_steps: int) -> list[float]:
     me = psutil.Process()
     workers = me.children(recursive=True)
     found: list[tuple[float, float]] = []
-    while sum(share < DISTURBED for share, _ in found) < num_steps <= 4 * num_steps - len(found):
+    num_quiet = 0
+    while num_quiet < num_steps and len(found) < 4 * num_steps:
         with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in (me, *workers))) as others:
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
         found.append((others.share, seconds))
+        num_quiet += others.share < DISTURBED
     return [seconds for _, seconds in sorted(found)[:num_steps]]
 
 

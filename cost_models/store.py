@@ -77,6 +77,11 @@ class OpTime:
     spread: float
     num_samples: int
 
+    @property
+    def total_s(self) -> float:
+        """Of all directions."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
     def scaled(self, factor: float) -> "OpTime":
         """The times of a device that takes ``factor`` times as long."""
         return replace(

@@ -118,6 +118,11 @@ def test_stages_are_recomputed_where_the_memory_does_not_suffice_otherwise() -> 
         planned(constraints=budget, recompute=False, **fixed)
 
 
+def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:
+    with pytest.raises(ConstraintError, match="has no schedule of 3 stages"):
+        planned(num_stages=3)
+
+
 def test_what_was_left_out_says_why(plan: Plan) -> None:
     """Every combination has its time, or the reason against it; none is both."""
     reasons = plan.search.not_pipelines

@@ -116,8 +116,9 @@ class _VocabularyParallel(torch.autograd.Function):
     """Cross-entropy per row over classes split across devices, without gathering the logits.
 
     The largest and the sum of the shards' exponentials and the target's logit are all-reduced, one
-    number a row. Backward is the softmax less one at the target: two passes over the logits, where
-    the derivative of the forward would make five.
+    number a row. Backward is the softmax less one at the target, made from the logits and one
+    number a row: the derivative of the forward would keep the exponentials and go through all of
+    them for each of its terms.
     """
 
     @staticmethod

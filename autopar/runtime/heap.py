@@ -1,7 +1,7 @@
 """glibc's heap in a process that trains on the CPU: what a step frees is kept for the next one.
 
 By default glibc gives a large tensor's memory back to the kernel as soon as it is freed, and the
-kernel must find and clear every page again in the next step: measured, a tenth to a quarter of a
+kernel must find and clear every page again in the next step: measured, up to a quarter of a
 step. Kept, it serves the next step, as the caching allocator's memory does on a GPU; the peak is
 the same, but the process does not shrink between steps. Does nothing where glibc is not.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STALL_S, STALL_FACTOR = 20.0, 5.0
 """After the first step, one that takes longer than both (seconds; the longest step so far times the
-factor) is taken to hang: every process is ended within 30 s of the fault."""
+factor) is taken to hang. Where steps take up to 4 s, every process is ended within 30 s."""
 
 
 class StepLimit:
