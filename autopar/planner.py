@@ -61,10 +61,10 @@ class Planned:
 
 
 def check_mesh(mesh: Mapping[str, int] | None) -> None:
-    """Raise InputError unless it is None or names axes and gives their sizes."""
+    """Raise InputError unless it is None or names axes, at least one, and gives their sizes."""
     if mesh is None:
         return
-    is_valid = isinstance(mesh, Mapping) and not {MICROBATCH, PIPELINE} & mesh.keys()
+    is_valid = isinstance(mesh, Mapping) and mesh and not {MICROBATCH, PIPELINE} & mesh.keys()
     if not is_valid or not all(isinstance(size, int) for size in mesh.values()):
         raise InputError(
             f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "

@@ -7,8 +7,9 @@ optimizer. Each round runs one step of each contender, in a new order, after a b
 time is that of the slower process. Printed and kept in benchmarks/results/pipelines.json: medians,
 and ours over torch's for each schedule, also round by round; before anything is timed, both must
 have made the same losses. Then each of our schedules' bubble, the share of both devices' time
-between the first and the last action in which they neither compute nor hand out a message, beside
-that of the schedule simulated with the medians of the measured actions and of a message.
+between the first and the last action in which they neither compute nor handle a message, beside
+that of the simulated schedule: with every action's own time of that step, and with one time for all
+actions of a kind and stage, their median. Both know the latency of a message.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from runtime import timed
 from setting import num_cores, setting
 from torch import Tensor, nn
 
-from autopar.schedules import Durations, Links, simulate
+from autopar.schedules import Action, Durations, Kind, Links, simulate
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
@@ -144,8 +145,15 @@ class OurStep:
 
 
 def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
-    """The measured bubble (median over steps) and the simulated one, as shares of the makespan."""
-    measured, makespans_s = [], []
+    """The measured bubble and the simulated ones, as shares of the makespan; medians over steps.
+
+    ``error`` is that of a step simulated with its own actions' times, ``error_of_medians`` that of
+    the schedule simulated with one time a kind and stage.
+    """
+    _, schedule = step.compiled.plan.schedule.pipeline()
+    links = Links(latency_s=message_s())
+    stages = range(schedule.shape.num_stages)
+    measured, replayed, makespans_s = [], [], []
     seconds: dict[tuple[str, int], list[float]] = {}
     for _ in range(num_steps):
         dist.barrier()
@@ -155,35 +163,43 @@ def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
         makespan_s = max(end for _, end in spans) - min(start for start, _ in spans)
         makespans_s.append(makespan_s)
         measured.append(1 - sum(end - start for start, end in spans) / makespan_s / len(ranks))
-        for times in ranks:
-            for place, taken_s in with_sends(times):
-                seconds.setdefault(place, []).append(taken_s)
-    _, schedule = step.compiled.plan.schedule.pipeline()
-    stages = range(schedule.shape.num_stages)
+        own = {action: taken_s for times in ranks for action, taken_s in with_messages(times)}
+        for action, taken_s in own.items():
+            seconds.setdefault((action.kind.value, action.stage), []).append(taken_s)
+        nothing = Durations(F=1.0, I=1.0, W=1.0, single=own)
+        replayed.append(simulate(schedule, nothing, links).bubble_ratio)
     medians = {place: statistics.median(found) for place, found in seconds.items()}
     durations = Durations(
         **{k: [medians.get((k, s), 0.0) for s in stages] for k in ("F", "I", "W", "B")}
     )
-    timeline = simulate(schedule, durations, Links(latency_s=message_s()))
-    found = statistics.median(measured)
+    timeline = simulate(schedule, durations, links)
+    found, simulated = statistics.median(measured), statistics.median(replayed)
     return {
         "measured": round(found, 4),
-        "simulated": round(timeline.bubble_ratio, 4),
-        "error": round(timeline.bubble_ratio / found - 1, 3),
+        "simulated": round(simulated, 4),
+        "error": round(simulated / found - 1, 3),
+        "simulated_of_medians": round(timeline.bubble_ratio, 4),
+        "error_of_medians": round(timeline.bubble_ratio / found - 1, 3),
         "measured_makespan_s": round(statistics.median(makespans_s), 4),
         "simulated_makespan_s": round(timeline.makespan_s, 4),
     }
 
 
-def with_sends(times: list[Any]) -> list[tuple[tuple[str, int], float]]:
-    """Seconds of each computing action (its kind and stage) and of the sends right behind it."""
-    found: list[tuple[tuple[str, int], float]] = []
+def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
+    """Seconds of each computing action, with the handling of messages behind it (before the first
+    one, ahead of it)."""
+    found: list[tuple[Action, float]] = []
+    ahead_s = 0.0
     for item in times:
-        kind, taken_s = item.action.kind.value, item.end_s - item.start_s
-        if kind.startswith("SEND"):
-            found[-1] = (found[-1][0], found[-1][1] + taken_s)
+        taken_s = item.end_s - item.start_s
+        if item.action.kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+            if found:
+                found[-1] = (found[-1][0], found[-1][1] + taken_s)
+            else:
+                ahead_s += taken_s
         else:
-            found.append(((kind, item.action.stage), taken_s))
+            found.append((item.action, taken_s + ahead_s))
+            ahead_s = 0.0
     return found
 
 

@@ -97,6 +97,13 @@ def test_batch_that_cannot_be_split():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("mesh", [{}, [2], {"microbatch": 2}, {"dp": 2.0}], ids=str)
+def test_a_mesh_names_axes_and_sizes(mesh):
+    model, make_batch = build("mlp")
+    with pytest.raises(autopar.InputError, match="give axis names and sizes, such as mesh="):
+        autopar.compile(model, 2, example_inputs=make_batch(0), mesh=mesh)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_more_devices_than_there_are():
     model, make_batch = build("mlp")

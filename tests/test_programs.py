@@ -205,3 +205,32 @@ def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
         if node.target is torch.ops.aten.convolution_backward.default
     ]
     assert masks == [[True, False, False]] * 2 + [[False, True, False], [False, True, True]]
+
+
+def test_views_of_views_are_one_and_swaps_cancel() -> None:
+    """Of a linear layer's chains of views only what changes anything is left to run."""
+
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, weight, other = operands
+        copied = x.transpose(0, 1).reshape(24)
+        return (copied.view(3, 8) @ weight, copied.view(2, 12) @ other)
+
+    operands = [torch.randn(shape, dtype=torch.float64) for shape in [(4, 6), (8, 5), (12, 5)]]
+    kernel = trace_kernel(
+        function, [TensorMeta.of(x) for x in operands], [True] * 3, [False, True, True],
+        torch.device("cpu"),
+    )  # fmt: skip
+    aten = torch.ops.aten
+    targets = [node.target for node in kernel.forward.graph.nodes if node.op == "call_function"]
+    assert targets.count(aten.transpose.int) == 1
+    assert targets.count(aten.clone.default) == 1
+    assert targets.count(aten.reshape.default) == 2
+    assert kernel.backward_weight is not None
+    late = [n.target for n in kernel.backward_weight.graph.nodes if n.op == "call_function"]
+    assert late.count(aten.mm.default) == 2
+    assert (
+        late.count(aten.t.default) == 2
+    )  # of the two operands; none of a gradient, there and back
+    outputs = kernel.forward(*operands)[:2]
+    for got, expected in zip(outputs, function(operands)):
+        torch.testing.assert_close(got, expected)

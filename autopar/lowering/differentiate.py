@@ -156,14 +156,28 @@ _VIEWS = frozenset(
 _INDEXING = "<built-in function getitem>"
 
 
+_RESHAPE = torch.ops.aten.reshape.default
+_SWAPS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+
+
 def _clean(module: fx.GraphModule) -> None:
-    """Drop identities; let views reshape, since a kernel's real strides may differ from fake."""
+    """Drop identities; let views reshape, since a kernel's real strides may differ from fake.
+
+    A reshape of a reshape is one, and a swap of dimensions undoes the same swap.
+    """
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-        elif node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            node.target = torch.ops.aten.reshape.default
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = _RESHAPE
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if node.target is _RESHAPE and source.target is _RESHAPE:
+            node.args = (source.args[0], *node.args[1:])
+        undone = node.target in _SWAPS and source.target is node.target
+        if undone and source.args[1:] == node.args[1:]:
+            node.replace_all_uses_with(source.args[0])
+        elif node.target in _IDENTITIES:
+            node.replace_all_uses_with(source)
     module.graph.eliminate_dead_code()
     _split_convolutions(module)
 

@@ -1,8 +1,9 @@
 """A machine that runs lowered graphs in this process: raw ops are bound to process groups.
 
 In: a `Communicator` and graphs whose raw ops name mesh axes. Out: per graph one Python function,
-made once, in which each raw op is a direct call of a function of the communicator; no dispatcher,
-no look-up by name. An all-reduce whose operand nobody else reads works in place.
+made once, in which each raw op is a direct call of a function of the communicator (no dispatcher,
+no look-up by name), and common ops are called by their direct bindings. An all-reduce whose operand
+nobody else reads works in place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.collectives import ALL_REDUCE, MASK, RAW_OPS, SHARD
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.runtime.communicator import Communicator, start_sum
+from autopar.runtime.direct_calls import DIRECT
 from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
 
@@ -124,6 +126,8 @@ class ProcessMachine:
                 copied.args, copied.kwargs = (copied.args[0],), {}
             elif node in random:
                 copied.target = self._seeded(node, random[node])
+            else:
+                copied.target = DIRECT.get(node.target, node.target)
         bound = fx.GraphModule(_on_device(module, self.device), graph)
         run: Callable[..., Sequence[Tensor]] = bound.forward
         return run

@@ -214,7 +214,7 @@ class Compiled:
         return self._runner.memory_growth_bytes()
 
     def action_times(self) -> list[list[ActionTime]]:
-        """Per rank, when the actions of its schedule computed or sent in the last training step."""
+        """Per rank, when the actions of its schedule ran in the last training step."""
         return self._runner.action_times()
 
     def report(self) -> str:

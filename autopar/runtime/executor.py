@@ -44,8 +44,11 @@ class StepResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTime:
-    """When an action computed, or began to send, on the machine's monotonic clock; on a GPU, when
-    it was launched. Waits for messages are before its start."""
+    """When an action ran, on the machine's monotonic clock; on a GPU, when it was launched.
+
+    It starts where the action before it ended, or, where it needs a message, when that had come.
+    What is communicated only begins in it.
+    """
 
     action: Action
     start_s: float
@@ -55,7 +58,7 @@ class ActionTime:
 class Executor(Generic[T]):
     """One program on one machine. Parameters and buffers are handed in, never owned.
 
-    ``times`` has the actions of the last pass that compute or send.
+    ``times`` has the actions of the last pass.
     """
 
     def __init__(
@@ -202,8 +205,10 @@ class _Play(Generic[T]):
         self.outputs = frozenset(o.value for o in self.program.outputs)
         self.times = executor.times
         self.times.clear()
+        self.free_s = 0.0
 
     def run(self) -> None:
+        self.free_s = time.perf_counter()
         for label, action in zip(self.labels, self.route.actions):
             say(label)
             try:
@@ -211,6 +216,9 @@ class _Play(Generic[T]):
             except Exception as error:
                 error.add_note(f"in action {action} of pipeline device {self.route.device}")
                 raise
+            end_s = time.perf_counter()
+            self.times.append(ActionTime(action=action, start_s=self.free_s, end_s=end_s))
+            self.free_s = end_s
         say(_SENT)
         self.exchange.finish()
 
@@ -223,17 +231,15 @@ class _Play(Generic[T]):
             self._update(action)
             return
         assert microbatch is not None
+        if kind in (Kind.F, Kind.I, Kind.B):
+            received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+            self._receive(Action(stage, received, microbatch, 1, action.replica))
         if kind in SEND_KINDS:
             self._send(action, microbatch)
         elif kind in RECV_KINDS:
             self.exchange.post(action)
         else:
-            if kind in (Kind.F, Kind.I, Kind.B):
-                received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
-                self._receive(Action(stage, received, microbatch, 1, action.replica))
-            start_s = time.perf_counter()
             self._compute(action, microbatch)
-            self.times.append(ActionTime(action=action, start_s=start_s, end_s=time.perf_counter()))
 
     def _compute(self, action: Action, microbatch: int) -> None:
         stage, kind = action.stage, action.kind
@@ -278,6 +284,7 @@ class _Play(Generic[T]):
         assert action.microbatch is not None
         flight = self.compute.flights[action.microbatch]
         received = zip(self.exchange.values(action), self.exchange.take(action))
+        self.free_s = time.perf_counter()
         if action.kind is Kind.RECV_F:
             flight.values.update(received)
             return

@@ -47,7 +47,7 @@ def _check_fields(costs: "Durations | Memory") -> None:
     """Whatever the number of stages will be, costs are finite numbers >= 0."""
     for item in fields(costs):
         value = getattr(costs, item.name)
-        if value is not None:
+        if value is not None and not isinstance(value, Mapping):
             count = len(value) if hasattr(value, "__len__") else 1
             per_stage(value, count, f"{type(costs).__name__}.{item.name}")
 
@@ -65,7 +65,7 @@ class Durations:
 
     ``B`` defaults to I + W and ``R`` to F; a schedule that splits backwards needs I and W. ``G`` is
     the whole reduction of a stage's gradients. An action over several micro-batches takes the sum
-    of their times.
+    of their times. ``single`` has whole actions whose time is another, as one that was measured.
     """
 
     F: PerStage
@@ -77,9 +77,17 @@ class Durations:
     U: PerStage = 0.0
     O: PerStage = 0.0  # noqa: E741
     L: PerStage = 0.0
+    single: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        for action, seconds in self.single.items():
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"Durations.single[{action!r}]: the key is an Action, such as "
+                    "Action(stage=0, kind=Kind.F, microbatch=3)"
+                )
+            per_stage(seconds, 1, f"Durations.single[{action}]")
 
     def table(self, num_stages: int) -> dict[Kind, list[float]]:
         """Seconds by kind and stage. Raises ScheduleError on wrong lengths."""
@@ -108,8 +116,16 @@ class Durations:
         return table
 
     def grouped(self, sizes: Sequence[int]) -> "Durations":
-        """The durations of stages made of ``sizes`` adjacent stages each: sums."""
+        """The durations of stages made of ``sizes`` adjacent stages each: sums.
+
+        Raises ScheduleError on durations of single actions: those of the new stages are others.
+        """
         _check_sizes(sizes)
+        if self.single:
+            raise ScheduleError(
+                f"Durations.single has {len(self.single)} actions of stages that are to be joined: "
+                "give durations by kind and stage alone"
+            )
         num_stages = sum(sizes)
         table = self.table(num_stages)
         return Durations(

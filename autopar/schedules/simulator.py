@@ -89,7 +89,9 @@ class _Run:
         costs = durations.split_table if splits else durations.table
         table = costs(self.graph.schedule.shape.num_stages)
         self.cost = [
-            table[item.action.kind][item.action.stage] * item.action.span
+            durations.single[item.action]
+            if item.action in durations.single
+            else table[item.action.kind][item.action.stage] * item.action.span
             if item.action.kind in table
             else self._send_occupancy(item.action, device)
             for item, device in zip(self.graph.steps, self.graph.device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError, PlanError
 from autopar.plan import Plan
+from autopar.schedules import Action, Kind
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import Trained, assert_same, reference_steps, to_double
@@ -113,6 +116,29 @@ def test_a_schedule_of_the_user(model: nn.Module) -> None:
     assert compiled.plan.schedule.pipeline()[1] == made
     expected = reference_steps(model, batches(), sgd)
     assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+def test_times_of_actions(model: nn.Module) -> None:
+    """Every action of the schedule and its messages, one after the other, after what it needs."""
+    options = {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4}
+    with compiled_for(model, 2, **options) as compiled:
+        assert compiled.action_times() == [[], []]
+        compiled.train_step(**batches()[0])
+        ranks = compiled.action_times()
+    for device, times in enumerate(ranks):
+        assert all(t.start_s <= t.end_s for t in times)
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(times))
+        counts = Counter(t.action.kind.value for t in times)
+        sent, received = ("SEND_F", "RECV_B") if device == 0 else ("SEND_B", "RECV_F")
+        assert {k: counts[k] for k in ("F", "B", sent, received)} == {
+            "F": 4, "B": 4, sent: 4, received: 4,
+        }  # fmt: skip
+    found = {t.action: t for times in ranks for t in times}
+    for microbatch in range(4):
+        sent_f = found[Action(0, Kind.SEND_F, microbatch)]
+        assert found[Action(1, Kind.F, microbatch)].start_s >= sent_f.start_s
+        sent_b = found[Action(1, Kind.SEND_B, microbatch)]
+        assert found[Action(0, Kind.B, microbatch)].start_s >= sent_b.start_s
 
 
 def test_evaluation_and_other_calls(model: nn.Module) -> None:

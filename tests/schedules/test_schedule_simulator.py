@@ -307,3 +307,24 @@ def test_a_hundred_thousand_actions_keep_the_formula() -> None:
     found = simulate(schedule, Durations(F=1, I=1, W=1))
     assert found.bubble_s == 63
     assert max(found.peak_activations) == 64
+
+
+def test_single_actions_take_their_own_time() -> None:
+    """Two stages, two micro-batches: the slow one of four forwards holds up what needs it."""
+    schedule = by_hand("0 1", "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", batches=2)
+    slow = {Action(1, Kind.F, 0): 5.0}
+    found = spans(simulate(schedule, Durations(F=1, I=1, W=1, single=slow)))
+    assert found["1F0"] == (1.0, 6.0)
+    assert found["1B0"] == (6.0, 8.0)
+    assert found["0B0"] == (8.0, 10.0)
+    assert found["1F1"] == (8.0, 9.0)
+
+
+def test_single_durations_are_checked() -> None:
+    action = Action(0, Kind.F, 0)
+    with pytest.raises(ScheduleError, match="finite number >= 0"):
+        Durations(F=1, single={action: -1.0})
+    with pytest.raises(ScheduleError, match="the key is an Action"):
+        Durations(F=1, single={"0F0": 1.0})
+    with pytest.raises(ScheduleError, match="to be joined"):
+        Durations(F=1, single={action: 2.0}).grouped((2,))
