@@ -333,13 +333,14 @@ Collectives = Callable[[str, int, tuple[int, ...]], float]
 
 
 def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
-    """Seconds of a collective of so many bytes over axes of a mesh of the same devices."""
-    communication = candidate.priced.pricing.communication
+    """Seconds of a parameter's part of a collective over axes of a mesh of the same devices."""
+    pricing = candidate.priced.pricing
 
     def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
         if mesh.size(axes) == 1:
             return 0.0
-        return communication.estimate(kind, size_bytes, mesh.group_of(0, axes)).time_s
+        group = mesh.group_of(0, axes)
+        return pricing.communication.joined(kind, size_bytes, group, pricing.num_joined).time_s
 
     return seconds
 

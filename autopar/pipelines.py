@@ -256,7 +256,8 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
 def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
     """Seconds of bringing a parameter from its store to where it is used, once."""
     value = strategy.graph.values[parameter]
-    return pricing.directions_s(value, strategy.supply(value), strategy.interface(value))[0]
+    supply, interface = strategy.supply(value), strategy.interface(value)
+    return pricing.directions_s(value, supply, interface, stored=True)[0]
 
 
 def _spend(

@@ -121,6 +121,7 @@ class Pricing:
         self._value_tables: dict[Any, ValueTable] = {}
         self._move_costs: dict[Any, tuple[float, float]] = {}
         self._move_matrices: dict[Any, Array] = {}
+        self.num_joined = _num_joined(analysis.graph)
         self._group = {
             axes: mesh.group_of(0, axes)
             for size in range(1, mesh.num_axes + 1)
@@ -254,10 +255,12 @@ class Pricing:
             if i is not None and any(dim in factors for factors in layout)
         )
 
-    def _collective_s(self, kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
+    def _collective_s(
+        self, kind: str, size_bytes: int, axes: tuple[int, ...], num_joined: int = 1
+    ) -> float:
         if self.mesh.size(axes) == 1:
             return 0.0
-        found = self.communication.estimate(kind, size_bytes, self._group[axes])
+        found = self.communication.joined(kind, size_bytes, self._group[axes], num_joined)
         self.communication_sources.add(found.source)
         return found.time_s
 
@@ -372,34 +375,37 @@ class Pricing:
 
         ``stored``: of a parameter from its store, whose gradient comes back once a step.
         """
-        forward_s, backward_s = self.directions_s(value, source, target)
+        forward_s, backward_s = self.directions_s(value, source, target, stored=stored)
         num = self.num_microbatches
         return num * forward_s + (1 if stored else num) * backward_s
 
     def directions_s(
-        self, value: Value, source: Placements, target: Placements
+        self, value: Value, source: Placements, target: Placements, *, stored: bool = False
     ) -> tuple[float, float]:
-        """Seconds of one redistribution of one micro-batch's part, forward and backward."""
-        parts = self.num_parts(value)
-        key = (value.shape, value.dtype, value.differentiable, parts, source, target)
+        """Seconds of one redistribution of one micro-batch's part, forward and backward.
+
+        Those of ``stored`` parameters travel with the others of their block.
+        """
+        parts, num_joined = self.num_parts(value), self.num_joined if stored else 1
+        key = (value.shape, value.dtype, value.differentiable, parts, source, target, num_joined)
         if key not in self._move_costs:
             forward_s = backward_s = 0.0
             for step in redistribute(source, target, value.shape, self.mesh):
-                there_s, back_s = self._step_s(value, step, parts)
+                there_s, back_s = self._step_s(value, step, parts, num_joined)
                 forward_s += there_s
                 backward_s += back_s
             self._move_costs[key] = forward_s, backward_s
         return self._move_costs[key]
 
-    def _step_s(self, value: Value, step: Step, parts: int) -> tuple[float, float]:
+    def _step_s(self, value: Value, step: Step, parts: int, num_joined: int) -> tuple[float, float]:
         local = math.ceil(math.prod(step.shape) * value.dtype.itemsize / parts)
         num = self.mesh.size(step.axes)
         grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
         forward_s, backward_s = self._copy_s(step, grown), 0.0
         if step.forward is not None:
-            forward_s += self._collective_s(step.forward, grown, step.axes)
+            forward_s += self._collective_s(step.forward, grown, step.axes, num_joined)
         if value.differentiable and step.backward is not None:
-            backward_s = self._collective_s(step.backward, grown, step.axes)
+            backward_s = self._collective_s(step.backward, grown, step.axes, num_joined)
         return forward_s, backward_s
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:
@@ -408,6 +414,18 @@ class Pricing:
             device = self.cluster.device
             return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
         return 0.0
+
+
+def _num_joined(graph: Graph) -> int:
+    """How many parameters a block has on average, of those that have any."""
+    of_block = [
+        {i for op in graph.ops[block.start : block.stop] for i in op.inputs}
+        for block in graph.blocks
+    ]
+    counts = [
+        sum(graph.values[i].kind is ValueKind.PARAMETER for i in inputs) for inputs in of_block
+    ]
+    return max(1, round(sum(counts) / max(1, sum(count > 0 for count in counts))))
 
 
 def calls_of(

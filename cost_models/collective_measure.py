@@ -2,7 +2,10 @@
 
 Every rank of the world calls ``measure_collectives`` at the same place. Groups of each asked size
 are made so that they tile the world, as the groups of a mesh axis do, and all of them run the same
-collective at once: what is measured is what a plan will meet, shared links included.
+collective at once: what is measured is what a plan will meet, shared links included. On CPUs the
+ranks also compute before each collective, as in a step: their caches are then full of other things,
+and the backend's threads sleep, or find every core taken; it takes two to three times as long as
+the same collective again and again.
 """
 
 import itertools
@@ -10,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,10 @@ from autopar.cost_models.communication import (
 from autopar.cost_models.estimate import CostError
 from autopar.cost_models.store import CollectiveTime, ProfileStore
 
+from autopar.reduce_scatter import start_reduce_scatter
+
+BETWEEN_S = 0.004
+"""For how long a rank computes before a collective, as long as a few layers take."""
 DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
@@ -49,10 +57,21 @@ def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
         shape: GroupShape = tuple((int(f), int(s)) for f, s in json.loads(shape_text))
         points.setdefault((Collective(kind), shape), {})[size_bytes] = time_s
     curves = {
-        key: MeasuredCurve(sizes_bytes=tuple(curve), times_s=tuple(curve.values()))
+        key: MeasuredCurve(sizes_bytes=tuple(curve), times_s=_ascending([*curve.values()]))
         for key, curve in points.items()
     }
     return CommunicationModel(cluster, curves)
+
+
+def _ascending(times_s: Sequence[float]) -> tuple[float, ...]:
+    """The nearest times, by squares, that never fall: more bytes do not take less time."""
+    pools: list[list[float]] = []
+    for time_s in times_s:
+        pools.append([time_s])
+        while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return tuple(itertools.chain.from_iterable([statistics.mean(p)] * len(p) for p in pools))
 
 
 def all_measured(
@@ -87,9 +106,11 @@ def measure_collectives(
 
     Called by every rank of the default process group. ``group_sizes`` are those to measure, each a
     divisor of the world (all of them by default), in blocks of neighbouring ranks and with the
-    stride that spreads them furthest. Each time is the median over repetitions of the slowest
-    rank's. ``max_s`` bounds each size. CostError where there is no process group, or one of
-    another size or backend than ``cluster``.
+    stride that spreads them furthest. Each time is the mean over repetitions (a step pays for
+    slow ones too, but the slowest tenth) and over the ranks, so that waiting for the last rank to
+    come is in it; of messages in one direction, that of the slowest rank. ``max_s`` bounds each
+    size. CostError where there is no process group, or one of another size or backend than
+    ``cluster``.
     """
     world = _check_world(cluster)
     model = CommunicationModel(cluster)
@@ -170,33 +191,61 @@ def _measure(
     max_s: float,
 ) -> CollectiveTime:
     run = _operation(kind, size_bytes, group, ranks, device)
+    is_mutual = kind not in (Collective.BROADCAST, Collective.SEND_RECV)
+    num_products = _num_products(device) if is_mutual and device.type == "cpu" else 0
+    square = torch.ones(256, 256)
 
-    def once() -> float:
+    def once() -> tuple[float, float]:
+        """Seconds of the collective, and of the whole."""
+        begin = time.perf_counter()
         dist.barrier()
+        for _ in range(num_products):
+            torch.mm(square, square)
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        end = time.perf_counter()
+        taken_s = (_mean if is_mutual else _largest)(end - start, device)
+        return taken_s, end - begin
 
     once()
-    first_s = _slowest(once(), device)
-    num_samples = max(3, min(20, int(max_s / max(first_s, 1e-6))))
-    samples = [_slowest(once(), device) for _ in range(num_samples)]
-    median_s = statistics.median(samples)
-    low, _, high = statistics.quantiles(samples, n=4)
+    whole_s = _largest(once()[1], device)
+    num_samples = max(5, min(20, int(max_s / max(whole_s, 1e-6))))
+    samples = sorted(once()[0] for _ in range(num_samples))
+    low, median_s, high = statistics.quantiles(samples, n=4)
+    del samples[-max(2, num_samples // 10) :]  # of so few, the slowest would outweigh the others
     return CollectiveTime(
         size_bytes=size_bytes,
-        time_s=median_s,
+        time_s=statistics.mean(samples),
         spread=(high - low) / median_s if median_s else 0.0,
-        num_samples=num_samples,
+        num_samples=len(samples),
     )
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks' times: a step waits for the slowest."""
+def _num_products(device: torch.device) -> int:
+    """How many products of small matrices take a rank `BETWEEN_S`."""
+    square = torch.ones(256, 256)
+    torch.mm(square, square)
+    start = time.perf_counter()
+    for _ in range(4):
+        torch.mm(square, square)
+    product_s = _mean((time.perf_counter() - start) / 4, device)
+    return max(1, round(BETWEEN_S / product_s))
+
+
+def _mean(seconds: float, device: torch.device) -> float:
+    """The mean of all ranks' times."""
+    return _over_ranks(seconds, dist.ReduceOp.SUM, device) / dist.get_world_size()
+
+
+def _largest(seconds: float, device: torch.device) -> float:
+    return _over_ranks(seconds, dist.ReduceOp.MAX, device)
+
+
+def _over_ranks(seconds: float, which: Any, device: torch.device) -> float:
     box = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    dist.all_reduce(box, op=which)
     return float(box.item())
 
 
@@ -219,7 +268,7 @@ def _operation(
         case Collective.ALL_GATHER:
             return lambda: dist.all_gather_into_tensor(full, part, group=group)
         case Collective.REDUCE_SCATTER:
-            return lambda: dist.reduce_scatter_tensor(part, full, group=group)
+            return lambda: start_reduce_scatter(full, group, count)()
         case Collective.ALL_TO_ALL:
             return lambda: dist.all_to_all_single(other, full, group=group)
         case Collective.BROADCAST:

@@ -118,6 +118,11 @@ class CommunicationModel:
             known = self._estimates[key] = self._estimate(kind, size_bytes, ranks)
         return known
 
+    def joined(self, kind: str, size_bytes: int, ranks: tuple[int, ...], num: int) -> Estimate:
+        """A tensor's part of one collective of ``num`` tensors as large as it is."""
+        whole = self.estimate(kind, size_bytes * num, ranks)
+        return Estimate(whole.time_s / num, whole.source)
+
     def overlapped_s(self, compute_s: float, communication_s: float) -> float:
         """Seconds until both are done when they start together.
 

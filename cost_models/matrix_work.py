@@ -72,6 +72,15 @@ def _matmul_shape(a: TensorSpec, b: TensorSpec, batch: int) -> MatrixShape:
     return MatrixShape(m=m, n=n, k=a.shape[-1], batch=batch)
 
 
+def _grouped_matmul(call: OpCall) -> OpWork:
+    """Rows in groups, each times a matrix of its own (the experts of a layer)."""
+    rows, weights = call.tensor(0, "self"), call.tensor(1, "mat2")
+    if len(rows.shape) == 3 and len(weights.shape) == 3:
+        return _product(call, rows, weights, _matmul_shape(rows, weights, rows.shape[0]), None)
+    shape = MatrixShape(m=rows.shape[-2], n=weights.shape[-1], k=rows.shape[-1])
+    return _product(call, rows, weights, shape, None)
+
+
 def _added_matmul(call: OpCall) -> OpWork:
     bias, a, b = (call.tensor(i, n) for i, n in enumerate(("self", "mat1", "mat2")))
     batch = a.shape[0] if len(a.shape) == 3 else 1
@@ -198,6 +207,8 @@ MATRIX_RULES: dict[str, Callable[[OpCall], OpWork]] = {
     "bmm": _matmul,
     "matmul": _matmul,
     "addmm": _added_matmul,
+    "_grouped_mm": _grouped_matmul,
+    "grouped_mm_fallback": _grouped_matmul,  # of transformers
     "baddbmm": _added_matmul,
     "conv1d": _convolution,
     "conv2d": _convolution,

@@ -231,8 +231,9 @@ def test_gathering_twice_adds_one_gather_of_every_parameter():
     priced = priced_on("mlp", 4)
     found = price_baselines([priced]).found
     model = CommunicationModel(A100)
+    num = priced.pricing.num_joined
     gathers = [
-        model.estimate("all_gather", v.size_bytes, (0, 1, 2, 3)).time_s
+        model.estimate("all_gather", num * v.size_bytes, (0, 1, 2, 3)).time_s / num
         for v in priced.pricing.graph.parameters
     ]
     added = found[GATHERED_TWICE].time_s - found[ZERO3].time_s

@@ -8,13 +8,15 @@ graph the peak is found by liveness.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from autopar.collectives import ALONE_BYTES, MAX_SCATTERS
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
 from autopar.lowering.differentiate import Kernel, TensorMeta
 from autopar.lowering.program import ParameterProgram, RankProgram
@@ -133,6 +135,7 @@ class _Play:
         self.holders: dict[Key, set[object]] = {}
         self.sizes: dict[Key, int] = {}
         self.remaining = self.route.contributions.copy()
+        self.scattering: deque[int] = deque()
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
             if route.device in p.devices:
@@ -192,9 +195,9 @@ class _Play:
             elif action.kind in (Kind.I, Kind.B, Kind.W):
                 for position in reversed(self.route.blocks[stage]):
                     if action.kind is not Kind.W:
-                        self._input(position, microbatch, late=action.kind is Kind.I)
+                        self._input(position, microbatch)
                     if action.kind is not Kind.I:
-                        self._weight(position, microbatch, late=action.kind is Kind.W)
+                        self._weight(position, microbatch)
         return ProgramMemory(
             by_category={str(c): v for c, v in sorted(self.peak.items()) if v},
             peak_at=self.peak_at,
@@ -229,7 +232,11 @@ class _Play:
             self._release((microbatch, value), ("R", stage), Category.ACTIVATIONS)
 
     def _forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
-        for position in self.route.blocks[stage]:
+        positions = self.route.blocks[stage]
+        for position, following in itertools.zip_longest(positions, positions[1:]):
+            self._fetch(position)
+            if following is not None:
+                self._fetch(following)  # beside the computation of this block
             self._run(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)
@@ -239,8 +246,6 @@ class _Play:
     def _run(self, position: int, microbatch: int, keep: bool) -> None:
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
-        for value in block.interface.parameters:
-            self._fetch(self.parameter_of[value])
         self._at(f"F {block.name}", memory.workspace["F"])
         for value, meta in zip(block.interface.outputs, kernel.output_metas):
             size = self.round(meta.size_bytes)
@@ -268,54 +273,69 @@ class _Play:
             if key in self.sizes:
                 yield key, category
 
-    def _fetch(self, parameter: ParameterProgram) -> None:
-        key = (PARAMETER, parameter.value)
-        if parameter.kernel is not None and key not in self.sizes:
-            size = self.parameter_bytes[parameter.value].used
-            self._hold(key, "env", size, Category.COMMUNICATION)
+    def _fetch(self, position: int) -> None:
+        for value in self.program.blocks[position].interface.parameters:
+            key = (PARAMETER, value)
+            if self.parameter_of[value].kernel is not None and key not in self.sizes:
+                size = self.parameter_bytes[value].used
+                self._hold(key, "env", size, Category.COMMUNICATION)
 
     # --- backward --------------------------------------------------------------------------
-    def _input(self, position: int, microbatch: int, *, late: bool) -> None:
-        """I; with ``late`` what W reads stays behind."""
+    def _input(self, position: int, microbatch: int) -> None:
+        """I; what W reads stays behind."""
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
-        kinds = ("I",) if late else ("I", "W")
-        working = max((memory.workspace.get(p, 0) for p in kinds), default=0)
-        self._at(f"{'I' if late else 'B'} {block.name}", working + self._cotangent_bytes(kernel))
-        waits = late and kernel.backward_weight is not None
-        kept = set(self._operands(position, microbatch, kernel.weight_sources)) if waits else set()
-        sources = {*kernel.input_sources, *kernel.weight_sources}
-        for key, category in [*self._operands(position, microbatch, sources)]:
+        working = memory.workspace.get("I", 0) + self._cotangent_bytes(kernel)
+        self._at(f"I {block.name}", working)
+        has_w = kernel.backward_weight is not None
+        kept = set(self._operands(position, microbatch, kernel.weight_sources)) if has_w else set()
+        for key, category in [*self._operands(position, microbatch, kernel.input_sources)]:
             if (key, category) not in kept:
                 self._release(key, (microbatch, position), category)
-        self.live[Category.ACTIVATIONS] -= memory.saved
-        if waits:
-            self.live[Category.ACTIVATIONS] += memory.late
+        self.live[Category.ACTIVATIONS] += memory.late - memory.saved
 
-    def _weight(self, position: int, microbatch: int, *, late: bool) -> None:
+    def _weight(self, position: int, microbatch: int) -> None:
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         if kernel.backward_weight is None:
             return
-        if late:
-            self._at(f"W {block.name}", memory.workspace["W"])
-            for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
-                self._release(key, (microbatch, position), category)
-            self.live[Category.ACTIVATIONS] -= memory.late
+        self._at(f"W {block.name}", memory.workspace["W"])
         if kernel.cotangents:
             num_inputs = len(block.interface.inputs)
-            for operand in kernel.weight_grads:
-                self._contribute(block.interface.parameters[operand - num_inputs])
+            values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
+            self._reduce([v for v in values if self._contribute(v)], block.name)
+        for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
+            self._release(key, (microbatch, position), category)
+        self.live[Category.ACTIVATIONS] -= memory.late
 
-    def _contribute(self, value: int) -> None:
-        """A gradient has its full size from its first contribution on; at the end as stored."""
+    def _contribute(self, value: int) -> bool:
+        """A gradient has its full size from its first contribution on; at the end as stored.
+
+        Whether this contribution was the last.
+        """
         total, size = self.route.contributions[value], self.parameter_bytes[value]
         stored, used = size.stored, size.used
         if self.remaining[value] == total:
             self.live[Category.GRADIENTS] += used if total > 1 else stored
         self.remaining[value] -= 1
-        if not self.remaining[value] and total > 1:
+        if self.remaining[value]:
+            return False
+        if total > 1:
             self.live[Category.GRADIENTS] += stored - used
+        return True
+
+    def _reduce(self, values: Sequence[int], name: str) -> None:
+        """Reductions send copies, or whole gradients for the parts that are stored; of the latter
+        a few are on their way at a time."""
+        found = [self.parameter_bytes[v] for v in values if self.parameter_of[v].kernel is not None]
+        whole = [size.used for size in found if size.used > size.stored]
+        self._at(f"G {name}", sum(size.used for size in found) + sum(whole))
+        joined = sum(size for size in whole if size <= ALONE_BYTES)
+        for size in (joined, *(size for size in whole if size > ALONE_BYTES)):
+            self.scattering.append(2 * size)
+            self.live[Category.COMMUNICATION] += 2 * size
+        while len(self.scattering) > MAX_SCATTERS:
+            self.live[Category.COMMUNICATION] -= self.scattering.popleft()
 
     def _cotangent_bytes(self, kernel: Kernel) -> int:
         metas: list[TensorMeta] = [kernel.output_metas[i] for i in kernel.cotangents]

@@ -9,19 +9,40 @@ nobody else reads works in place.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopar.collectives import ALL_REDUCE, MASK, RAW_OPS, SHARD
+from autopar.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALONE_BYTES,
+    MASK,
+    MAX_SCATTERS,
+    RAW_OPS,
+    REDUCE_SCATTER,
+    SHARD,
+)
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
-from autopar.runtime.communicator import Communicator, start_sum
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.direct_calls import DIRECT
+from autopar.runtime.joined import start_gather, start_scatter, start_sum
 from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective over the axes of ``label``; ``digit`` is what it splits, where it splits."""
+
+    op: Any
+    label: str
+    digit: tuple[int, int]
 
 
 class ProcessMachine:
@@ -32,7 +53,8 @@ class ProcessMachine:
         self.device = communicator.device
         self.dice = dice
         self._bound: dict[fx.GraphModule, Callable[..., Sequence[Tensor]]] = {}
-        self._labels: dict[fx.GraphModule, str | None] = {}
+        self._calls: dict[fx.GraphModule, _Call | None] = {}
+        self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         bound = self._bound.get(module)
@@ -50,7 +72,7 @@ class ProcessMachine:
             for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
                 if module is not None:
                     self._bound.pop(module, None)
-                    self._labels.pop(module, None)
+                    self._calls.pop(module, None)
 
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
@@ -82,34 +104,55 @@ class ProcessMachine:
         moves: Sequence[tuple[fx.GraphModule, Tensor]],
         group_of: Callable[[str], Any],
     ) -> Callable[[], Sequence[Tensor]]:
-        """All-reduces of one group and dtype travel as one, beside what is computed next."""
+        """Collectives of one kind, group and dtype travel as one, beside what is computed next."""
         results: dict[int, Tensor] = {}
-        joined: dict[tuple[str, torch.dtype], list[int]] = {}
+        digits: dict[int, tuple[int, int]] = {}
+        joined: dict[tuple[Any, str, torch.dtype, int], list[int]] = {}
         for place, (module, operand) in enumerate(moves):
-            label = self._all_reduce_label(module)
-            if label is None or operand.dtype is torch.bool:
+            call = self._single_call(module)
+            if call is None or operand.dtype is torch.bool:
                 results[place] = self.run(module, [operand])[0]
+                continue
+            size_bytes = operand.numel() * operand.element_size()
+            is_alone = call.op is not ALL_REDUCE and size_bytes > ALONE_BYTES
+            key = (call.op, call.label, operand.dtype, place if is_alone else -1)
+            joined.setdefault(key, []).append(place)
+            digits[place] = call.digit
+        pending = []
+        for (op, label, _, _), places in joined.items():
+            operands = [moves[place][1] for place in places]
+            group, num = group_of(label), self.communicator.group(label).size
+            if op is ALL_REDUCE:
+                wait = start_sum(operands, group)
+            elif op is ALL_GATHER:
+                wait = start_gather(operands, [digits[p] for p in places], group, num)
             else:
-                joined.setdefault((label, operand.dtype), []).append(place)
-        pending = [
-            (places, start_sum([moves[p][1] for p in places], group_of(label)))
-            for (label, _), places in joined.items()
-        ]
+                wait = start_scatter(operands, [digits[p] for p in places], group, num)
+                wait = functools.cache(wait)
+                self._scatters.append(wait)
+            pending.append((places, wait))
+        while len(self._scatters) > MAX_SCATTERS:
+            self._scatters.popleft()()
 
         def finish() -> Sequence[Tensor]:
             for places, wait in pending:
                 results.update(zip(places, wait()))
+                if wait in self._scatters:
+                    self._scatters.remove(wait)
             return [results[place] for place in range(len(moves))]
 
         return finish
 
-    def _all_reduce_label(self, module: fx.GraphModule) -> str | None:
-        """The axes of a graph that is one all-reduce and nothing else."""
-        if module not in self._labels:
+    def _single_call(self, module: fx.GraphModule) -> _Call | None:
+        """The collective of a graph that is that and nothing else."""
+        if module not in self._calls:
             calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-            is_one = len(calls) == 1 and calls[0].target is ALL_REDUCE
-            self._labels[module] = str(calls[0].args[1]) if is_one else None
-        return self._labels[module]
+            found = None
+            if len(calls) == 1 and calls[0].target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
+                _, label, _, *digit = calls[0].args
+                found = _Call(calls[0].target, str(label), tuple(digit))
+            self._calls[module] = found
+        return self._calls[module]
 
     def _bind(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
         graph = fx.Graph()

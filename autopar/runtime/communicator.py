@@ -9,7 +9,7 @@ laid out for the wire by ``disassemble`` and read back by ``assemble``; the plai
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,11 @@ from autopar.collectives import (
 )
 from autopar.errors import DeviceError
 from autopar.mesh import MICROBATCH, Mesh
+from autopar.reduce_scatter import start_reduce_scatter
+from autopar.runtime.joined import all_gather_single
 from autopar.runtime.parts import digit_slice
 
 LocalFunction = Callable[[Tensor], Tensor]
-
-# torch 2.13 gave the single-tensor collectives these names, and warns of the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,23 +181,6 @@ class Communicator:
         function.__name__ = f"all_reduce__{label.replace(',', '_')}"
         function.__module__ = __name__
         return function
-
-
-def start_sum(parts: Sequence[Tensor], process_group: Any) -> Callable[[], Sequence[Tensor]]:
-    """Begin to sum tensors of one dtype over a group, as one; the returned call waits.
-
-    The results are views of one new buffer: an operand may be read elsewhere, as where one tensor
-    is the gradient of two parameters.
-    """
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    work = dist.all_reduce(flat, group=process_group, async_op=True)
-    sizes, shapes = [part.numel() for part in parts], [part.shape for part in parts]
-
-    def wait() -> Sequence[Tensor]:
-        work.wait()
-        return [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes)]
-
-    return wait
 
 
 class _Known:
@@ -348,10 +329,10 @@ def _all_gather(group: Group, dim: int, outer: int) -> LocalFunction:
     def all_gather(x: Tensor) -> Tensor:
         if dim == 0 and outer == 1:
             whole = x.new_empty((num * x.shape[0], *x.shape[1:]))
-            _all_gather_single(_wire(whole), _wire(x.contiguous()), group=group.process_group)
+            all_gather_single(_wire(whole), _wire(x.contiguous()), group=group.process_group)
             return whole
         parts = x.new_empty((num, *x.shape))
-        _all_gather_single(
+        all_gather_single(
             _wire(parts), _wire(x.contiguous()).unsqueeze(0), group=group.process_group
         )
         return assemble(parts, dim, outer)
@@ -365,14 +346,9 @@ def _reduce_scatter(group: Group, dim: int, outer: int) -> LocalFunction:
     def reduce_scatter(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:
             return reduce_scatter(x.to(torch.int32)).to(torch.bool)
-        if dim == 0 and outer == 1:
-            part = x.new_empty((x.shape[0] // num, *x.shape[1:]))
-            _reduce_scatter_single(part, x.contiguous(), group=group.process_group)
-            return part
         parts = disassemble(x, num, dim, outer)
-        part = x.new_empty(parts.shape[1:])
-        _reduce_scatter_single(part.unsqueeze(0), parts, group=group.process_group)
-        return part
+        own_part = start_reduce_scatter(parts.view(-1), group.process_group, num)
+        return own_part().view(parts.shape[1:])
 
     return reduce_scatter
 

@@ -7,6 +7,7 @@ of actions, communication between devices and reductions are the executor's.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,8 @@ class _Moving(Generic[T]):
 class Computation(Generic[T]):
     """One step on one device; ``fixed`` are the values that depend on nothing but constants.
 
-    What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next.
+    What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next,
+    and so are the parameters of the next block.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Computation(Generic[T]):
         self.fixed = fixed
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
+        self._coming: dict[int, tuple[tuple[int, ...], Callable[[], Sequence[T]]]] = {}
         self._keepers: Counter[int] = Counter()
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
@@ -123,7 +126,11 @@ class Computation(Generic[T]):
     def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
         values = self.flights[microbatch].values
         self._arrive(stage)
-        for position in self.route.blocks[stage]:
+        positions = self.route.blocks[stage]
+        for position, following in itertools.zip_longest(positions, positions[1:]):
+            self._fetch(position)
+            if following is not None:
+                self._start_fetching(following)
             self._run_block(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 values.pop(value, None)
@@ -134,7 +141,7 @@ class Computation(Generic[T]):
         block, flight = self.program.blocks[position], self.flights[microbatch]
         kernel, interface = self.program.kernels[block.kernel], block.interface
         operands = [self.value(microbatch, i) for i in interface.inputs]
-        operands += [self._fetch(i) for i in interface.parameters]
+        operands += [self.used[i] for i in interface.parameters]
         self.machine.begin(microbatch, position, Phase.FORWARD)
         results = list(self.machine.run(kernel.forward, operands))
         flight.values.update(zip(interface.outputs, results[: kernel.num_outputs]))
@@ -161,17 +168,31 @@ class Computation(Generic[T]):
         if not self._keepers[value]:
             self.used.pop(value, None)
 
-    def _fetch(self, value: int) -> T:
-        """A parameter in the placement that blocks use it in; one copy for all micro-batches."""
-        if value not in self.used:
+    def _start_fetching(self, position: int) -> None:
+        """Begin to bring a block's parameters to the placement that it uses them in.
+
+        There is one copy for all micro-batches.
+        """
+        values, moves = [], []
+        for value in dict.fromkeys(self.program.blocks[position].interface.parameters):
             parameter = self._parameter_of[value]
-            stored = self.stored[value]
+            if value in self.used:
+                continue
             if parameter.kernel is None:
-                self.used[value] = stored
+                self.used[value] = self.stored[value]
             else:
-                forward = self.program.kernels[parameter.kernel].forward
-                self.used[value] = self.machine.run(forward, [stored])[0]
-        return self.used[value]
+                values.append(value)
+                moves.append((self.program.kernels[parameter.kernel].forward, self.stored[value]))
+        if moves:
+            self._coming[position] = tuple(values), self.machine.start_moves(moves)
+
+    def _fetch(self, position: int) -> None:
+        """Wait for a block's parameters."""
+        if position not in self._coming:
+            self._start_fetching(position)
+        if position in self._coming:
+            values, wait = self._coming.pop(position)
+            self.used.update(zip(values, wait()))
 
     def finish_forward(self, stage: int, microbatch: int) -> None:
         """Take the loss's part and the next buffers from what F of a stage has made."""
@@ -266,6 +287,7 @@ class Computation(Generic[T]):
             cotangents = self._take(flight, block, kernel)
             arguments = self._run_input(position, microbatch, record, cotangents)
             self._forget(position, record)
+            del record, cotangents  # what W needs of them is in its arguments
             if kernel.backward_weight is None:
                 continue
             if weights:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # From malloc.h: parameters of mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -29,8 +29,13 @@ def _glibc() -> Any:
 
 
 def keep_freed_memory() -> None:
-    """From now on nothing that this process frees goes back to the kernel by itself."""
+    """From now on nothing that this process frees goes back to the kernel by itself.
+
+    Threads that are started later share one heap: buffers that the threads of a process group free
+    would else be kept for each of them alone.
+    """
     if (glibc := _glibc()) is not None:
+        glibc.mallopt(_M_ARENA_MAX, 1)
         glibc.mallopt(_M_TRIM_THRESHOLD, -1)
         glibc.mallopt(_M_MMAP_MAX, 0)
 

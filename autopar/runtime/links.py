@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.lowering.differentiate import TensorMeta
-from autopar.runtime.communicator import Communicator, start_sum
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.joined import start_sum
 
 
 class ProcessLinks:

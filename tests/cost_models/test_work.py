@@ -143,3 +143,26 @@ def test_a_grouped_convolution_costs_what_its_groups_cost_alone():
     backward, _ = _counted(out.backward)
     assert todo.forward.flops == forward
     assert todo.input_grad.flops + todo.weight_grad.flops == backward
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5), (8,), (1, 1, 1, 1)], ids=str)
+def test_grouped_products_cost_what_their_groups_cost_alone(sizes):
+    """Each expert's rows by its own matrix: the flops of the products one by one, by torch."""
+    k, n, half = 16, 8, torch.bfloat16
+    rows = [torch.randn(size, k, requires_grad=True) for size in sizes]
+    matrices = [torch.randn(k, n, requires_grad=True) for _ in sizes]
+    forward, out = _counted(lambda: torch.cat([a @ b for a, b in zip(rows, matrices)]))
+    backward, _ = _counted(lambda: out.sum().backward())
+    call = OpCall(
+        "aten._grouped_mm.default",
+        (
+            TensorSpec((sum(sizes), k), half, requires_grad=True),
+            TensorSpec((len(sizes), k, n), half, requires_grad=True, is_parameter=True),
+            TensorSpec((len(sizes),), torch.int32),
+        ),
+    )
+    todo = work(call)
+    assert todo.family is Family.MATMUL
+    assert todo.forward.flops == forward
+    assert todo.input_grad.flops + todo.weight_grad.flops == backward
+    assert todo.input_grad.flops == todo.weight_grad.flops

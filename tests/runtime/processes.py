@@ -19,14 +19,27 @@ from autopar.lowering.program import RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R
 from autopar.rules.base import Choice
+from autopar.runtime.binding import ProcessMachine
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.forward_programs import LowerForward
 from autopar.runtime.local import LocalRunner, RankService
+from autopar.runtime.randomness import Dice
 from autopar.runtime.rank import RankOptions
 from autopar.runtime.workers import WorkerGroup
 from autopar.strategy import Analysis, Assignment, Strategy
 from tests.oracles import Trained, random_assignment
+
+
+def single_op(mesh: Mesh, op: str, label: str, static: Sequence[int]) -> torch.fx.GraphModule:
+    """The graph of one raw op of ``autopar.collectives``."""
+    from autopar import collectives
+
+    graph = torch.fx.Graph()
+    operand, num = graph.placeholder("x"), mesh.size(mesh.axes_of(label))
+    call = graph.call_function(getattr(collectives, op), (operand, label, num, *static))
+    graph.output((call,))
+    return torch.fx.GraphModule({}, graph)
 
 
 class ProbedService(RankService):
@@ -43,6 +56,18 @@ class ProbedService(RankService):
         result = communicator.bind(getattr(collectives, op), label, *static)(operand)
         same = torch.equal(before, operand)
         return result.contiguous(), same
+
+    def moves(
+        self, mesh: Mesh, wanted: Sequence[tuple[str, str, Sequence[int]]], operands: list[Tensor]
+    ) -> list[Tensor]:
+        """Several raw ops, begun together: op, label and static arguments of each."""
+        labels = {label for _, label, _ in wanted}
+        communicator = Communicator(mesh, torch.device("cpu"), labels)
+        machine = ProcessMachine(communicator, Dice(mesh, 0))
+        graphs = [single_op(mesh, *each) for each in wanted]
+        with torch.no_grad():
+            wait = machine.start_moves(list(zip(graphs, operands)))
+            return [result.contiguous() for result in wait()]
 
     def full_tensors(self, what: str) -> dict[str, Tensor]:
         """What torch's own ``full_tensor()`` makes of the DTensors that leave the runtime."""

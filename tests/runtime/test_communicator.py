@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar import collectives
+from autopar.collectives import ALONE_BYTES
 from autopar.mesh import Mesh
 from autopar.runtime.lockstep import LockstepMachine
 from tests.runtime.conftest import Groups
+from tests.runtime.processes import single_op
 
 MESH = Mesh(("a", "b"), (2, 2))
 DTYPES = [
@@ -47,12 +48,7 @@ def operands(dtype: torch.dtype, *, strided: bool) -> list[Tensor]:
 
 
 def expected(op: str, label: str, static: tuple[int, ...], shards: list[Tensor]) -> list[Tensor]:
-    graph = torch.fx.Graph()
-    operand = graph.placeholder("x")
-    num = MESH.size(MESH.axes_of(label))
-    result = graph.call_function(getattr(collectives, op), (operand, label, num, *static))
-    graph.output((result,))
-    module = torch.fx.GraphModule({}, graph)
+    module = single_op(MESH, op, label, static)
     return LockstepMachine(MESH).run(module, [shards])[0]
 
 
@@ -74,3 +70,30 @@ def test_equals_lockstep_and_leaves_its_operand_alone(
             assert operand_is_same, f"{where} changed its operand"
             assert result.dtype == want.dtype, where
             assert torch.equal(result, want), where
+
+
+def test_what_travels_as_one_equals_what_travels_alone(groups: Groups) -> None:
+    """Kinds, groups, dtypes and sizes mixed: small ones join, one large one is sent alone."""
+    wanted, shards = [], []
+    for number, (op, static) in enumerate(CASES):
+        for dtype in (torch.float64, torch.int64, torch.bfloat16, torch.bool):
+            label = ("a", "b", "a,b")[number % 3]
+            wanted.append((op, label, static))
+            shards.append(operands(dtype, strided=bool(number % 2)))
+    for op in ("ALL_GATHER", "REDUCE_SCATTER"):
+        generator = torch.Generator().manual_seed(5)
+        size = (4, ALONE_BYTES // 8)
+        parts = [
+            torch.randint(0, 8, size, generator=generator).to(torch.float32)
+            for _ in range(MESH.num_devices)
+        ]
+        wanted.append((op, "b", (0, 1)))
+        shards.append(parts)
+    by_rank = [[each[rank] for each in shards] for rank in range(MESH.num_devices)]
+    got = groups(4).call("moves", MESH, wanted, per_rank_args=[(x,) for x in by_rank])
+    for place, (op, label, static) in enumerate(wanted):
+        want = expected(op, label, static, shards[place])
+        for rank in range(MESH.num_devices):
+            where = f"{op}{static} over {label} of {want[rank].dtype} on rank {rank}"
+            assert got[rank][place].dtype == want[rank].dtype, where
+            assert torch.equal(got[rank][place], want[rank]), where

@@ -1,0 +1,83 @@
+"""Collectives of several tensors as one, which travel beside what is computed next.
+
+In: tensors of one dtype, the digit of each (see `autopar.placement`), their process group and its
+size. Out: a call that waits for the results. One collective of a block's small parameters costs a
+fraction of one for each: what a collective costs however small it is counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.collectives import assemble, disassemble
+from autopar.reduce_scatter import start_reduce_scatter
+
+# torch 2.13 gave it this name, and warns of the old one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Wait = Callable[[], Sequence[Tensor]]
+Digits = Sequence[tuple[int, int]]
+"""Of each tensor the dimension that is split, and the sizes of the splits outside of it."""
+
+
+def start_sum(parts: Sequence[Tensor], process_group: Any) -> Wait:
+    """Begin to sum each tensor over the group.
+
+    The results are views of one new buffer: an operand may be read elsewhere, as where one tensor
+    is the gradient of two parameters.
+    """
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    work = dist.all_reduce(flat, group=process_group, async_op=True)
+    shapes = [part.shape for part in parts]
+
+    def wait() -> Sequence[Tensor]:
+        work.wait()
+        pieces = flat.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+
+    return wait
+
+
+def start_gather(parts: Sequence[Tensor], digits: Digits, process_group: Any, num: int) -> Wait:
+    """Begin to make tensors whole of which each of ``num`` ranks has a part."""
+    flat = _flat([part.reshape(1, -1) for part in parts])
+    gathered = flat.new_empty(num * flat.numel())
+    work = all_gather_single(gathered, flat.view(-1), group=process_group, async_op=True)
+    shapes = [part.shape for part in parts]
+
+    def wait() -> Sequence[Tensor]:
+        work.wait()
+        pieces = gathered.view(num, -1).split([shape.numel() for shape in shapes], dim=1)
+        return [
+            assemble(piece.reshape(num, *shape), *digit)
+            for piece, shape, digit in zip(pieces, shapes, digits)
+        ]
+
+    return wait
+
+
+def start_scatter(wholes: Sequence[Tensor], digits: Digits, process_group: Any, num: int) -> Wait:
+    """Begin to sum tensors over the group; each of ``num`` ranks gets its part of the sums.
+
+    The results are views of one new buffer.
+    """
+    parts = [disassemble(whole, num, *digit) for whole, digit in zip(wholes, digits)]
+    flat = _flat([part.view(num, -1) for part in parts])
+    own_part = start_reduce_scatter(flat.view(-1), process_group, num)
+    shapes = [part.shape[1:] for part in parts]
+
+    def wait() -> Sequence[Tensor]:
+        pieces = own_part().split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+
+    return wait
+
+
+def _flat(rows: Sequence[Tensor]) -> Tensor:
+    """Tensors of equally many rows side by side; a single one is not copied."""
+    return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
