@@ -80,4 +80,4 @@ def start_scatter(wholes: Sequence[Tensor], digits: Digits, process_group: Any, 
 
 def _flat(rows: Sequence[Tensor]) -> Tensor:
     """Tensors of equally many rows side by side; a single one is not copied."""
-    return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
+    return rows[0].contiguous() if len(rows) == 1 else torch.cat(list(rows), dim=1)

@@ -128,9 +128,8 @@ class Durations:
             )
         num_stages = sum(sizes)
         table = self.table(num_stages)
-        return Durations(
-            **{kind.value: _group_sums(values, sizes) for kind, values in table.items()}
-        )
+        sums: dict[str, Any] = {k.value: _group_sums(values, sizes) for k, values in table.items()}
+        return Durations(**sums)
 
 
 def _group_sums(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
