@@ -87,9 +87,10 @@ def test_moves_of_activations_and_of_parameters() -> None:
         )
     weight = next(v for v in cut.pricing.graph.parameters if v.shape == (256, 64))
     stored, used = (S(0), R), (V, R)
-    forward_s, backward_s = part.pricing.directions_s(weight, stored, used)
-    assert forward_s > 0
-    assert backward_s > 0
+    forward_s, backward_s = part.pricing.directions_s(weight, stored, used, stored=True)
+    alone_s = part.pricing.directions_s(weight, stored, used)
+    assert 0 < forward_s < alone_s[0]  # it travels with the other parameters of its block
+    assert 0 < backward_s < alone_s[1]
     assert cut.pricing.move_s(weight, stored, used, stored=True) == pytest.approx(
         NUM * forward_s + backward_s
     )
