@@ -326,12 +326,13 @@ class _Play:
 
     def _reduce(self, values: Sequence[int], name: str) -> None:
         """Reductions send copies, or whole gradients for the parts that are stored; of the latter
-        a few are on their way at a time."""
+        a few are on their way at a time, each with as much that is received."""
         found = [self.parameter_bytes[v] for v in values if self.parameter_of[v].kernel is not None]
         whole = [size.used for size in found if size.used > size.stored]
         self._at(f"G {name}", sum(size.used for size in found) + sum(whole))
         joined = sum(size for size in whole if size <= ALONE_BYTES)
-        for size in (joined, *(size for size in whole if size > ALONE_BYTES)):
+        alone = [size for size in whole if size > ALONE_BYTES]
+        for size in [joined, *alone] if joined else alone:
             self.scattering.append(2 * size)
             self.live[Category.COMMUNICATION] += 2 * size
         while len(self.scattering) > MAX_SCATTERS:

@@ -1,7 +1,7 @@
 """Ops by their direct Python binding, which is quicker to call than the dispatcher's overload.
 
-A call of ``torch.ops.aten.mm.default`` parses its arguments against the schema, 1 to 2 us more than
-``torch.mm`` takes, which has a parser of its own; a small layer makes a hundred calls in a step.
+A call of ``torch.ops.aten.mm.default`` parses its arguments against the schema, which takes about
+1 us more than the parser of ``torch.mm``; a transformer layer makes a hundred calls in a step.
 Each function here has its op's arguments, results and kernel.
 """
 
