@@ -274,11 +274,12 @@ class _Play:
                 yield key, category
 
     def _fetch(self, position: int) -> None:
+        """Parameters that are gathered; one that a kernel only views takes no memory of its own."""
         for value in self.program.blocks[position].interface.parameters:
-            key = (PARAMETER, value)
-            if self.parameter_of[value].kernel is not None and key not in self.sizes:
-                size = self.parameter_bytes[value].used
-                self._hold(key, "env", size, Category.COMMUNICATION)
+            key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
+            if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
+                continue
+            self._hold(key, "env", self.parameter_bytes[value].used, Category.COMMUNICATION)
 
     # --- backward --------------------------------------------------------------------------
     def _input(self, position: int, microbatch: int) -> None:

@@ -12,6 +12,8 @@ process of this machine. It exists because the standard ways each lack something
   slices send only the bytes they span, and the sender's tensors are left as they are.
 * A receiver maps the segment *copy-on-write*. Reading costs no copy, and a worker that writes to
   its batch in place changes neither the caller's tensors nor another worker's.
+* A sender may keep a segment for its next message (`Spare`), once every receiver has said that
+  nothing there uses it any more. New pages cost seven times what copying into old ones does.
 
 What is not a plain CPU tensor is pickled with the reductions of ``torch.multiprocessing`` (CUDA
 tensors by CUDA IPC, sparse tensors by their parts); storages inside still go to the segment.
@@ -34,6 +36,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,18 +47,67 @@ import torch.multiprocessing  # registers torch's reductions with ForkingPickler
 from torch.nn import Parameter
 
 _ALIGNMENT_BYTES = 64
-_HEADER = struct.Struct("!QQ")  # payload bytes, segment bytes
+_HEADER = struct.Struct("!QQ?")  # payload bytes, segment bytes, whether earlier ones are let go
+_MOST_UNUSED = 4  # times the bytes of a message that the segment kept for it may have
 _FD_SIZE_BYTES = array.array("i").itemsize
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # not on macOS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A pickled object, and the descriptor of the segment that holds its tensors, if it has any."""
+    """A pickled object, and the descriptor of the segment that holds its tensors, if it has any.
+
+    With ``let_go``, a reply says that its sender uses no segment any more that it has received.
+    """
 
     payload: bytes | bytearray
     segment_fd: int | None
     segment_size_bytes: int
+    let_go: bool = False
+
+
+class _Segment:
+    """Anonymous shared memory, mapped; nothing of it outlives its last user."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = _reserved_memory(size_bytes)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.mapping = mmap.mmap(self.fd, size_bytes)
+
+    def write(self, span: "_Span", source: torch.Tensor) -> None:
+        """Copy bytes, not by torch, whose other threads would go on to spin for milliseconds on
+        the very cores that the receivers begin to work on."""
+        end_bytes = span.offset_bytes + span.size_bytes
+        memoryview(self.mapping)[span.offset_bytes : end_bytes] = memoryview(source.numpy())
+
+
+class Spare:
+    """One segment for message after message of a sender.
+
+    It is written again only if the sender has set ``free``, which it does once each receiver of
+    the last message has let go of it; else there is a new one each time.
+    """
+
+    def __init__(self) -> None:
+        self.free = False
+        self._segment: _Segment | None = None
+
+    def taken(self, size_bytes: int) -> _Segment:
+        """The segment kept, or a new one if that is in use, too small or much too large."""
+        kept = self._segment
+        fits = kept is not None and size_bytes <= kept.size_bytes <= _MOST_UNUSED * size_bytes
+        if not (self.free and fits):
+            self.close()
+            self._segment = _Segment(size_bytes)
+        self.free = False
+        assert self._segment is not None
+        return self._segment
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+        self._segment = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +119,29 @@ class _Span:
 
 
 @contextlib.contextmanager
-def packed(value: object) -> Iterator[Message]:
+def packed(value: object, spare: Spare | None = None) -> Iterator[Message]:
     """Pickle ``value`` once for any number of receivers; its segment is let go at the end.
 
-    Two tensors that are the same part of one storage (tied parameters) stay so at the receiver.
-    Raises what pickling raises; nothing has been sent then.
+    With ``spare`` the tensors are written to its segment, and stay there. The value itself is
+    held no longer than it takes to pickle it. Two tensors that are the same part of one storage
+    (tied parameters) stay so at the receiver. Raises what pickling raises; nothing has been sent
+    then.
     """
     buffer = io.BytesIO()
-    segment = _SegmentWriter()
-    _Pickler(buffer, segment).dump(value)
-    segment_fd = segment.write()
+    writer = _SegmentWriter()
+    _Pickler(buffer, writer).dump(value)
+    segment = writer.write(spare or Spare())
+    size_bytes = writer.size_bytes
+    del value, writer
     try:
         yield Message(
             payload=buffer.getvalue(),
-            segment_fd=segment_fd,
-            segment_size_bytes=segment.size_bytes,
+            segment_fd=None if segment is None else segment.fd,
+            segment_size_bytes=size_bytes,
         )
     finally:
-        if segment_fd is not None:
-            os.close(segment_fd)
+        if segment is not None and spare is None:
+            segment.close()
 
 
 def unpack(message: Message) -> Any:
@@ -93,15 +149,18 @@ def unpack(message: Message) -> Any:
 
     Raises whatever the objects' own reconstruction raises.
     """
-    segment = None
-    if message.segment_fd is not None:
-        try:
-            segment = mmap.mmap(
-                message.segment_fd, message.segment_size_bytes, access=mmap.ACCESS_COPY
-            )
-        finally:
-            os.close(message.segment_fd)
-    return _Unpickler(io.BytesIO(message.payload), segment).load()
+    return unpack_watched(message)[0]
+
+
+def unpack_watched(message: Message) -> tuple[Any, Callable[[], object]]:
+    """As `unpack`; with it a function that is None as soon as no tensor uses the segment."""
+    if message.segment_fd is None:
+        return _Unpickler(io.BytesIO(message.payload), None).load(), lambda: None
+    try:
+        mapping = mmap.mmap(message.segment_fd, message.segment_size_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(message.segment_fd)
+    return _Unpickler(io.BytesIO(message.payload), mapping).load(), weakref.ref(mapping)
 
 
 class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
@@ -145,21 +204,14 @@ class _SegmentWriter:
         self._sources: list[tuple[_Span, torch.Tensor]] = []
         self.size_bytes = 0
 
-    def write(self) -> int | None:
-        """Copy the tensors met so far into a new segment; its descriptor, None without tensors."""
+    def write(self, spare: Spare) -> _Segment | None:
+        """Copy the tensors met so far into a segment; None without tensors."""
         if not self.size_bytes:
             return None
-        segment_fd = _new_segment(self.size_bytes)
-        try:
-            segment = mmap.mmap(segment_fd, self.size_bytes)
-            for span, source in self._sources:
-                torch.frombuffer(
-                    segment, dtype=torch.uint8, count=span.size_bytes, offset=span.offset_bytes
-                ).copy_(source)
-        except BaseException:
-            os.close(segment_fd)
-            raise
-        return segment_fd
+        segment = spare.taken(self.size_bytes)
+        for span, source in self._sources:
+            segment.write(span, source)
+        return segment
 
     def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -251,8 +303,8 @@ def _rebuild_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
-def _new_segment(size_bytes: int) -> int:
-    """The descriptor of new anonymous shared memory; nothing of it outlives its last user."""
+def _reserved_memory(size_bytes: int) -> int:
+    """The descriptor of new anonymous shared memory."""
     if hasattr(os, "memfd_create"):  # Linux; not bound by the size of /dev/shm, as in containers
         segment_fd = os.memfd_create("autopar-message")
     else:
@@ -289,7 +341,7 @@ class Channel:
         self._socket.close()
 
     def send(self, message: Message, *, deadline_s: float) -> None:
-        header = _HEADER.pack(len(message.payload), message.segment_size_bytes)
+        header = _HEADER.pack(len(message.payload), message.segment_size_bytes, message.let_go)
         rights: list[tuple[int, int, bytes]] = []
         if message.segment_fd is not None:
             fds = array.array("i", [message.segment_fd]).tobytes()
@@ -316,11 +368,14 @@ class Channel:
                 header += data
                 for _level, _type, raw in ancillary:
                     segment_fd = array.array("i", raw[:_FD_SIZE_BYTES])[0]
-        payload_size_bytes, segment_size_bytes = _HEADER.unpack(header)
+        payload_size_bytes, segment_size_bytes, let_go = _HEADER.unpack(header)
         payload = bytearray(payload_size_bytes)
         self._receive_into(memoryview(payload), deadline_s)
         return Message(
-            payload=payload, segment_fd=segment_fd, segment_size_bytes=segment_size_bytes
+            payload=payload,
+            segment_fd=segment_fd,
+            segment_size_bytes=segment_size_bytes,
+            let_go=let_go,
         )
 
     def _send_all(self, data: memoryview, deadline_s: float) -> None:

@@ -13,6 +13,7 @@ A worker that fails reports and then holds still with its connections open, unti
 it: the other workers go on waiting in their collectives and do not add errors of their own.
 """
 
+import dataclasses
 import datetime
 import io
 import math
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from autopar.runtime import whereabouts
 from autopar.runtime.heap import keep_freed_memory
-from autopar.runtime.transport import Channel, Message, packed, unpack
+from autopar.runtime.transport import Channel, Message, packed, unpack, unpack_watched
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in
 # a rank that only waits, would put the blame on that rank.
@@ -122,13 +123,15 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
     del build
     _reply(channel, Reply())
     while True:
-        request = unpack(inbox.get())
+        request, common = unpack_watched(inbox.get())
         if isinstance(request, Stop):
             break
-        rank_args = unpack(inbox.get())
+        rank_args, own = unpack_watched(inbox.get())
         value = getattr(service, request.method)(*request.args, *rank_args)
-        _reply(channel, Reply(value=value))
-        del request, rank_args, value  # a batch is not kept while waiting for the next
+        with packed(Reply(value=value)) as message:
+            del request, rank_args, value  # a batch is not kept while waiting for the next
+            let_go = common() is own() is None
+            channel.send(dataclasses.replace(message, let_go=let_go), deadline_s=math.inf)
     dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.heap import with_huge_pages
-from autopar.runtime.transport import Message, packed, unpack
+from autopar.runtime.transport import Message, Spare, packed, unpack
 from autopar.runtime.worker_failures import Trouble, root_cause, timeout_error
 from autopar.runtime.worker_main import Build, Call, Reply, Start, Stop
 from autopar.runtime.worker_process import WorkerProcess, end_processes
@@ -84,6 +85,7 @@ class WorkerGroup:
         self._why_closed: str | None = None
         self._store: dist.TCPStore | None = None
         self._workers: list[WorkerProcess] = []
+        self._spare = Spare()
         self._finalizer = weakref.finalize(self, end_processes, self._workers, self._owner_pid)
         build = Build(service=service, service_args=tuple(service_args))
         with (
@@ -149,18 +151,20 @@ class WorkerGroup:
         deadline_s = time.monotonic() + limit_s
         what = f"{method}()"
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._turn(deadline_s, what))
             call = Call(method=method, args=args)
-            common = stack.enter_context(_sendable(call, f"the arguments of {what}"))
+            common = stack.enter_context(_sendable(call, f"the arguments of {what}", self._spare))
             by_rank = [
                 stack.enter_context(_sendable(tuple(own), f"per_rank_args[{rank}] of {what}"))
                 for rank, own in enumerate(rank_args)
             ]
-            stack.enter_context(self._turn(deadline_s, what))
             stack.enter_context(self._closing_on_error(f"{what} was interrupted"))
             for worker, own_message in zip(self._workers, by_rank, strict=True):
                 self._send(worker, common, deadline_s)
                 self._send(worker, own_message, deadline_s)
-            return self._replies(deadline_s, f"{what}, within timeout_s={limit_s:g}")
+            answers = self._replies(deadline_s, f"{what}, within timeout_s={limit_s:g}")
+            self._spare.free = all(answer.let_go for answer in answers)
+            return [answer.value for answer in answers]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop the workers, by force after ``timeout_s`` or if another thread is in a call."""
@@ -218,6 +222,7 @@ class WorkerGroup:
 
     def _end(self) -> None:
         self._finalizer()  # kills what still runs; does nothing the second time
+        self._spare.close()
         self._store = None
 
     @contextlib.contextmanager
@@ -262,13 +267,13 @@ class WorkerGroup:
         with contextlib.suppress(ConnectionError, TimeoutError):
             worker.channel.send(message, deadline_s=deadline_s)
 
-    def _replies(self, deadline_s: float, what: str) -> list[Any]:
+    def _replies(self, deadline_s: float, what: str) -> "list[_Answer]":
         """One result from each worker, by rank; raises for the first that failed."""
-        values: dict[int, Any] = {}
+        answers: dict[int, _Answer] = {}
         troubles: list[Trouble] = []
         settled_s = deadline_s
-        while len(values) + len(troubles) < self._world_size and not self.closed:
-            done = {*values, *(trouble.rank for trouble in troubles)}
+        while len(answers) + len(troubles) < self._world_size and not self.closed:
+            done = {*answers, *(trouble.rank for trouble in troubles)}
             waiting = [worker for worker in self._workers if worker.rank not in done]
             left_s = min(settled_s, deadline_s) - time.monotonic()
             ready = multiprocessing.connection.wait(
@@ -286,37 +291,46 @@ class WorkerGroup:
                     now_s = time.monotonic()
                     settled_s = min(settled_s, now_s if outcome.died else now_s + _SETTLE_S)
                 else:
-                    values[worker.rank] = outcome.value
+                    answers[worker.rank] = outcome
             if left_s <= 0:
                 break
         if self.closed:
             raise WorkerError(f"the worker group was closed by another thread during {what}")
         if troubles:
             raise root_cause(troubles, what, self._world_size)
-        if len(values) < self._world_size:
-            late = [worker for worker in self._workers if worker.rank not in values]
+        if len(answers) < self._world_size:
+            late = [worker for worker in self._workers if worker.rank not in answers]
             raise timeout_error(late, what, self._world_size)
-        return [values[rank] for rank in range(self._world_size)]
+        return [answers[rank] for rank in range(self._world_size)]
 
 
-def _outcome(worker: WorkerProcess, deadline_s: float) -> Reply | Trouble:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A worker's result, and whether it uses the arguments' memory no more."""
+
+    value: Any
+    let_go: bool
+
+
+def _outcome(worker: WorkerProcess, deadline_s: float) -> _Answer | Trouble:
     """What a worker that spoke or ended has to say."""
     try:
-        reply: Reply = unpack(worker.channel.receive(deadline_s=deadline_s))
+        message = worker.channel.receive(deadline_s=deadline_s)
+        reply: Reply = unpack(message)
     except (ConnectionError, TimeoutError):
         return Trouble.of_death(worker)
     except Exception as error:
         return Trouble.of_unreadable_result(worker.rank, error)
     if reply.failure is not None:
         return Trouble.of_failure(worker, reply.failure)
-    return reply
+    return _Answer(value=reply.value, let_go=message.let_go)
 
 
 @contextlib.contextmanager
-def _sendable(value: object, what: str) -> Iterator[Message]:
+def _sendable(value: object, what: str, spare: Spare | None = None) -> Iterator[Message]:
     with contextlib.ExitStack() as stack:
         try:
-            message = stack.enter_context(packed(value))
+            message = stack.enter_context(packed(value, spare))
         except Exception as error:
             raise InputError(
                 f"{what} cannot be sent to another process: {error}. They are pickled: pass "

@@ -21,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.errors import InputError, WorkerError
+from autopar.runtime.local import LocalRunner
 from autopar.runtime.worker_failures import Trouble, root_cause
 from autopar.runtime.workers import WorkerGroup
 
@@ -159,6 +161,32 @@ class TestCalls:
         group.call("keep", torch.ones(1000))
         group.call("fill", torch.zeros(1000), 5.0)
         assert group.call("kept_sum") == [1000.0, 1000.0]
+
+    def test_shared_memory_serves_call_after_call_until_a_worker_keeps_a_tensor(
+        self, group: WorkerGroup
+    ) -> None:
+        first, again = (group.call("mapping_of", torch.zeros(1000))[0] for _ in range(2))
+        assert first == again
+        assert group.call("mapping_of", torch.zeros(10_000))[0] != first  # too small for it
+        group.call("keep", torch.ones(1000))
+        for value in (2.0, 3.0):
+            filled = group.call("fill", torch.zeros(1000), value)
+            assert [float(tensor.sum()) for tensor in filled] == [1000 * value] * 2
+        assert group.call("kept_sum") == [1000.0, 1000.0]
+        group.call("keep", torch.ones(1))  # lets the other one go
+
+    def test_training_steps_find_the_shared_memory_free(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        batch = {"input": torch.randn(32, 64), "target": torch.randn(32, 64)}
+        loss_fn = torch.nn.functional.mse_loss
+        with autopar.compile(
+            model, 2, example_inputs=batch, loss_fn=loss_fn, optimizer=torch.optim.SGD
+        ) as compiled:
+            runner = compiled._runner
+            assert isinstance(runner, LocalRunner)
+            for _ in range(3):
+                compiled.train_step(**batch)
+                assert runner.group._spare.free
 
     def test_threads_of_the_parent_take_turns(self, group: WorkerGroup) -> None:
         results: dict[int, list[int]] = {}
