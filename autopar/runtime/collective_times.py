@@ -21,7 +21,7 @@ from autopar.cost_models import (
     measured_model,
 )
 from autopar.runtime.spmd import is_spmd
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 
 
 class CollectiveService:

@@ -17,10 +17,10 @@ from autopar.lowering.program import OutputProgram, RankProgram, Role
 from autopar.lowering.route import Route, route_of
 from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
+from autopar.runtime.faults.whereabouts import padded, say
 from autopar.runtime.machine import Links, Machine, Phase
 from autopar.runtime.reductions import Reductions, Updater
 from autopar.runtime.shared_buffers import combined
-from autopar.runtime.whereabouts import padded, say
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")

@@ -19,14 +19,14 @@ from autopar.lowering.program import RankProgram
 from autopar.placement import local_shape
 from autopar.runtime import checkpoint
 from autopar.runtime.executor import ActionTime
+from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime, no_optimizer
 from autopar.runtime.state_checks import check_state
-from autopar.runtime.step_limit import StepLimit
 from autopar.runtime.wire import pack_program, unpack_program
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
 

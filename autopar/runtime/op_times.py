@@ -31,7 +31,7 @@ from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.others import watched
 from autopar.cost_models.store import OpTime
 from autopar.errors import WorkerError
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 
 LONGEST = 0.02
 """A call that alone would take more of the limit is priced from shorter ones of the same op."""

@@ -25,6 +25,7 @@ from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
 from autopar.runtime.executor import ActionTime, Executor
+from autopar.runtime.faults.whereabouts import NOTHING, padded, say
 from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
     MakeOptimizer,
@@ -42,7 +43,6 @@ from autopar.runtime.state_checks import (
     without_parameters,
 )
 from autopar.runtime.updates import Updates
-from autopar.runtime.whereabouts import NOTHING, padded, say
 
 _UPDATE = padded("the update of the weights")
 

@@ -17,19 +17,20 @@ from torch import Tensor
 
 from autopar.errors import DeviceError, InputError
 from autopar.lowering.program import RankProgram
-from autopar.runtime import checkpoint, watch
+from autopar.runtime import checkpoint
 from autopar.runtime.communicator import (
     initialize,
     release_process_group,
     use_process_group,
 )
 from autopar.runtime.executor import ActionTime
+from autopar.runtime.faults import watch
+from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
 from autopar.runtime.peak_memory import PeakMemory
 from autopar.runtime.rank import RankOptions, RankRuntime
-from autopar.runtime.step_limit import StepLimit
 
 T = TypeVar("T")
 

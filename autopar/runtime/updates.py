@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.faults.whereabouts import padded, say
 from autopar.runtime.optimizers import ELEMENTWISE, update
 from autopar.runtime.reductions import Reductions
-from autopar.runtime.whereabouts import padded, say
 
 _LATE = padded("the last step's reductions and updates")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 from tests.runtime.processes import ProbedService
 
 Groups = Callable[[int], WorkerGroup]

@@ -26,7 +26,7 @@ from autopar.runtime.forward_programs import LowerForward
 from autopar.runtime.local import LocalRunner, RankService
 from autopar.runtime.randomness import Dice
 from autopar.runtime.rank import RankOptions
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 from autopar.strategy import Analysis, Assignment, Strategy
 from tests.oracles import Trained, random_assignment
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from autopar.runtime.inquest import Condition, State, verdict_of
-from autopar.runtime.lines import accept_all, connect, listen
+from autopar.runtime.faults.inquest import Condition, State, verdict_of
+from autopar.runtime.faults.lines import accept_all, connect, listen
 
 STEP = {"call": "train_step() number 3", "doing": "action 1F0"}
 

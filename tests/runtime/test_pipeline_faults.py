@@ -23,7 +23,7 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime import step_limit
+from autopar.runtime.faults import step_limit
 from autopar.schedules import Durations, with_recomputation, with_reductions
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build

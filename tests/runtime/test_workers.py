@@ -24,8 +24,8 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.local import LocalRunner
-from autopar.runtime.worker_failures import Trouble, root_cause
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.failures import Trouble, root_cause
+from autopar.runtime.workers.group import WorkerGroup
 
 STOPPED_WITHIN_S = 10.0  # the promise is 30 s
 
@@ -387,7 +387,7 @@ class TestRootCause:
 SCRIPT = """
 import json, os, signal, sys, time
 import torch.distributed as dist
-from autopar.runtime.workers import WorkerGroup
+from autopar.runtime.workers.group import WorkerGroup
 
 class Service:
     def __init__(self, rank, world_size, doing="nothing"):

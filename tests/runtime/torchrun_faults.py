@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime import step_limit, watchers, whereabouts
+from autopar.runtime.faults import step_limit, watchers, whereabouts
 from tests.models.zoo import build
 from tests.oracles import to_double
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.heap import with_huge_pages
-from autopar.runtime.transport import Message, Spare, packed, unpack
-from autopar.runtime.worker_failures import Trouble, root_cause, timeout_error
-from autopar.runtime.worker_main import Build, Call, Reply, Start, Stop
-from autopar.runtime.worker_process import WorkerProcess, end_processes
+from autopar.runtime.workers.failures import Trouble, root_cause, timeout_error
+from autopar.runtime.workers.main import Build, Call, Reply, Start, Stop
+from autopar.runtime.workers.process import WorkerProcess, end_processes
+from autopar.runtime.workers.transport import Message, Spare, packed, unpack
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
 _SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
@@ -46,7 +46,7 @@ class WorkerGroup:
     the cores are shared out. Raises ``WorkerError`` if the workers are not ready in time, and
     ``InputError`` if the service or its arguments cannot be sent.
 
-    Functions and classes from ``__main__`` are sent by value, see ``autopar.runtime.transport``.
+    Functions and classes from ``__main__`` are sent by value, see ``transport``.
     Calls from several threads take turns. With ``with``, at exit, and when the last reference to
     the group is gone, the workers are ended.
     """

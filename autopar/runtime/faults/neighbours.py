@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.runtime import whereabouts
+from autopar.runtime.faults import whereabouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

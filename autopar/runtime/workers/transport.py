@@ -79,7 +79,7 @@ class _Segment:
         """Copy bytes, not by torch, whose other threads would go on to spin for milliseconds on
         the very cores that the receivers begin to work on."""
         end_bytes = span.offset_bytes + span.size_bytes
-        memoryview(self.mapping)[span.offset_bytes : end_bytes] = memoryview(source.numpy())
+        memoryview(self.mapping)[span.offset_bytes : end_bytes] = source.numpy().data
 
 
 class Spare:

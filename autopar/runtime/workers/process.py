@@ -19,8 +19,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from autopar.runtime import whereabouts
-from autopar.runtime.transport import Channel
+from autopar.runtime.faults import whereabouts
+from autopar.runtime.workers.transport import Channel
 
 # Before anything is imported: the stack can be asked for from the first moment, and modules come
 # from where the parent finds them (-P keeps the working directory from coming first).
@@ -30,7 +30,7 @@ socket_fd, stack_fd, board_fd, parent_pid, path = json.loads(sys.argv[1])
 faulthandler.enable(stack_fd, False)
 faulthandler.register(signal.SIGUSR1, stack_fd, False)
 sys.path[:] = path
-from autopar.runtime.worker_main import main
+from autopar.runtime.workers.main import main
 main(socket_fd, board_fd, parent_pid)
 """
 _STACK_WAIT_S = 1.0

@@ -25,13 +25,13 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime import whereabouts
-from autopar.runtime.here import Call, Here
-from autopar.runtime.inquest import Verdict, raised_by_peers
-from autopar.runtime.lines import Lines, accept_all, connect, listen, new_token
-from autopar.runtime.neighbours import Neighbours, Place, new_place
-from autopar.runtime.step_limit import StepLimit
-from autopar.runtime.watchers import Hub, Member, Watcher
+from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults.here import Call, Here
+from autopar.runtime.faults.inquest import Verdict, raised_by_peers
+from autopar.runtime.faults.lines import Lines, accept_all, connect, listen, new_token
+from autopar.runtime.faults.neighbours import Neighbours, Place, new_place
+from autopar.runtime.faults.step_limit import StepLimit
+from autopar.runtime.faults.watchers import Hub, Member, Watcher
 
 _CONNECT_S = 20.0
 _VERDICT_S = 6.0  # how long a rank that failed, or is told to end, waits to hear why

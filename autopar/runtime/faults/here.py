@@ -14,10 +14,10 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.runtime import whereabouts
-from autopar.runtime.inquest import State, Verdict, in_wait
-from autopar.runtime.neighbours import Neighbours
-from autopar.runtime.step_limit import StepLimit
+from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults.inquest import State, Verdict, in_wait
+from autopar.runtime.faults.neighbours import Neighbours
+from autopar.runtime.faults.step_limit import StepLimit
 
 GRACE_S = 6.0
 """How long the user's thread may take to leave a call after the verdict; then its process ends."""

@@ -3,8 +3,8 @@
 In: connections between rank 0 and every other rank. Out: a verdict in every process when one of
 them dies, hangs or raises. Each rank sends its status once a second. A connection that breaks is a
 death, at once and across hosts; one that is silent is a process that has stopped. On any sign of
-trouble the hub asks all ranks how they fare, and `autopar.runtime.inquest` decides. If the hub
-itself is gone, each rank decides for itself.
+trouble the hub asks all ranks how they fare, and `inquest` decides. If the hub itself is
+gone, each rank decides for itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.runtime.here import Here, as_message, from_message
-from autopar.runtime.inquest import Condition, State, verdict_of
-from autopar.runtime.lines import Lines
+from autopar.runtime.faults.here import Here, as_message, from_message
+from autopar.runtime.faults.inquest import Condition, State, verdict_of
+from autopar.runtime.faults.lines import Lines
 
 BEAT_S = 1.0
 SILENT_S = 15.0

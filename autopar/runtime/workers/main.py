@@ -1,6 +1,6 @@
 """What runs inside a local worker process: join the group, build the service, answer calls.
 
-In: a connected socket from the parent (``autopar.runtime.worker_process`` starts this module).
+In: a connected socket from the parent (``autopar.runtime.workers.process`` starts this module).
 Out: one ``Reply`` for ``Start`` and for each ``Call``. It exists apart from the parent's half so
 that a worker is a fresh interpreter that never imports the user's ``__main__``.
 
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime import whereabouts
+from autopar.runtime.faults import whereabouts
 from autopar.runtime.heap import keep_freed_memory
-from autopar.runtime.transport import Channel, Message, packed, unpack, unpack_watched
+from autopar.runtime.workers.transport import Channel, Message, packed, unpack, unpack_watched
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in
 # a rank that only waits, would put the blame on that rank.

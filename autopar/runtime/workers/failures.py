@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from autopar.errors import WorkerError
-from autopar.runtime.inquest import waits_for_peers
-from autopar.runtime.worker_main import Failure
-from autopar.runtime.worker_process import WorkerProcess, python_stacks
+from autopar.runtime.faults.inquest import waits_for_peers
+from autopar.runtime.workers.main import Failure
+from autopar.runtime.workers.process import WorkerProcess, python_stacks
 
 _EXIT_WAIT_S = 2.0
 _GO_ON = (
