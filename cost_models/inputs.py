@@ -1,7 +1,8 @@
 """Real tensors for a call, with values that its operation accepts.
 
-Indices must point into their table, class targets at a class, variances be positive, logarithms and
-roots have arguments in their domain. Floating-point values are otherwise normal.
+Indices must point into their table, class targets at a class, bags and groups follow one another,
+variances be positive, logarithms and roots have arguments in their domain, probabilities lie
+between 0 and 1. Floating-point values are otherwise normal.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from autopar.cost_models.shapes import is_creation
 
 _NUM_DRAWN = 1 << 16
 _POSITIVE_DOMAIN = frozenset(("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "div"))
+_PROBABILITIES = frozenset(("binary_cross_entropy",))
 
 
 class RealCall:
@@ -62,10 +64,17 @@ class RealCall:
         options: dict[str, Any] = {"device": self._device, "generator": self._generator}
         if dtype == torch.bool:
             return torch.rand(length, **options) < 0.9
+        if position == 2 and self._call.name in _PARTS:
+            rows = _PARTS[self._call.name](self._call)
+            borders = torch.linspace(0, rows, length + 1, device=self._device)
+            starts = self._call.name == "embedding_bag"
+            return (borders[:-1] if starts else borders[1:]).to(dtype)
         if not (dtype.is_floating_point or dtype.is_complex):
             high = self._bounds.get(position, 2)
             return torch.randint(0, max(high, 1), (length,), dtype=dtype, **options)
         values = _normal(length, options)
+        if self._call.name in _PROBABILITIES:
+            values = values.sigmoid()
         if position in self._positive:
             values = values.abs() + 0.5
         return values.to(dtype)
@@ -113,8 +122,15 @@ def _index_list_bounds(call: OpCall) -> dict[int, int]:
     return bounds
 
 
+_PARTS = {
+    "embedding_bag": lambda call: call.tensor(1, "indices").num_elements,
+    "_grouped_mm": lambda call: call.tensor(0, "self").shape[0],
+    "grouped_mm_fallback": lambda call: call.tensor(0, "input").shape[0],
+}
+"""Of calls whose third tensor says where parts of another begin or end: how long that one is."""
 _BOUND_RULES: dict[str, Callable[[OpCall], dict[int, int]]] = {
     "embedding": _embedding_bounds,
+    "embedding_bag": _embedding_bounds,
     "cross_entropy_loss": _class_bounds,
     "nll_loss": _class_bounds,
     "nll_loss_forward": _class_bounds,

@@ -196,6 +196,21 @@ def _lookup(call: OpCall) -> OpWork:
     )
 
 
+def _embedding_bag(call: OpCall) -> OpWork:
+    """Rows read and added up; the gradient is a table of zeros to which one row each is added."""
+    table, index = call.tensor(0, "weight"), call.tensor(1, "indices")
+    rows = index.num_elements * table.shape[1]
+    moved = output_bytes(call) + rows * table.dtype.itemsize + index.size_bytes
+    backward = Work(flops=rows, size_bytes=table.size_bytes + moved, num_kernels=2)
+    return OpWork(
+        family=Family.INDEXING,
+        dtype=table.dtype,
+        forward=Work(flops=rows, size_bytes=moved, num_kernels=1),
+        input_grad=backward if table.requires_grad and not table.is_parameter else NO_WORK,
+        weight_grad=backward if table.requires_grad and table.is_parameter else NO_WORK,
+    )
+
+
 def _scatter(call: OpCall) -> OpWork:
     """A copy of the table, with elements written into it."""
     return generic(call, Family.INDEXING, per_element=0, saved=False)
@@ -293,5 +308,6 @@ LAYER_RULES: dict[str, Callable[[OpCall], OpWork]] = {
     **dict.fromkeys(("cat", "stack", "concat"), _concatenation),
     **dict.fromkeys(("nll_loss", "nll_loss_forward", "nll_loss_nd"), _nll_loss),
     "native_dropout": _dropout,
+    "embedding_bag": _embedding_bag,
     "cross_entropy_loss": _cross_entropy,
 }

@@ -1,13 +1,15 @@
 """Times one call on the device at hand: forward, input gradients and weight gradients apart.
 
 Each direction is run on several sets of tensors in turn, so that none finds its data in the cache
-only because it has just been used; after a warm-up, in blocks long enough for the clock, until
-enough samples or the time allowed; the median is kept. A spread that is too large is measured
-again, and what remains is reported with the time.
+only because it has just been used, and the results of as many runs are held, so that none writes
+where the last one wrote: a step keeps what it computes. After a warm-up, in blocks long enough for
+the clock, until enough samples or the time allowed; the median is kept. A spread that is too large
+is measured again, and what remains is reported with the time.
 """
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -162,28 +164,29 @@ def _one_sample(
     samples: list[float] = []
     end = time.perf_counter() + limits.max_direction_s
     position = 0
+    kept: deque[Any] = deque(maxlen=len(runs))
     while len(samples) < limits.max_samples:
         if len(samples) >= 3 and time.perf_counter() > end:
             break
         block = [runs[(position + i) % len(runs)] for i in range(num_inner)]
         position += num_inner
-        samples.append(_timed(_all_of(block), device) / num_inner)
+        samples.append(_timed(_all_of(block, kept), device) / num_inner)
     median_s = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4)
     spread = (high - low) / median_s if median_s else 0.0
     return Sampled(median_s=median_s, spread=spread, num_samples=len(samples))
 
 
-def _all_of(block: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+def _all_of(block: Sequence[Callable[[], Any]], kept: deque[Any]) -> Callable[[], None]:
     def run() -> None:
         for function in block:
-            function()
+            kept.append(function())
 
     return run
 
 
 def _repeat(function: Callable[[], Any], times: int) -> Callable[[], None]:
-    return _all_of([function] * times)
+    return _all_of([function] * times, deque(maxlen=1))
 
 
 def _timed(function: Callable[[], None], device: torch.device) -> float:

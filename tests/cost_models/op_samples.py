@@ -41,6 +41,11 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.conv2d.default, (image, kernel, _weights(6), [2, 2], [1, 1]), {}),
         (aten.conv2d.default, (image, _weights(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4), {}),
         (aten.embedding.default, (_weights(11, 8), _ints(11, 3, 4)), {}),
+        (
+            aten.embedding_bag.default,
+            (_weights(11, 8), _ints(11, 12), torch.tensor([0, 3, 3]), False, 2),
+            {},
+        ),
         (aten.layer_norm.default, (x, [8], _weights(8), _weights(8)), {}),
         (aten._native_batch_norm_legit_functional.default, (image, *norm, True, 0.1, 1e-5), {}),
         (aten.native_group_norm.default, (image, norm[0], norm[1], 2, 4, 81, 2, 1e-5), {}),
@@ -62,6 +67,11 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten._log_softmax.default, (x, -1, False), {}),
         (aten.cross_entropy_loss.default, (_floats(6, 9), _ints(9, 6)), {}),
         (aten.cross_entropy_loss.default, (_floats(6, 9, 2), _ints(9, 6, 2), None, 0), {}),
+        (
+            aten.binary_cross_entropy.default,
+            (torch.rand(6, 9, requires_grad=True), torch.rand(6, 9)),
+            {},
+        ),
         (aten.nll_loss_forward.default, (_floats(6, 9), _ints(9, 6), None, 1, -100), {}),
         (aten.max_pool2d.default, (image, [3, 3], [2, 2], [1, 1]), {}),
         (aten.adaptive_avg_pool2d.default, (image, [1, 1]), {}),

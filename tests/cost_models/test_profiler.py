@@ -23,7 +23,7 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.detect import cpu_name
 from autopar.cost_models.inputs import RealCall
-from autopar.cost_models.measure import MeasureLimits
+from autopar.cost_models.measure import MeasureLimits, _one_sample
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from op_samples import samples
@@ -60,6 +60,26 @@ def test_every_call_runs_on_the_inputs_made_for_it(case):
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
                 assert torch.isfinite(leaf).all()
+
+
+def test_groups_of_experts_end_where_the_rows_do():
+    rows, experts = TensorSpec((50, 8)), TensorSpec((4, 8, 6))
+    ends = TensorSpec((4,), torch.int32)
+    made = RealCall(OpCall("aten._grouped_mm.default", (rows, experts, ends)), CPU).args[2]
+    assert made.tolist() == [12, 25, 37, 50]
+
+
+def test_runs_in_turn_do_not_write_to_the_same_memory():
+    written = []
+
+    def run():
+        made = torch.empty(1 << 20)
+        written.append(made.data_ptr())
+        return made
+
+    _one_sample([run] * 4, 8, CPU, QUICK)
+    assert len(written) >= 24
+    assert all(len(set(written[i : i + 4])) == 4 for i in range(len(written) - 3))
 
 
 def test_inputs_have_the_layout_that_was_asked_for():
