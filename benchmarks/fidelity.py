@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import torch
 from autopar.cost_models.others import watched
+from autopar.cost_models.pace import SLOW, Pace
 from cpu_models import MODELS, fresh
 from setting import setting
 
@@ -33,6 +34,8 @@ PICTURE = RESULT.with_suffix(".png")
 PROFILE_LIMIT_S = 120.0
 WARM_UP = 2
 DISTURBED = 0.05
+PACE = Pace()
+PACES_S: list[float] = []
 TARGETS = {
     "time": {"median": 0.10, "worst": 0.30},
     "memory": {"median": 0.03, "worst": 0.10},
@@ -106,9 +109,10 @@ def measured(name: str, count: int, wanted: list[str], num_steps: int) -> Any:
 
 
 def undisturbed(step: Callable[[], Any], num_steps: int) -> list[float]:
-    """Seconds of steps beside which other programs used little of the machine.
+    """Seconds of steps beside which other programs used little of the machine, and before and
+    after which its processors were at their usual pace.
 
-    The quietest ``num_steps`` of four times as many at most.
+    The best ``num_steps`` of four times as many at most.
     """
     me = psutil.Process()
     workers = me.children(recursive=True)
@@ -116,11 +120,15 @@ def undisturbed(step: Callable[[], Any], num_steps: int) -> list[float]:
     num_quiet = 0
     while num_quiet < num_steps and len(found) < 4 * num_steps:
         with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in (me, *workers))) as others:
+            before_s = PACE()
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
-        found.append((others.share, seconds))
-        num_quiet += others.share < DISTURBED
+            pace_s = max(before_s, PACE())
+        PACES_S.append(pace_s)
+        disturbance = max(others.share / DISTURBED, pace_s / (SLOW * min(PACES_S)))
+        found.append((disturbance, seconds))
+        num_quiet += disturbance < 1
     return [seconds for _, seconds in sorted(found)[:num_steps]]
 
 

@@ -8,9 +8,11 @@ element-wise ops of two processes take up to 1.7 times as long as of one.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from autopar.cost_models import (
 from autopar.cost_models.detect import usable_cores
 from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.others import watched
+from autopar.cost_models.pace import SLOW, Pace
 from autopar.cost_models.store import OpTime
 from autopar.errors import WorkerError
 from autopar.runtime.workers.group import WorkerGroup
@@ -39,6 +42,12 @@ CALL_LIMIT_S = 120.0
 """One call that takes longer than this to measure is given up, and with it all that are left."""
 DISTURBED, MAX_REPEATS = 0.15, 3
 """A measurement is made again, so often, when other programs had such a share of the host."""
+AGAIN = 0.25
+"""What was measured while the processors were slow is measured again for this part of the time that
+all measurements took."""
+
+
+_total_s = attrgetter("total_s")
 
 
 class OpService:
@@ -46,16 +55,28 @@ class OpService:
 
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
+        self.pace = Pace()
 
-    def measure(self, call: OpCall, device: DeviceSpec) -> tuple[OpTime | str, float]:
-        """The times of a call, or why it has none; the processor seconds that it took."""
+    def measure(self, call: OpCall, device: DeviceSpec) -> _Reply:
         dist.barrier()
         start_s = time.process_time()
+        pace_s = self.pace()
         try:
             found: OpTime | str = measure_call(call, device, MeasureLimits())
         except CostError as error:
             found = str(error)
-        return found, time.process_time() - start_s
+        pace_s = max(pace_s, self.pace())
+        return _Reply(found=found, cpu_s=time.process_time() - start_s, pace_s=pace_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """The times of a call, or why it has none; the processor seconds that it took, and how long a
+    fixed piece of arithmetic did before or after it."""
+
+    found: OpTime | str
+    cpu_s: float
+    pace_s: float
 
 
 def op_times(
@@ -118,30 +139,62 @@ def _measure_in_workers(
         start_timeout_s=start_timeout_s,
     )
 
-    total_s = attrgetter("total_s")
+    paces_s: dict[OpCall, float] = {}
+    cpu_s = 0.0
+
+    def own_cpu_s() -> float:
+        return time.process_time() + cpu_s
 
     def measure(call: OpCall) -> OpTime:
+        nonlocal cpu_s
         best: OpTime | None = None
-        cpu_s = 0.0
-
-        def own_cpu_s() -> float:
-            return time.process_time() + cpu_s
-
         for _ in range(1 + MAX_REPEATS):
             with watched(own_cpu_s) as others:
-                replies = workers.call("measure", call, device, timeout_s=CALL_LIMIT_S)
-                cpu_s += sum(own_s for _, own_s in replies)
-            if whys := [why for why, _ in replies if isinstance(why, str)]:
-                raise CostError(whys[0])
-            slowest = max((found for found, _ in replies), key=total_s)
-            best = slowest if best is None else min(best, slowest, key=total_s)
+                replies: list[_Reply] = workers.call(
+                    "measure", call, device, timeout_s=CALL_LIMIT_S
+                )
+                cpu_s += sum(reply.cpu_s for reply in replies)
+            times = [reply.found for reply in replies if isinstance(reply.found, OpTime)]
+            if len(times) < len(replies):
+                raise CostError(next(r.found for r in replies if isinstance(r.found, str)))
+            best = _quicker(best, max(times, key=_total_s))
             if others.share < DISTURBED:
                 break
         assert best is not None
+        paces_s[call] = max(reply.pace_s for reply in replies)
         return best.scaled(1 / share)
 
     with workers:
+        start_s = time.monotonic()
         try:
-            Profiler(store, device, measure=measure).profile(calls, progress=False, max_s=limit_s)
+            profiler = Profiler(store, device, measure=measure)
+            profiler.profile(calls, progress=False, max_s=limit_s)
+            taken_s = time.monotonic() - start_s
+            left_s = min(limit_s - taken_s, AGAIN * taken_s)
+            measure_again(measure, paces_s, store, time.monotonic() + left_s)
         except WorkerError as error:
             warnings.warn(f"op calls that were left are not measured: {error}", stacklevel=4)
+
+
+def measure_again(
+    measure: Callable[[OpCall], OpTime],
+    paces_s: dict[OpCall, float],
+    store: ProfileStore,
+    deadline_s: float,
+) -> None:
+    """Calls that were measured while the processors were slow, by now perhaps at their usual pace.
+
+    ``paces_s`` has each call's seconds of `Pace`, which ``measure`` writes anew; in its order,
+    round by round. The shorter time stays in the store.
+    """
+    for _ in range(MAX_REPEATS):
+        usual_s = SLOW * min(paces_s.values(), default=0.0)
+        for call in [call for call, pace_s in paces_s.items() if pace_s > usual_s]:
+            if time.monotonic() > deadline_s:
+                return
+            with contextlib.suppress(CostError):  # what is known of it stays
+                store.put(call, _quicker(store.get(call), measure(call)))
+
+
+def _quicker(known: OpTime | None, times: OpTime) -> OpTime:
+    return times if known is None else min(known, times, key=_total_s)

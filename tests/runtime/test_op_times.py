@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, OpCall, RooflineModel, Source, TensorSpec
+from autopar.cost_models import (
+    Cluster,
+    CostError,
+    OpCall,
+    ProfileStore,
+    RooflineModel,
+    Source,
+    TensorSpec,
+)
+from autopar.cost_models.store import OpTime
 from autopar.cost_models.update import UPDATE_PASSES, update_call
 
 from autopar.runtime import op_times as module
-from autopar.runtime.op_times import op_times
+from autopar.runtime.op_times import measure_again, op_times
 
 
 def relu(rows: int) -> OpCall:
@@ -40,6 +50,37 @@ def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again = measured(calls, tmp_path / "times")
     assert [again.estimate(call) for call in calls] == found
     assert again.estimate(relu(256)).source is Source.INTERPOLATED
+
+
+def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path: Path) -> None:
+    usual, slow, slower, broken = (relu(rows) for rows in (16, 32, 64, 128))
+    paces_s = {usual: 1.0, slow: 1.5, slower: 1.4, broken: 2.0}
+    later = {slow: iter([4.0]), slower: iter([9.0, 2.0])}  # seconds; the first of slower's: slow
+    asked = []
+
+    def times(seconds: float) -> OpTime:
+        return OpTime(
+            forward_s=seconds, input_grad_s=0.0, weight_grad_s=0.0, spread=0.0, num_samples=3
+        )
+
+    def measure(call: OpCall) -> OpTime:
+        asked.append(call)
+        if call == broken:
+            raise CostError("no memory")
+        seconds = next(later[call])
+        paces_s[call] = 1.6 if seconds == 9.0 else 1.05
+        return times(seconds)
+
+    store = ProfileStore(tmp_path / "times", Cluster.detect(1).device)
+    for call in paces_s:
+        store.put(call, times(5.0))
+    measure_again(measure, paces_s, store, time.monotonic() + 60)
+    kept = [found.forward_s for call in paces_s if (found := store.get(call))]
+    assert kept == [5.0, 4.0, 2.0, 5.0]
+    assert [call for call in asked if call != broken] == [slow, slower, slower]
+    asked.clear()
+    measure_again(measure, {usual: 1.0, slow: 2.0}, store, time.monotonic() - 1)
+    assert not asked  # no time left
 
 
 def test_times_of_processes_alone_and_side_by_side_are_kept_apart(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""How fast a processor works at this moment.
+
+A tenant that shares the host, its other hardware threads or its heat slows a processor down by a
+third for seconds or minutes, and no counter of this machine tells. What was measured then is
+measured again when the same small piece of arithmetic takes as long as it does at its best.
+"""
+
+import time
+
+import torch
+
+SLOW = 1.12
+"""How much longer than at its best the piece takes when a processor is said to be slow."""
+_SIZE = 384
+
+
+class Pace:
+    """Times a product of two matrices on one thread: about 2 ms."""
+
+    def __init__(self) -> None:
+        self._operands = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
+        self._out = torch.empty(_SIZE, _SIZE)
+        self()
+
+    def __call__(self) -> float:
+        """Seconds."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            start_s = time.perf_counter()
+            torch.mm(*self._operands, out=self._out)
+            return time.perf_counter() - start_s
+        finally:
+            torch.set_num_threads(threads)
