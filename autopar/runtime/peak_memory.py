@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.runtime.heap import give_back_freed_memory
+from autopar.runtime.heap import give_back_freed_memory, resident_bytes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -56,25 +56,17 @@ def _load_libraries() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def _status_bytes(field: str) -> int | None:
-    if not _STATUS.exists():
-        return None
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _lifetime_peak_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _resident_bytes() -> int:
-    found = _status_bytes("VmRSS:")
-    return _lifetime_peak_bytes() if found is None else found
+    return resident_bytes() or _lifetime_peak_bytes()
 
 
 def _peak_resident_bytes() -> int:
-    found = _status_bytes("VmHWM:")
-    return _lifetime_peak_bytes() if found is None else found
+    if not _STATUS.exists():
+        return _lifetime_peak_bytes()
+    lines = _STATUS.read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -26,6 +26,7 @@ from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
 from autopar.runtime.executor import ActionTime, Executor
 from autopar.runtime.faults.whereabouts import NOTHING, padded, say
+from autopar.runtime.heap import FreedMemory
 from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
     MakeOptimizer,
@@ -97,6 +98,7 @@ class RankRuntime:
         self.options = options
         self.device = device
         self.num_steps = 0
+        self._freed_memory = FreedMemory()
         self.communicator = Communicator(
             program.mesh,
             device,
@@ -199,6 +201,8 @@ class RankRuntime:
         say(_UPDATE)
         self.updates.end_step(reductions, loss)
         self.num_steps += 1
+        if self.device.type == "cpu":
+            self._freed_memory.after_step()
         say(NOTHING)
         return loss
 

@@ -43,6 +43,35 @@ def test_freed_memory_is_kept_for_the_next_step_and_given_back_when_asked_to() -
     assert faults < 16384  # of 65,536 pages; alignment takes some new ones
 
 
+CREEPING = """
+import torch
+from autopar.runtime.heap import FreedMemory, keep_freed_memory, resident_bytes
+
+keep_freed_memory()
+freed = FreedMemory()
+
+def after(num_tensors):
+    tensors = [torch.ones(8 << 20) for _ in range(num_tensors)]
+    del tensors
+    freed.after_step()
+    return resident_bytes() >> 20
+
+print(*(after(number) for number in (1, 1, 1, 20, 1, 20)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap is Linux's")
+def test_a_heap_that_creeps_is_given_back_once_in_a_while() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CREEPING], capture_output=True, text=True, check=True, timeout=120
+    )
+    _, settled, usual, given_back, next_step, soon_after = map(int, run.stdout.split())
+    assert usual <= settled + 8  # kept, not given back
+    assert given_back <= settled
+    assert next_step <= settled + 8
+    assert soon_after >= settled + 500  # a second time only after a pause
+
+
 def test_a_choice_of_the_users_own_is_left_as_it_is() -> None:
     own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0", "A": "b"}
     assert with_huge_pages(own) == own
