@@ -178,8 +178,7 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
-    # The fused CPU LSTM leaves no workspace for its backward pass outside autograd.
-    with mode, preserve_node_meta(), torch.backends.mkldnn.flags(enabled=False):
+    with mode, preserve_node_meta(), _without_mkldnn():
         module = make_fx(function, tracing_mode="real")(operands, cotangents)
         if _writes(module):
             interpreter = torch.fx.Interpreter(module)
@@ -187,6 +186,21 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
             module = make_fx(functional, tracing_mode="real")(operands, cotangents)
     assert not _writes(module), "a traced graph must be functional"
     return module
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Its fused LSTM leaves no workspace for a backward pass outside autograd.
+
+    ``torch._C._get_mkldnn_enabled`` and ``_set_mkldnn_enabled`` (2.11 to 2.13):
+    ``torch.backends.mkldnn.flags`` sets more than is asked for, and warns of hardware not there.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _writes(module: torch.fx.GraphModule) -> bool:
