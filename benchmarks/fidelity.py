@@ -35,7 +35,6 @@ PROFILE_LIMIT_S = 120.0
 WARM_UP = 2
 DISTURBED = 0.05
 PACE = Pace()
-PACES_S: list[float] = []
 TARGETS = {
     "time": {"median": 0.10, "worst": 0.30},
     "memory": {"median": 0.03, "worst": 0.10},
@@ -103,21 +102,22 @@ def measured(name: str, count: int, wanted: list[str], num_steps: int) -> Any:
             compiled_s = time.perf_counter() - start
             for _ in range(WARM_UP):
                 compiled.train_step(**batch)
-            times = undisturbed(lambda: compiled.train_step(**batch), num_steps)  # noqa: B023
+            times, pace_s = undisturbed(lambda: compiled.train_step(**batch), num_steps)  # noqa: B023
             growth = max(compiled.memory_growth_bytes())
-            yield row(name, count, plan, compiled.plan.prediction, times, growth, compiled_s)
+            made = row(name, count, plan, compiled.plan.prediction, times, growth, compiled_s)
+            yield {**made, "pace_s": float(f"{pace_s:.3g}")}
 
 
-def undisturbed(step: Callable[[], Any], num_steps: int) -> list[float]:
+def undisturbed(step: Callable[[], Any], num_steps: int) -> tuple[list[float], float]:
     """Seconds of steps beside which other programs used little of the machine, and before and
     after which its processors were at their usual pace.
 
-    The best ``num_steps`` of four times as many at most.
+    The best ``num_steps`` of four times as many at most; with them the median of their paces.
     """
     me = psutil.Process()
     workers = me.children(recursive=True)
-    found: list[tuple[float, float]] = []
-    num_quiet = 0
+    found: list[tuple[float, float, float]] = []
+    num_quiet, usual_s = 0, PACE()
     while num_quiet < num_steps and len(found) < 4 * num_steps:
         with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in (me, *workers))) as others:
             before_s = PACE()
@@ -125,11 +125,12 @@ def undisturbed(step: Callable[[], Any], num_steps: int) -> list[float]:
             step()
             seconds = time.perf_counter() - start
             pace_s = max(before_s, PACE())
-        PACES_S.append(pace_s)
-        disturbance = max(others.share / DISTURBED, pace_s / (SLOW * min(PACES_S)))
-        found.append((disturbance, seconds))
+        usual_s = min(usual_s, pace_s)
+        disturbance = max(others.share / DISTURBED, pace_s / (SLOW * usual_s))
+        found.append((disturbance, seconds, pace_s))
         num_quiet += disturbance < 1
-    return [seconds for _, seconds in sorted(found)[:num_steps]]
+    best = sorted(found)[:num_steps]
+    return [seconds for _, seconds, _ in best], statistics.median(pace_s for *_, pace_s in best)
 
 
 def row(
@@ -171,8 +172,10 @@ def summary(rows: list[Row]) -> Row:
         own = [r for r in rows if r["model"] == name and r["processes"] > 1]
         taus[name] = kendall_tau(own)
     known = [tau for tau in taus.values() if tau is not None]
+    paces_s = [r["pace_s"] for r in rows if "pace_s" in r]
     return {
         "num_rows": len(rows),
+        "num_rows_at_slow_pace": sum(pace_s > SLOW * min(paces_s) for pace_s in paces_s),
         "time_error": of("time_error"),
         "memory_error": of("memory_error"),
         "kendall_tau": taus,
