@@ -6,12 +6,15 @@ measured again when the same small piece of arithmetic takes as long as it does 
 """
 
 import time
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 
 SLOW = 1.12
 """How much longer than at its best the piece takes when a processor is said to be slow."""
 _SIZE = 384
+_Key = TypeVar("_Key")
 
 
 class Pace:
@@ -32,3 +35,9 @@ class Pace:
             return time.perf_counter() - start_s
         finally:
             torch.set_num_threads(threads)
+
+
+def slow_ones(paces_s: Mapping[_Key, float]) -> list[_Key]:
+    """Those of what was measured during which a processor was slow, in their order."""
+    usual_s = SLOW * min(paces_s.values(), default=0.0)
+    return [key for key, pace_s in paces_s.items() if pace_s > usual_s]

@@ -31,7 +31,7 @@ from autopar.cost_models import (
 from autopar.cost_models.detect import usable_cores
 from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.others import watched
-from autopar.cost_models.pace import SLOW, Pace
+from autopar.cost_models.pace import Pace, slow_ones
 from autopar.cost_models.store import OpTime
 from autopar.errors import WorkerError
 from autopar.runtime.workers.group import WorkerGroup
@@ -188,8 +188,7 @@ def measure_again(
     round by round. The shorter time stays in the store.
     """
     for _ in range(MAX_REPEATS):
-        usual_s = SLOW * min(paces_s.values(), default=0.0)
-        for call in [call for call, pace_s in paces_s.items() if pace_s > usual_s]:
+        for call in slow_ones(paces_s):
             if time.monotonic() > deadline_s:
                 return
             with contextlib.suppress(CostError):  # what is known of it stays
