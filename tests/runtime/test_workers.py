@@ -389,6 +389,9 @@ import json, os, signal, sys, time
 import torch.distributed as dist
 from autopar.runtime.workers.group import WorkerGroup
 
+# As a terminal's job has it, also where the tests are a background job, which ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Service:
     def __init__(self, rank, world_size, doing="nothing"):
         self.rank = rank
