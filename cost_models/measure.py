@@ -40,7 +40,7 @@ class MeasureLimits:
     max_spread: float = 0.2
     max_repeats: int = 2
     max_sets: int = 4
-    long_s: float = 0.25
+    long_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
