@@ -187,13 +187,7 @@ def _lookup(call: OpCall) -> OpWork:
         size_bytes=table.size_bytes + 3 * moved + index_bytes,
         num_kernels=2,
     )
-    return OpWork(
-        family=Family.INDEXING,
-        dtype=table.dtype,
-        forward=forward,
-        input_grad=backward if table.requires_grad and not table.is_parameter else NO_WORK,
-        weight_grad=backward if table.requires_grad and table.is_parameter else NO_WORK,
-    )
+    return _of_table(table, forward, backward)
 
 
 def _embedding_bag(call: OpCall) -> OpWork:
@@ -202,10 +196,14 @@ def _embedding_bag(call: OpCall) -> OpWork:
     rows = index.num_elements * table.shape[1]
     moved = output_bytes(call) + rows * table.dtype.itemsize + index.size_bytes
     backward = Work(flops=rows, size_bytes=table.size_bytes + moved, num_kernels=2)
+    return _of_table(table, Work(flops=rows, size_bytes=moved, num_kernels=1), backward)
+
+
+def _of_table(table: TensorSpec, forward: Work, backward: Work) -> OpWork:
     return OpWork(
         family=Family.INDEXING,
         dtype=table.dtype,
-        forward=Work(flops=rows, size_bytes=moved, num_kernels=1),
+        forward=forward,
         input_grad=backward if table.requires_grad and not table.is_parameter else NO_WORK,
         weight_grad=backward if table.requires_grad and table.is_parameter else NO_WORK,
     )

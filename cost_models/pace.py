@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 
 SLOW = 1.12
-"""How much longer than at its best the piece takes when a processor is said to be slow."""
+"""How much longer than at its best the piece takes when a processor is said to be slow: in a quiet
+minute nine of ten products took at most 1.11 times as long as the quickest tenth."""
 _SIZE = 384
 _Key = TypeVar("_Key")
 

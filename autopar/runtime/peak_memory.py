@@ -66,7 +66,6 @@ def _resident_bytes() -> int:
 
 
 def _peak_resident_bytes() -> int:
-    if not _STATUS.exists():
-        return _lifetime_peak_bytes()
-    lines = _STATUS.read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else []
+    found = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return _lifetime_peak_bytes() if found is None else 1024 * found

@@ -1,5 +1,6 @@
 """A process of a job dies, hangs or raises: all others stop in time, with an error that names it.
 
 `watch` is what a run holds; `watchers` are its threads, which speak in `lines`; `here` is this
-process's part and `whereabouts` what others can read of it; `inquest` finds the culprit.
+process's part, `whereabouts` what others can read of it, `neighbours` reads that of dead ones;
+`step_limit` says when a step has hung; `inquest` finds the culprit.
 """
