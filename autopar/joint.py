@@ -36,6 +36,7 @@ from autopar.cost_models import (
 from autopar.errors import InputError, PlanError
 from autopar.finalists import Finalists
 from autopar.joint_search import Search, Setting
+from autopar.local_calls import calls_of
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
 from autopar.pipelines import PipelineChoice
@@ -47,7 +48,6 @@ from autopar.planner import (
     listed,
     make_planned,
 )
-from autopar.pricing import calls_of
 from autopar.strategy import Analysis
 
 AUTO = "auto"

@@ -12,9 +12,11 @@ reduced once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,29 +27,27 @@ from autopar.cost_models import (
     CommunicationModel,
     ComputeModel,
     CostError,
-    OpCall,
     OpEstimate,
     Source,
-    TensorSpec,
 )
 from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES, update_call
 from autopar.graph import Graph, Op, Value, ValueKind
+from autopar.local_calls import LocalCall, local_calls, split_placements
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches
 from autopar.placement import (
     Placements,
     R,
-    S,
     State,
     Step,
     StepKind,
     V,
-    is_valid,
     local_shape,
     redistribute,
 )
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
 from autopar.rules.base import Layout, padded_dims
+from autopar.rules.kernels import Phase
 from autopar.strategy import Analysis
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -166,14 +166,27 @@ class Pricing:
         """Of all micro-batches; ``choice`` has the axis in time."""
         needs = self.analysis.needs(op, choice, self.timed)
         supplies = self.analysis.supplies(op, choice, self.timed)
-        call = local_call(self.analysis, op, space, choice, needs, supplies, self.timed)
         try:
-            estimate = self.compute.estimate(call)
+            estimate = self._of_calls(
+                local_calls(self.analysis, op, space, choice, needs, supplies, self.timed)
+            )
         except CostError as error:
             self.unpriced.setdefault(op.target_name, str(error))
             estimate = self._by_traffic(op, needs, supplies)
         estimate = self._with_clearing(estimate, op, space, choice, needs, supplies)
         return self._with_sums(estimate.times(self.num_microbatches), op, needs)
+
+    def _of_calls(self, calls: Sequence[LocalCall]) -> OpEstimate:
+        found = []
+        for made in calls:
+            estimate = self.compute.estimate(made.call)
+            if made.phase is Phase.FORWARD:
+                estimate = replace(estimate, input_grad_s=0.0, weight_grad_s=0.0)
+            elif made.phase is Phase.BACKWARD:
+                once_s = estimate.forward_s
+                estimate = replace(estimate, forward_s=0.0, input_grad_s=once_s, weight_grad_s=0.0)
+            found.append(estimate)
+        return functools.reduce(operator.add, found)
 
     def _with_sums(self, estimate: OpEstimate, op: Op, needs: tuple[Placements, ...]) -> OpEstimate:
         """And adding each micro-batch's gradients of parameters to those of the ones before."""
@@ -285,7 +298,7 @@ class Pricing:
         first = None if self.microbatches is None else self.microbatches.states[value.index]
         key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first, held)
         if key not in self._value_tables:
-            options = [held] if held else _split_placements(value, self.mesh, (R,), digits)
+            options = [held] if held else split_placements(value, self.mesh, (R,), digits)
             if (cut := self.microbatches) is not None:
                 options = [p for p in options if cut.allows_stored(value.index, p, self.mesh)]
             sizes = np.array([self._local_bytes(value, p) for p in options], dtype=float)
@@ -426,137 +439,3 @@ def _num_joined(graph: Graph) -> int:
         sum(graph.values[i].kind is ValueKind.PARAMETER for i in inputs) for inputs in of_block
     ]
     return max(1, round(sum(counts) / max(1, sum(count > 0 for count in counts))))
-
-
-def calls_of(
-    analysis: Analysis, meshes: Sequence[Mesh], microbatches: Microbatches | None = None
-) -> tuple[OpCall, ...]:
-    """Every distinct call that any choice of any op makes on any of the meshes, in graph order."""
-    found: dict[OpCall, None] = {}
-    seen: set[Any] = set()
-    for mesh in meshes:
-        timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
-        for op in analysis.graph.ops:
-            if all(o is None or analysis.graph.values[o].fixed for o in op.outputs):
-                continue
-            split = None if microbatches is None else microbatches.splits[op.index]
-            kind = (mesh, analysis.kinds[op.index], split)
-            if kind in seen:
-                continue
-            seen.add(kind)
-            space = analysis.spaces[op.index]
-            for choice in enumerate_choices(space, mesh, analysis.bases[op.index]):
-                if microbatches is not None:
-                    if not microbatches.allows(op.index, choice, mesh):
-                        continue
-                    choice = Choice((split, *choice.splits))
-                needs = analysis.needs(op, choice, timed)
-                supplies = analysis.supplies(op, choice, timed)
-                call = local_call(analysis, op, space, choice, needs, supplies, timed)
-                found.setdefault(call)
-        found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
-    return tuple(found)
-
-
-def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
-    """The updates of every part that a trained parameter may be stored in."""
-    for value in graph.parameters:
-        if value.differentiable:
-            for placements in _split_placements(value, mesh, (R,), ()):
-                num_elements = math.prod(local_shape(value.shape, placements, mesh))
-                yield update_call(num_elements, value.dtype)
-
-
-_RESHAPES = frozenset(
-    {
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-    }
-)
-
-
-def local_call(
-    analysis: Analysis,
-    op: Op,
-    space: Space | None,
-    choice: Choice,
-    needs: tuple[Placements, ...],
-    supplies: tuple[Placements, ...],
-    mesh: Mesh,
-) -> OpCall:
-    """The call that one device makes of ``op`` under ``choice``, at its local shapes."""
-    values = analysis.graph.values
-    flows = analysis.differentiable(op)
-    specs = [
-        TensorSpec(
-            shape=local_shape(values[i].shape, need, mesh),
-            dtype=values[i].dtype,
-            requires_grad=grad,
-            is_parameter=values[i].kind is ValueKind.PARAMETER,
-        )
-        for i, need, grad in zip(op.inputs, needs, flows)
-    ]
-    args, kwargs = op.bind(list(specs))
-    args = _local_arguments(analysis, op, space, choice, supplies, mesh, args)
-    target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
-    return OpCall.of(target, args, kwargs)
-
-
-def _local_arguments(
-    analysis: Analysis,
-    op: Op,
-    space: Space | None,
-    choice: Choice,
-    supplies: tuple[Placements, ...],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    """Arguments that speak of whole shapes, made to speak of local ones."""
-    values = analysis.graph.values
-    name = op.target_name
-    if name in _RESHAPES or name == "aten.expand.default":
-        assert op.outputs[0] is not None
-        return (args[0], local_shape(values[op.outputs[0]].shape, supplies[0], mesh))
-    if space is None or choice.is_redundant:
-        return args
-    if name.startswith("aten.conv") and "g" in space.sizes:
-        position = 8 if name == "aten.convolution.default" else 6
-        if len(args) > position:
-            groups = args[position] // mesh.size(choice.axes_of("g"))
-            return (*args[:position], groups, *args[position + 1 :])
-    if name == "aten.split.Tensor" and "rest" in space.sizes:
-        return (args[0], args[1] // mesh.size(choice.axes_of("rest")), *args[2:])
-    if name == "aten.group_norm.default":
-        return (args[0], args[1] // mesh.size(choice.axes_of("g")), *args[2:])
-    return args
-
-
-def _split_placements(
-    value: Value,
-    mesh: Mesh,
-    states: Sequence[Any],
-    digits: Sequence[tuple[int, int]],
-) -> list[Placements]:
-    """Every valid placement from ``states``, plain (nested) splits and ``digits``."""
-    bases = [(dim, 1) for dim in range(len(value.shape))] + list(digits)
-    options = [*states, *(S(dim, outer) for dim, outer in bases)]
-    found: dict[Placements, None] = {}
-    for placements in itertools.product(options, repeat=mesh.num_axes):
-        nested = _nest(placements, mesh)
-        if is_valid(nested, value.shape, mesh):
-            found.setdefault(nested)
-    return list(found)
-
-
-def _nest(placements: Placements, mesh: Mesh) -> Placements:
-    """Equal splits of several axes become digits behind one another."""
-    result = []
-    for axis, placement in enumerate(placements):
-        if placement.state is State.SHARD:
-            earlier = [a for a in range(axis) if placements[a] == placement]
-            placement = S(placement.dim, placement.outer * mesh.size(earlier))
-        result.append(placement)
-    return tuple(result)

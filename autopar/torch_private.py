@@ -29,6 +29,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "allocations",
     "autograd_again",
     "canonical_call",
     "custom_op_function",
@@ -209,6 +210,18 @@ def _writes(module: torch.fx.GraphModule) -> bool:
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in module.graph.nodes
     )
+
+
+# --- memory --------------------------------------------------------------------------------
+def allocations(profiler: torch.profiler.profile) -> list[int]:
+    """Bytes that were allocated, or freed (negative), one after another, as a profile saw them.
+
+    ``profile.profiler.kineto_results.events()``, of which those named ``[memory]`` (2.11 to 2.13);
+    of ``profile_memory=True``, after ``stop()``.
+    """
+    results: Any = profiler.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 # --- schedules -----------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from autopar.cost_models.compute import is_product, peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.graph import Op
+from autopar.local_calls import local_call
 from autopar.mesh import Mesh
-from autopar.pricing import local_call
 from autopar.rules import Choice
 from autopar.strategy import Analysis
 

@@ -5,7 +5,9 @@
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
 a few steps; a row is kept as soon as it is measured, so a run can be stopped and gone on with.
 benchmarks/results/fidelity.json has the rows with errors and, per model, Kendall's tau between the
-predicted and the measured order of its plans; fidelity.png shows them.
+predicted and the measured order of its plans; fidelity.png shows them. Memory is compared twice:
+the tensors held at once, which is what a GPU's allocator counts too, and by how much a process on
+the CPU grows, which has the heap's holes and libraries besides.
 """
 
 from __future__ import annotations
@@ -104,7 +106,10 @@ def measured(name: str, count: int, wanted: list[str], num_steps: int) -> Any:
                 compiled.train_step(**batch)
             times, pace_s = undisturbed(lambda: compiled.train_step(**batch), num_steps)  # noqa: B023
             growth = max(compiled.memory_growth_bytes())
-            made = row(name, count, plan, compiled.plan.prediction, times, growth, compiled_s)
+            tensors = max(compiled.peak_tensor_bytes(**batch))
+            made = row(
+                name, count, plan, compiled.plan.prediction, times, growth, tensors, compiled_s
+            )
             yield {**made, "pace_s": float(f"{pace_s:.3g}")}
 
 
@@ -134,9 +139,19 @@ def undisturbed(step: Callable[[], Any], num_steps: int) -> tuple[list[float], f
 
 
 def row(
-    name: str, count: int, plan: str, predicted: Any, times: list[float], growth: int, made_s: float
+    name: str,
+    count: int,
+    plan: str,
+    predicted: Any,
+    times: list[float],
+    growth: int,
+    tensors: int,
+    made_s: float,
 ) -> Row:
     time_s = statistics.median(times)
+    counted = predicted.memory_bytes
+    # Workers on CPUs read the batch from the caller's memory.
+    own = sum(counted.values()) - (counted.get("inputs", 0) if predicted.resident_bytes else 0)
     memory = predicted.resident_bytes or sum(predicted.memory_bytes.values())
     return {
         "model": name,
@@ -154,6 +169,9 @@ def row(
         "predicted_bytes": memory,
         "measured_bytes": growth,
         "memory_error": round(memory / growth - 1, 4) if growth else None,
+        "predicted_tensor_bytes": own,
+        "measured_tensor_bytes": tensors,
+        "tensor_error": round(own / tensors - 1, 4),
         "predicted_memory_bytes": predicted.memory_bytes,
         "compile_s": round(made_s, 1),
         "load": round(os.getloadavg()[0], 2),
@@ -164,7 +182,9 @@ def summary(rows: list[Row]) -> Row:
     """Medians and worst of the errors, and the ranking of each model's plans on two processes."""
 
     def of(key: str) -> Row:
-        errors = sorted(abs(r[key]) for r in rows if r[key] is not None)
+        errors = sorted(abs(r[key]) for r in rows if r.get(key) is not None)
+        if not errors:
+            return {}
         return {"median": round(statistics.median(errors), 4), "worst": errors[-1]}
 
     taus = {}
@@ -177,6 +197,7 @@ def summary(rows: list[Row]) -> Row:
         "num_rows": len(rows),
         "num_rows_at_slow_pace": sum(pace_s > SLOW * min(paces_s) for pace_s in paces_s),
         "time_error": of("time_error"),
+        "tensor_error": of("tensor_error"),
         "memory_error": of("memory_error"),
         "kendall_tau": taus,
         "median_kendall_tau": statistics.median(known) if known else None,
@@ -210,7 +231,8 @@ def show(made: Row) -> None:
         f"{made['model']:20} {made['processes']} {made['plan']:16} "
         f"predicted {made['predicted_s'] * 1e3:8.1f} ms, measured {made['measured_s'] * 1e3:8.1f} "
         f"({made['time_error']:+.1%}); memory {made['predicted_bytes'] / 2**20:7.1f} MiB, "
-        f"{made['measured_bytes'] / 2**20:7.1f} ({memory})",
+        f"{made['measured_bytes'] / 2**20:7.1f} ({memory}), of tensors "
+        f"{made['measured_tensor_bytes'] / 2**20:7.1f} ({made['tensor_error']:+.1%})",
         flush=True,
     )
 

@@ -23,8 +23,8 @@ from setting import setting
 from torch import nn
 
 from autopar.capture import Arguments, Captured, capture
+from autopar.local_calls import calls_of
 from autopar.planner import candidate_meshes
-from autopar.pricing import calls_of
 from autopar.runtime.op_times import op_times
 from autopar.strategy import Analysis
 

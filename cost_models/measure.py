@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
-from autopar.cost_models.estimate import CostError
+from autopar.cost_models.estimate import CostError, OpEstimate
 from autopar.cost_models.inputs import RealCall
 from autopar.cost_models.shapes import outputs
 from autopar.cost_models.store import OpTime
@@ -41,6 +41,11 @@ class MeasureLimits:
     max_repeats: int = 2
     max_sets: int = 4
     long_s: float = 0.1
+
+
+_ASIDE_S = 0.03
+"""What a call costs beside its runs, roughly: to make its tensors (measured: 3 to 15 ms on the
+average of a model), to ask the workers, to run it again where it spreads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,21 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
         spread=max(part.spread for part in parts),
         num_samples=min(part.num_samples for part in parts),
     )
+
+
+def measuring_s(expected: OpEstimate, share: float, limits: MeasureLimits) -> float:
+    """About how long `measure_call` takes for a call that here takes ``share`` of what it is
+    ``expected`` to."""
+    directions = (expected.forward_s, expected.input_grad_s, expected.weight_grad_s)
+    return _ASIDE_S + sum(_direction_s(share * once, limits) for once in directions if once)
+
+
+def _direction_s(once_s: float, limits: MeasureLimits) -> float:
+    if once_s > limits.long_s:
+        return 2 * once_s
+    block_s = max(once_s, limits.block_s)
+    num_samples = min(limits.max_samples, max(3, limits.max_direction_s / block_s))
+    return (limits.max_sets + 1) * once_s + num_samples * block_s
 
 
 def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from autopar.cost_models.calls import OpCall, TensorSpec, map_tensors
+from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, OpEstimate, Source
 from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.op_work import work
+from autopar.cost_models.patterns import pattern, position_of
 from autopar.cost_models.store import OpTime, ProfileStore
 from rich.console import Console
 from rich.progress import Progress
@@ -164,10 +165,10 @@ class Profiler:
         Distances are in the logarithms of operations and bytes; ratios are averaged in logarithms
         too, weighted by the inverse square of the distance.
         """
-        neighbours = self._table(call.target).get(_pattern(call), [])
+        neighbours = self._table(call.target).get(pattern(call), [])
         if not neighbours:
             return None
-        position = _position(call)
+        position = position_of(call)
         if not _within_reach(position, [n.position for n in neighbours]):
             return None
         ranked = sorted(neighbours, key=lambda n: math.dist(n.position, position))
@@ -191,14 +192,14 @@ class Profiler:
             for call, times in self.store.of_op(target):
                 base = self.fallback.estimate(call)
                 neighbour = _Neighbour(
-                    position=_position(call),
+                    position=position_of(call),
                     log_ratios=(
                         _log_ratio(times.forward_s, base.forward_s),
                         _log_ratio(times.input_grad_s, base.input_grad_s),
                         _log_ratio(times.weight_grad_s, base.weight_grad_s),
                     ),
                 )
-                table.setdefault(_pattern(call), []).append(neighbour)
+                table.setdefault(pattern(call), []).append(neighbour)
             self._tables[target] = table
         return self._tables[target]
 
@@ -234,11 +235,6 @@ def _is_paid(call: OpCall) -> bool:
     return any(part.num_kernels for part in parts)
 
 
-def _position(call: OpCall) -> tuple[float, float]:
-    forward = work(call).forward
-    return (math.log(max(forward.flops, 1)), math.log(max(forward.size_bytes, 1)))
-
-
 def _within_reach(position: tuple[float, float], measured: list[tuple[float, float]]) -> bool:
     margin = math.log(_REACH)
     return all(
@@ -247,38 +243,6 @@ def _within_reach(position: tuple[float, float], measured: list[tuple[float, flo
         <= max(point[axis] for point in measured) + margin
         for axis in range(2)
     )
-
-
-def _pattern(call: OpCall) -> OpCall:
-    """The call without its sizes: calls of one pattern run the same kernels."""
-
-    def blank(spec: TensorSpec) -> TensorSpec:
-        rank = len(spec.shape)
-        order = None if spec.is_contiguous else _order(spec)
-        return TensorSpec((0,) * rank, spec.dtype, order, spec.requires_grad, spec.is_parameter)
-
-    blanked = map_tensors(call, blank)
-    return OpCall(
-        blanked.target,
-        tuple(_without_sizes(value) for value in blanked.args),
-        tuple((name, _without_sizes(value)) for name, value in blanked.kwargs),
-    )
-
-
-def _order(spec: TensorSpec) -> tuple[int, ...]:
-    """The rank of each dimension by stride; -1 where it is expanded."""
-    ascending = sorted(range(len(spec.shape)), key=lambda dim: spec.strides[dim])
-    ranks = {dim: rank for rank, dim in enumerate(ascending)}
-    return tuple(-1 if spec.strides[dim] == 0 else ranks[dim] for dim in ranks)
-
-
-def _without_sizes(value: object) -> object:
-    """Lists of numbers are mostly sizes; single numbers are mostly options, so they are kept."""
-    if isinstance(value, tuple):
-        if value and all(type(item) is int for item in value):
-            return len(value)
-        return tuple(_without_sizes(item) for item in value)
-    return value
 
 
 @contextmanager

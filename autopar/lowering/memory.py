@@ -8,22 +8,26 @@ graph the peak is found by liveness.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autopar.collectives import ALONE_BYTES, MAX_SCATTERS
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
-from autopar.lowering.differentiate import Kernel, TensorMeta
+from autopar.lowering.differentiate import Kernel
 from autopar.lowering.program import ParameterProgram, RankProgram
 from autopar.lowering.route import Route, routes_of
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
 
+aten = torch.ops.aten
 Key = tuple[int, int]
 """A micro-batch and a value; of parameters, `PARAMETER` and the value."""
 PARAMETER = -1
@@ -41,9 +45,17 @@ class ProgramMemory:
         return sum(self.by_category.values())
 
 
-def program_memory(program: RankProgram, *, num_optimizer_states: int) -> ProgramMemory:
-    """Memory of one training step on the device of the pipeline that needs most."""
-    kernels = [_measure(kernel, _rounding(program)) for kernel in program.kernels]
+def program_memory(
+    program: RankProgram, *, num_optimizer_states: int, num_threads: int = 1
+) -> ProgramMemory:
+    """Memory of one training step on the device of the pipeline that needs most.
+
+    ``num_threads`` are those of a process that computes on a CPU.
+    """
+    copies = None
+    if program.device_type == "cpu":
+        copies = functools.partial(_convolution_bytes, num_threads=num_threads)
+    kernels = [_measure(kernel, _rounding(program), copies) for kernel in program.kernels]
     sizes = {p.value: _ParameterBytes.of(p, program) for p in program.parameters}
     plays = (
         _Play(program, route, kernels, sizes, num_optimizer_states).run()
@@ -81,28 +93,65 @@ def _part_bytes(
 
 @dataclass(slots=True)
 class _KernelMemory:
-    """Working bytes of each graph of a kernel beyond its inputs, what it saves, and what of that
-    and of I's results W still needs once I is done."""
+    """Working bytes of each graph of a kernel beyond its inputs, what it saves, what of that and of
+    I's results W still needs once I is done, and the gradients that I makes."""
 
     workspace: dict[str, int] = field(default_factory=dict)
     saved: int = 0
     late: int = 0
+    input_grads: tuple[int, ...] = ()
 
 
-def _measure(kernel: Kernel, rounded: Callable[[int], int]) -> _KernelMemory:
+def _convolution_bytes(node: fx.Node, num_threads: int) -> int:
+    """Copies that oneDNN makes for a convolution, in a layout of its own.
+
+    Of all that it reads, or of what it writes, whichever is more (measured by torch's profiler);
+    both of what is read for a weight's gradient. Products stand in for kernels of size 1 where a
+    single thread has less than 16 samples, as torch chooses (``use_mkldnn``).
+    """
+    is_forward = node.target is aten.convolution.default
+    if not is_forward and node.target is not aten.convolution_backward.default:
+        return 0
+    args: Any = node.args
+    x, weight = (n.meta["val"] for n in (args[:2] if is_forward else args[1:3]))
+    stride, dilation, groups = (args[i if is_forward else i + 1] for i in (3, 5, 8))
+    is_plain = all(size == 1 for size in (*weight.shape[2:], *stride, *dilation)) and groups == 1
+    if x.dtype is not torch.float32 or (is_plain and num_threads == 1 and x.shape[0] < 16):
+        return 0
+    x_bytes, weight_bytes = _bytes(x), _bytes(weight)
+    if is_forward:
+        return max(x_bytes + weight_bytes, _size(node))
+    gradient_bytes = _size(args[0])
+    needs_input, needs_weight, _ = args[10]
+    found = 0
+    if needs_input:
+        found = max(gradient_bytes + weight_bytes, x_bytes)
+    if needs_weight:
+        found = max(found, x_bytes + gradient_bytes + weight_bytes)
+    return found
+
+
+def _measure(
+    kernel: Kernel,
+    rounded: Callable[[int], int],
+    workspace_bytes: Callable[[fx.Node], int] | None,
+) -> _KernelMemory:
     memory = _KernelMemory()
     graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
     for phase, module in graphs.items():
         if module is None:
             continue
         inputs = sum(rounded(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
-        found = graph_memory(module.graph)
+        found = graph_memory(module.graph, workspace_bytes=workspace_bytes)
         memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
     outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
     made = set(outputs[: kernel.num_outputs])
     memory.saved = sum(
         rounded(_size(n)) for n in dict.fromkeys(outputs[kernel.num_outputs :]) if n not in made
     )
+    if kernel.backward_input is not None:
+        made_by_i = list(kernel.backward_input.graph.output_node().args[0])  # type: ignore[arg-type]
+        memory.input_grads = tuple(_size(n) for n in made_by_i[: len(kernel.input_grads)])
     if kernel.backward_weight is not None:
         given = [n for n in kernel.backward_weight.graph.nodes if n.op == "placeholder"]
         memory.late = sum(
@@ -134,6 +183,7 @@ class _Play:
         self.peak_at = "start"
         self.holders: dict[Key, set[object]] = {}
         self.sizes: dict[Key, int] = {}
+        self.gradients: dict[Key, int] = {}
         self.remaining = self.route.contributions.copy()
         self.scattering: deque[int] = deque()
         self.parameter_of = {p.value: p for p in program.parameters}
@@ -198,6 +248,8 @@ class _Play:
                         self._input(position, microbatch)
                     if action.kind is not Kind.I:
                         self._weight(position, microbatch)
+                for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
+                    self._release_gradient((microbatch, value))  # to the stage before
         return ProgramMemory(
             by_category={str(c): v for c, v in sorted(self.peak.items()) if v},
             peak_at=self.peak_at,
@@ -286,8 +338,14 @@ class _Play:
         """I; what W reads stays behind."""
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
-        working = memory.workspace.get("I", 0) + self._cotangent_bytes(kernel)
-        self._at(f"I {block.name}", working)
+        for index in kernel.cotangents:  # those from another device come now
+            size_bytes = kernel.output_metas[index].size_bytes
+            self._hold_gradient((microbatch, block.interface.outputs[index]), size_bytes)
+        self._at(f"I {block.name}", memory.workspace.get("I", 0))
+        for index in kernel.cotangents:
+            self._release_gradient((microbatch, block.interface.outputs[index]))
+        for operand, size_bytes in zip(kernel.input_grads, memory.input_grads):
+            self._hold_gradient((microbatch, block.interface.inputs[operand]), size_bytes)
         has_w = kernel.backward_weight is not None
         kept = set(self._operands(position, microbatch, kernel.weight_sources)) if has_w else set()
         for key, category in [*self._operands(position, microbatch, kernel.input_sources)]:
@@ -339,11 +397,20 @@ class _Play:
         while len(self.scattering) > MAX_SCATTERS:
             self.live[Category.COMMUNICATION] -= self.scattering.popleft()
 
-    def _cotangent_bytes(self, kernel: Kernel) -> int:
-        metas: list[TensorMeta] = [kernel.output_metas[i] for i in kernel.cotangents]
-        return sum(self.round(m.size_bytes) for m in metas)
+    def _hold_gradient(self, key: Key, size_bytes: int) -> None:
+        """From the first block that has a part of it; the parts are added up."""
+        more = max(self.round(size_bytes) - self.gradients.get(key, 0), 0)
+        self.gradients[key] = self.gradients.get(key, 0) + more
+        self.live[Category.ACTIVATIONS] += more
+
+    def _release_gradient(self, key: Key) -> None:
+        self.live[Category.ACTIVATIONS] -= self.gradients.pop(key, 0)
 
 
 def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    return _bytes(value) if isinstance(value, Tensor) else 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

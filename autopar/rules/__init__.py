@@ -2,6 +2,7 @@
 
 from autopar.rules import (
     attention,
+    batch_norm,
     convolution,
     elementwise,
     embedding,
@@ -42,6 +43,7 @@ __all__ = [
     "SpaceBuilder",
     "Split",
     "attention",
+    "batch_norm",
     "convolution",
     "elementwise",
     "embedding",

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from autopar.collectives import (
+    ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_MAX,
     AXIS_INDEX,
@@ -38,10 +39,12 @@ from autopar.collectives import (
     identity,
     with_gradient,
 )
+from autopar.cost_models.calls import OpCall
 from autopar.errors import PlanError, RuleError
 from autopar.graph import Op, Ref, Value
 from autopar.mesh import Mesh
 from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
+from autopar.rules.kernels import LocalCall
 
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension, the iteration dimensions whose product it is (outermost first)."""
@@ -314,6 +317,15 @@ class LocalContext:
         result: Tensor = ALL_REDUCE(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
         return result
 
+    def all_gather_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """``[num, *shape]``: the values of all devices of the group, through which no gradient
+        flows, in the group's order."""
+        own = x.detach().unsqueeze(0)
+        if self.mesh.size(axes) == 1:
+            return own
+        result: Tensor = ALL_GATHER(own, self.mesh.axes_label(axes), self.mesh.size(axes), 0, 1)
+        return result
+
     def local_size(self, dim: str) -> int:
         """This device's part of ``dim``, padding included."""
         return -(-self.space.sizes[dim] // self.num_shards(dim))
@@ -343,6 +355,7 @@ class LocalContext:
 SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
 LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
 CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
+KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | None]
 
 
 def call_op(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -369,18 +382,26 @@ def _lists(node: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The rule of one op family: its space, how it runs on shards, what it communicates inside."""
+    """The rule of one op family: its space, how it runs on shards, what it communicates inside.
+
+    ``kernels`` gives the calls that ``lower`` makes where they are not the op's own, which it gets
+    at its local shapes; None where they are.
+    """
 
     space: SpaceFn
     lower: LowerFn = call_target
     collectives: CollectivesFn | None = None
+    kernels: KernelsFn | None = None
 
 
 _RULES: dict[str, Rule] = {}
 
 
 def register(
-    *targets: str, lower: LowerFn | None = None, collectives: CollectivesFn | None = None
+    *targets: str,
+    lower: LowerFn | None = None,
+    collectives: CollectivesFn | None = None,
+    kernels: KernelsFn | None = None,
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
@@ -403,7 +424,8 @@ def register(
     ``builder.whole(size)`` makes a dimension that cannot be split. Where the op needs other
     arguments on a shard, ``lower(context, args, kwargs)`` runs it there:
     ``context.num_shards("k")`` tells how many devices share a dimension, ``context.all_reduce``
-    adds over them. ``collectives`` lists such communication for the cost model. The op itself
+    adds over them. ``collectives`` lists such communication for the cost model, ``kernels`` what
+    ``lower`` calls where that is not the op itself. The op itself
     needs a fake implementation and, to be trained through, a registered derivative. Check a rule
     with `check_rule`, which compares every choice with the unsplit op.
 
@@ -415,7 +437,12 @@ def register(
         for target in targets:
             if target in _RULES:
                 raise PlanError(f"operator {target} has a rule already")
-            _RULES[target] = Rule(space=space, lower=lower or call_target, collectives=collectives)
+            _RULES[target] = Rule(
+                space=space,
+                lower=lower or call_target,
+                collectives=collectives,
+                kernels=kernels,
+            )
         return space
 
     return wrap

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.graph import Op, Value
-from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.mesh import Mesh
+from autopar.rules.base import (
+    Choice,
+    LocalContext,
+    Space,
+    SpaceBuilder,
+    layout,
+    register,
+)
+from autopar.rules.kernels import LocalCall, Phase
 
 Outputs = Sequence[Value | None]
 
@@ -39,8 +50,34 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
     return result
 
 
+def _grouped_kernels(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
+) -> tuple[LocalCall, ...] | None:
+    """Of split experts: rows to the front and back, and the product of a device's share of rows."""
+    num = mesh.size(choice.axes_of("e"))
+    if num == 1:
+        return None
+    x, weight, ends = plain.tensors()
+    own = replace(x, shape=(max(1, x.shape[0] // num), x.shape[1]))
+    own_ends = replace(ends, shape=weight.shape[:1])
+    out = replace(x, shape=(x.shape[0], weight.shape[2]))
+    moves = [
+        call
+        for rows in (x, out)
+        for call in (
+            OpCall("aten.index.Tensor", (rows, (TensorSpec(rows.shape[:1], torch.int64),))),
+            OpCall("aten.where.ScalarOther", (TensorSpec((rows.shape[0], 1), torch.bool), rows, 0)),
+        )
+    ]
+    product = OpCall(plain.target, (own, weight, own_ends))
+    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (*moves, product))
+
+
 @register(
-    "aten._grouped_mm.default", "transformers.grouped_mm_fallback.default", lower=_grouped_local
+    "aten._grouped_mm.default",
+    "transformers.grouped_mm_fallback.default",
+    lower=_grouped_local,
+    kernels=_grouped_kernels,
 )
 def grouped_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[s, k] w[e, k, n]``, row s with the expert whose run it lies in.

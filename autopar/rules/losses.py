@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.graph import Op, Value
 from autopar.mesh import Mesh
 from autopar.rules.base import (
@@ -22,6 +23,7 @@ from autopar.rules.base import (
     register,
 )
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.kernels import LocalCall, kernel_calls
 
 Outputs = Sequence[Value | None]
 NONE, MEAN, SUM = 0, 1, 2
@@ -178,10 +180,35 @@ def _cross_entropy_collectives(
     return tuple(result)
 
 
+def _cross_entropy_kernels(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
+) -> tuple[LocalCall, ...] | None:
+    """Those of `_VocabularyParallel` that go through all logits."""
+    if mesh.size(choice.axes_of("c")) == 1:
+        return None
+    given, target = plain.tensor(0, "self"), plain.tensor(1, "target")
+    x = TensorSpec(given.shape, given.dtype)
+    dim = 1 if len(x.shape) > 1 else 0
+    one = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+    rows, index = TensorSpec(one, x.dtype), TensorSpec(one, target.dtype)
+    forward = [
+        OpCall("aten.logsumexp.default", (x, (dim,))),
+        OpCall("aten.gather.default", (x, dim, index)),
+    ]
+    backward = [
+        OpCall("aten.sub.Tensor", (x, rows)),
+        OpCall("aten.exp.default", (x,)),
+        OpCall("aten.mul.Tensor", (x, rows)),
+        OpCall("aten.scatter_add.default", (x, dim, index, rows)),
+    ]
+    return kernel_calls(forward, backward)
+
+
 @register(
     "aten.cross_entropy_loss.default",
     lower=_cross_entropy_local,
     collectives=_cross_entropy_collectives,
+    kernels=_cross_entropy_kernels,
 )
 def cross_entropy_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, c, ...]`` against class indices ``[n, ...]`` or probabilities ``[n, c, ...]``."""

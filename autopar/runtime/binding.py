@@ -134,12 +134,14 @@ class ProcessMachine:
         while len(self._scatters) > MAX_SCATTERS:
             self._scatters.popleft()()
 
+        num_moves = len(moves)  # the operands themselves must not live until the end
+
         def finish() -> Sequence[Tensor]:
             for places, wait in pending:
                 results.update(zip(places, wait()))
                 if wait in self._scatters:
                     self._scatters.remove(wait)
-            return [results[place] for place in range(len(moves))]
+            return [results[place] for place in range(num_moves)]
 
         return finish
 

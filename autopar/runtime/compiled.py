@@ -59,6 +59,10 @@ class Runner(Protocol):
 
     def memory_growth_bytes(self) -> list[int]: ...
 
+    def start_counting_tensors(self) -> None: ...
+
+    def counted_tensor_bytes(self) -> list[int]: ...
+
     def action_times(self) -> list[list[ActionTime]]: ...
 
     def close(self) -> None: ...
@@ -212,6 +216,20 @@ class Compiled:
     def memory_growth_bytes(self) -> list[int]:
         """Per rank, by how much memory at the peak of training exceeds that before loading."""
         return self._runner.memory_growth_bytes()
+
+    def peak_tensor_bytes(self, *args: Any, local: bool = False, **kwargs: Any) -> list[int]:
+        """Per rank, the most bytes of tensors held at once in training; takes two steps on a batch.
+
+        What ``plan.prediction.memory_bytes`` counts: parameters, gradients, the optimizer's state,
+        activations, buffers of collectives; neither an allocator's holes nor libraries, nor a batch
+        that workers read from the caller's memory. The first of the steps is there so that nothing
+        from before it is held in the second. On CPUs torch's profiler counts.
+        """
+        self._flatten(args, kwargs, local)  # a wrong batch is refused before anything is counted
+        self._runner.start_counting_tensors()
+        for _ in range(2):
+            self.train_step(*args, local=local, **kwargs)
+        return self._runner.counted_tensor_bytes()
 
     def action_times(self) -> list[list[ActionTime]]:
         """Per rank, when the actions of its schedule ran in the last training step."""

@@ -22,10 +22,10 @@ from autopar.runtime.executor import ActionTime
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.parts import gather, holder, local_part
-from autopar.runtime.peak_memory import PeakMemory
+from autopar.runtime.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.rank import RankOptions, RankRuntime, no_optimizer
 from autopar.runtime.state_checks import check_state
-from autopar.runtime.wire import pack_program, unpack_program
+from autopar.runtime.wire import pack, unpack
 from autopar.runtime.workers.group import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
@@ -43,7 +43,7 @@ class RankService:
         """A new program; what the old one held is let go first."""
         self.runtime = None
         self._state = {}
-        self.program = unpack_program(program)
+        self.program: RankProgram = unpack(program)
         self.device = torch.device("cpu")
         if self.program.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -80,11 +80,18 @@ class RankService:
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
 
+    def start_counting_tensors(self) -> None:
+        self.peak_tensors = PeakTensors(self.device)
+        self.peak_tensors.start()
+
+    def counted_tensor_bytes(self) -> int:
+        return self.peak_tensors.stop()
+
     def action_times(self) -> list[ActionTime]:
         return self.running.action_times()
 
     def set_forward_program(self, slot: int, program: bytes) -> None:
-        self.running.set_forward_program(slot, unpack_program(program))
+        self.running.set_forward_program(slot, unpack(program))
 
     def forward(self, slot: int, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         outputs = self.running.forward(slot, tensors)
@@ -159,7 +166,7 @@ class LocalRunner:
         self.group = start_group()
         self.step_limit = StepLimit(self.group.call_timeout_s)
         try:
-            self.group.call("prepare", pack_program(program))
+            self.group.call("prepare", pack(program))
             for portion in portions(needed_state(program, state)):
                 self.group.call("receive", portion)
             self.group.call("start", options)
@@ -191,7 +198,7 @@ class LocalRunner:
         return loss
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
-        self.group.call("set_forward_program", slot, pack_program(program))
+        self.group.call("set_forward_program", slot, pack(program))
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         _refuse_local(local)
@@ -274,6 +281,12 @@ class LocalRunner:
 
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]
+
+    def start_counting_tensors(self) -> None:
+        self.group.call("start_counting_tensors")
+
+    def counted_tensor_bytes(self) -> list[int]:
+        return [int(held) for held in self.group.call("counted_tensor_bytes")]
 
     def action_times(self) -> list[list[ActionTime]]:
         return list(self.group.call("action_times"))

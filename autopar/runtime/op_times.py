@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -24,20 +24,28 @@ from autopar.cost_models import (
     CostError,
     DeviceSpec,
     OpCall,
+    OpEstimate,
     Profiler,
     ProfileStore,
     RooflineModel,
 )
+from autopar.cost_models.calls import resolve
 from autopar.cost_models.detect import usable_cores
-from autopar.cost_models.measure import MeasureLimits, measure_call
+from autopar.cost_models.measure import MeasureLimits, measure_call, measuring_s
 from autopar.cost_models.others import watched
 from autopar.cost_models.pace import Pace, slow_ones
+from autopar.cost_models.patterns import Thinned
 from autopar.cost_models.store import OpTime
 from autopar.errors import WorkerError
+from autopar.runtime.wire import pack, unpack
 from autopar.runtime.workers.group import WorkerGroup
 
 LONGEST = 0.02
 """A call that alone would take more of the limit is priced from shorter ones of the same op."""
+APART, BUDGET = (1.0, 1.001, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0), 0.45
+"""Where measuring every call is expected to take more than this part of the limit (it takes up to
+twice as long), no two of one kind are measured whose operations and bytes are within the next of
+these factors of each other."""
 CALL_LIMIT_S = 120.0
 """One call that takes longer than this to measure is given up, and with it all that are left."""
 DISTURBED, MAX_REPEATS = 0.15, 3
@@ -56,6 +64,10 @@ class OpService:
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
         self.pace = Pace()
+
+    def learn(self, operators: bytes) -> None:
+        """Make known those that are not torch's own, by `autopar.runtime.wire`."""
+        unpack(operators)
 
     def measure(self, call: OpCall, device: DeviceSpec) -> _Reply:
         dist.barrier()
@@ -90,31 +102,49 @@ def op_times(
 ) -> ComputeModel:
     """The times in the store at ``path``, after ``limit_s`` of measuring what it lacks.
 
-    The costliest calls come first, but for those that would use up the limit; what is left is
-    interpolated, or priced by the roofline. ``cluster`` is the detected one.
+    The costliest calls come first, but for those that would use up the limit or for which near
+    ones stand in; what is left is interpolated, or priced by the roofline. ``cluster`` is the
+    detected one.
     """
     device = cluster.device
     store = ProfileStore(path, device)
-    roofline = RooflineModel(device)
-    expected_s = {call: _expected_s(roofline, call) for call in dict.fromkeys(calls)}
-    longest_s = LONGEST * limit_s * device.num_processes / _num_side_by_side(device)
     measured = Profiler(store, device, measuring=False)
-    missing = measured.missing(c for c, seconds in expected_s.items() if seconds < longest_s)
+    expected = _expected(RooflineModel(device), calls)
+    chosen = _chosen(expected, limit_s, _num_side_by_side(device) / device.num_processes)
+    missing = measured.missing(chosen)
     if missing:
         progress(f"measure up to {len(missing)} op calls, at most {limit_s:.0f} s")
-        ordered = sorted(missing, key=lambda call: -expected_s[call])
         if device.kind == "cpu":
-            _measure_in_workers(ordered, device, store, limit_s, start_timeout_s)
+            _measure_in_workers(missing, device, store, limit_s, start_timeout_s)
         else:
-            Profiler(store, device).profile(ordered, progress=False, max_s=limit_s)
+            Profiler(store, device).profile(missing, progress=False, max_s=limit_s)
     return measured
 
 
-def _expected_s(model: ComputeModel, call: OpCall) -> float:
-    try:
-        return model.estimate(call).total_s
-    except CostError:
-        return 0.0
+def _expected(model: ComputeModel, calls: Sequence[OpCall]) -> dict[OpCall, OpEstimate]:
+    """Each call's time as far as it is known before it is measured, the costliest first."""
+    found = {}
+    for call in dict.fromkeys(calls):
+        with contextlib.suppress(CostError):  # without a price: the profiler says why
+            found[call] = model.estimate(call)
+    return dict(sorted(found.items(), key=lambda item: -item[1].total_s))
+
+
+def _chosen(expected: Mapping[OpCall, OpEstimate], limit_s: float, share: float) -> list[OpCall]:
+    """The calls that are measured: as many as the limit probably suffices for, spread over sizes.
+
+    ``share`` is the part of a core's or device's time that a call takes here of what it will
+    take in the job. The choice depends on no time of a call, and rates of a device are kept, so
+    that a second run finds its calls in the store.
+    """
+    limits = MeasureLimits()
+    longest_s = LONGEST * limit_s / share
+    found: list[OpCall] = []
+    for factor in APART:
+        found = Thinned(factor).take(c for c, e in expected.items() if e.total_s < longest_s)
+        if sum(measuring_s(expected[c], share, limits) for c in found) < BUDGET * limit_s:
+            break
+    return found
 
 
 def _num_side_by_side(device: DeviceSpec) -> int:
@@ -167,6 +197,7 @@ def _measure_in_workers(
     with workers:
         start_s = time.monotonic()
         try:
+            workers.call("learn", pack([resolve(t) for t in {call.target for call in calls}]))
             profiler = Profiler(store, device, measure=measure)
             profiler.profile(calls, progress=False, max_s=limit_s)
             taken_s = time.monotonic() - start_s

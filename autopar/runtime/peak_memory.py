@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import resource
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import torch
 
 from autopar.runtime.heap import give_back_freed_memory, resident_bytes
+from autopar.torch_private import allocations
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -47,6 +51,51 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._start
         return max(_peak_resident_bytes() - self._start, 0)
+
+
+class PeakTensors:
+    """The most bytes of tensors that were held at once between `start` and `stop`.
+
+    What an allocator is asked for, without its holes and rounding: `torch.cuda`'s count on CUDA,
+    on the CPU the allocations and frees that torch's profiler sees, and what is held at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._profiler: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+        self._profiler.start()
+
+    def stop(self) -> int:
+        """Bytes. A tensor from before `start` that was let go before `stop` does not count."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        assert self._profiler is not None, "stop() comes after start()"
+        self._profiler.stop()
+        changes = allocations(self._profiler)
+        self._profiler = None
+        return _held_bytes() - sum(changes) + max(itertools.accumulate(changes, initial=0))
+
+
+def _held_bytes() -> int:
+    """Bytes of all storages of this process's tensors on the CPU."""
+    # By type(): isinstance() asks an object itself, and deprecated ones of torch warn then.
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu":  # a fake tensor says "cpu", its storage does not
+            with contextlib.suppress(RuntimeError):  # a wrapper has none; what it wraps is here too
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def _load_libraries() -> None:

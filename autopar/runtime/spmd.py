@@ -29,7 +29,7 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.local import needed_state
 from autopar.runtime.parts import local_part
-from autopar.runtime.peak_memory import PeakMemory
+from autopar.runtime.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.rank import RankOptions, RankRuntime
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class SpmdRunner:
         initialize(device, datetime.timedelta(seconds=timeout_s))
         self.watch = watch.join()
         self.step_limit = StepLimit(timeout_s)
-        self.peak_memory = PeakMemory(device)
+        self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call("compile()"):
                 parts = own_parts(program, state, device)
@@ -154,16 +154,19 @@ class SpmdRunner:
             checkpoint.load(self.runtime, path)
 
     def memory_growth_bytes(self) -> list[int]:
-        grown: list[Any] = [None] * dist.get_world_size()
         with self.watch.call("memory_growth_bytes()"):
-            dist.all_gather_object(grown, self.peak_memory.growth_bytes())
-        return grown
+            return _of_all_ranks(self.peak_memory.growth_bytes())
+
+    def start_counting_tensors(self) -> None:
+        self.peak_tensors.start()
+
+    def counted_tensor_bytes(self) -> list[int]:
+        with self.watch.call("peak_tensor_bytes()"):
+            return _of_all_ranks(self.peak_tensors.stop())
 
     def action_times(self) -> list[list[ActionTime]]:
-        times: list[Any] = [None] * dist.get_world_size()
         with self.watch.call("action_times()"):
-            dist.all_gather_object(times, self.runtime.action_times())
-        return times
+            return _of_all_ranks(self.runtime.action_times())
 
     def close(self) -> None:
         """Leave the process group with the last runner, if autopar joined it.
@@ -174,6 +177,12 @@ class SpmdRunner:
             watch.leave(self.watch)
             release_process_group()
         self._closed = True
+
+
+def _of_all_ranks(own: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def own_parts(

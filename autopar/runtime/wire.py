@@ -24,7 +24,6 @@ import torch
 from torch import fx
 
 from autopar.errors import WorkerError
-from autopar.lowering.program import RankProgram
 from autopar.runtime.randomness import is_random
 from autopar.torch_private import custom_op_function
 
@@ -48,18 +47,16 @@ class _Line(NamedTuple):
     custom: dict[str, Any] | None
 
 
-def pack_program(program: RankProgram) -> bytes:
-    """The bytes of a program; tensors that it holds (constants) are within."""
+def pack(value: Any) -> bytes:
+    """The bytes of a program, with the tensors that it holds, or of anything with operators."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(program)
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-def unpack_program(data: bytes) -> RankProgram:
-    """The inverse of `pack_program`. Only for bytes from this run's own parent."""
-    program = pickle.loads(data)
-    assert isinstance(program, RankProgram)
-    return program
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`. Only for bytes from this run's own parent."""
+    return pickle.loads(data)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -183,6 +183,41 @@ def test_micro_batches_are_normalised_one_by_one(model: nn.Module, captured: Cap
             torch.testing.assert_close(run.buffers[buffer.value][1], named[buffer.name])
 
 
+class Scaled(nn.Module):
+    """One batch norm, of what a parameter scales."""
+
+    def __init__(self, *, affine: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, affine=affine)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.norm(self.scale * x) * y).mean()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "offset", "tolerance"),
+    [(torch.float64, 1000, 1e-10), (torch.float32, 100, 1e-4), (torch.bfloat16, 0, 1e-2)],
+)
+def test_statistics_of_the_whole_batch_are_those_of_one_device(
+    affine: bool, dtype: torch.dtype, offset: int, tolerance: float
+) -> None:
+    """Also far away from zero, and in lower precision."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 4, 3, 3) + offset, "y": torch.randn(8, 4, 3, 3)}
+    batches = [{name: tensor.to(dtype) for name, tensor in batch.items()}]
+    model = Scaled(affine=affine).to(dtype).train()
+    captured = capture(model, batches[0])
+    planned = make_planned(
+        captured, cluster_of(MESHES[0]), mesh=MESHES[0], constraints=DATA_PARALLEL
+    )
+    assert num_shards(planned.strategy, norms(captured)[0]) == 2
+    expected = reference_steps(model, batches, sgd)
+    got = lockstep_steps(planned.strategy, captured, state_of(model), batches, sgd)
+    assert_same(got, expected, tolerance=tolerance)
+
+
 def test_nothing_is_communicated_or_priced(model: nn.Module, captured: Captured) -> None:
     mesh = Mesh(("x",), (2,))
     plain = capture(model, BATCHES[0])
@@ -199,7 +234,7 @@ def test_nothing_is_communicated_or_priced(model: nn.Module, captured: Captured)
         internal = sum(float(table.internal_s.sum()) for table in tables)
         assert (internal > 0) == (name == "global")
     # What is left is the loss's own: how many targets there are.
-    assert len(kinds["global"]) == len(kinds["local"]) + 2 * 4
+    assert len(kinds["global"]) == len(kinds["local"]) + 2 * 2
     assert all(c.size_bytes <= 8 for c in kinds["local"])
 
 

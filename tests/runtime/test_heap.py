@@ -51,12 +51,12 @@ keep_freed_memory()
 freed = FreedMemory()
 
 def after(num_tensors):
-    tensors = [torch.ones(8 << 20) for _ in range(num_tensors)]
+    tensors = [torch.ones(4 << 20) for _ in range(num_tensors)]
     del tensors
     freed.after_step()
     return resident_bytes() >> 20
 
-print(*(after(number) for number in (1, 1, 1, 20, 1, 20)))
+print(*(after(number) for number in (1, 1, 1, 40, 1, 40)))
 """
 
 
@@ -66,9 +66,10 @@ def test_a_heap_that_creeps_is_given_back_once_in_a_while() -> None:
         [sys.executable, "-c", CREEPING], capture_output=True, text=True, check=True, timeout=120
     )
     _, settled, usual, given_back, next_step, soon_after = map(int, run.stdout.split())
-    assert usual <= settled + 8  # kept, not given back
+    tensor = 16 + 2  # MiB, and alignment: a tensor that does not fit into the hole of the last one
+    assert settled - 2 <= usual <= settled + tensor  # kept, not given back
     assert given_back <= settled
-    assert next_step <= settled + 8
+    assert next_step <= settled + tensor
     assert soon_after >= settled + 500  # a second time only after a pause
 
 

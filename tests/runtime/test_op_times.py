@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def measured(calls: list[OpCall], path: Path, limit_s: float = 60.0) -> Any:
     )  # fmt: skip
 
 
+def no_workers(*_: Any, **__: Any) -> None:
+    raise AssertionError("workers were started")
+
+
 def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [relu(64), relu(128), relu(64), update_call(1000, torch.float32)]
     model = measured(calls, tmp_path / "times")
@@ -42,14 +47,32 @@ def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(estimate.source is Source.MEASURED for estimate in found)
     assert all(estimate.forward_s > 0 for estimate in found)
     assert found[0].input_grad_s > 0 == found[3].input_grad_s
-
-    def no_workers(*_: Any, **__: Any) -> None:
-        raise AssertionError("workers were started")
-
     monkeypatch.setattr(module, "WorkerGroup", no_workers)
     again = measured(calls, tmp_path / "times")
     assert [again.estimate(call) for call in calls] == found
     assert again.estimate(relu(256)).source is Source.INTERPOLATED
+
+
+def test_near_sizes_share_a_measurement_where_time_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [relu(1000 + i) for i in range(100)]
+    sources = Counter(measured(calls, tmp_path / "few", 3.0).estimate(c).source for c in calls)
+    assert sources[Source.MEASURED] + sources[Source.INTERPOLATED] == len(calls)
+    assert 0 < sources[Source.MEASURED] < 10
+    monkeypatch.setattr(module, "WorkerGroup", no_workers)
+    measured(calls, tmp_path / "few", 3.0)  # a second run has nothing to measure
+
+
+def test_operators_that_are_not_torchs_own_are_measured(tmp_path: Path) -> None:
+    import transformers.integrations.moe  # defines the operator here; workers must be told
+
+    assert transformers.integrations.moe
+    rows, weights = TensorSpec((32, 8)), TensorSpec((4, 8, 16))
+    call = OpCall(
+        "transformers.grouped_mm_fallback.default", (rows, weights, TensorSpec((4,), torch.int32))
+    )
+    assert measured([call], tmp_path / "times").estimate(call).source is Source.MEASURED
 
 
 def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path: Path) -> None:

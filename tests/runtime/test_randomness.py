@@ -17,7 +17,7 @@ from autopar.placement import R, S
 from autopar.rules.base import Choice, enumerate_choices
 from autopar.runtime.lockstep import LockstepRun, gather
 from autopar.runtime.randomness import mixed
-from autopar.runtime.wire import pack_program, unpack_program
+from autopar.runtime.wire import pack, unpack
 from autopar.strategy import Analysis, Assignment, Strategy
 from tests.oracles import random_assignment, sgd, state_of
 from tests.runtime.conftest import Groups
@@ -226,7 +226,7 @@ def test_the_users_own_random_numbers_go_on_as_before(captured: Captured, groups
 
 def test_the_axes_travel_with_the_program(captured: Captured) -> None:
     program = lower(rows_over_dp(captured), training=False)
-    sent = unpack_program(pack_program(program))
+    sent = unpack(pack(program))
     for out, expected in zip(outputs(sent, captured), outputs(program, captured)):
         assert torch.equal(dropped(out), dropped(expected))
     assert dataclasses.replace(sent, kernels=()) == dataclasses.replace(program, kernels=())

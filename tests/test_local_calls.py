@@ -1,0 +1,109 @@
+"""The calls that are priced for an op are the ones that its lowered graphs make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autopar.cost_models import Cluster, OpCall
+from torch import Tensor, fx, nn
+
+from autopar.capture import Captured, capture
+from autopar.constraints import Force, Pin
+from autopar.graph import Op
+from autopar.local_calls import calls_of, local_calls
+from autopar.planner import Planned, make_planned
+from autopar.rules.kernels import LocalCall, Phase
+
+CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=2)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.scale).square().mean()
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 32, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), y)
+
+
+CASES = {
+    "batch_norm": (Images().train(), (torch.randn(8, 4, 3, 3),), Force("data_parallel")),
+    "cross_entropy": (
+        Words(),
+        (torch.randn(8, 6), torch.randint(0, 32, (8,))),
+        Pin("cross_entropy*", "c"),
+    ),
+}
+
+
+def planned_of(name: str) -> tuple[Captured, Planned]:
+    model, batch, wish = CASES[name]
+    captured = capture(model, batch)
+    return captured, make_planned(captured, CLUSTER, mesh={"x": 2}, constraints=[wish])
+
+
+def priced(planned: Planned, op: Op) -> tuple[LocalCall, ...]:
+    strategy = planned.strategy
+    analysis, choice = strategy.analysis, strategy.assignment.choices[op.index]
+    needs = analysis.needs(op, choice, strategy.mesh)
+    supplies = analysis.supplies(op, choice, strategy.mesh)
+    space = analysis.spaces[op.index]
+    return local_calls(analysis, op, space, choice, needs, supplies, strategy.mesh)
+
+
+def made(graphs: list[fx.GraphModule | None]) -> Counter[Any]:
+    """Operators and shapes of tensor arguments of all calls of the graphs."""
+    found: Counter[Any] = Counter()
+    for module in graphs:
+        for node in module.graph.nodes if module is not None else ():
+            if node.op == "call_function":
+                values = [n.meta["val"] for n in node.all_input_nodes]
+                shapes = frozenset(tuple(x.shape) for x in values if isinstance(x, Tensor))
+                found[str(node.target), shapes] += 1
+    return found
+
+
+def key_of(call: OpCall) -> Any:
+    return call.target, frozenset(t.shape for t in call.tensors())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_those_of_the_lowered_graphs(name: str) -> None:
+    captured, planned = planned_of(name)
+    (op,) = (op for op in captured.graph.ops if name in op.target_name)
+    calls = priced(planned, op)
+    assert len(calls) > 1
+    kernels = planned.program.kernels
+    by_phase = {
+        Phase.FORWARD: made([k.forward for k in kernels]),
+        Phase.BACKWARD: made([m for k in kernels for m in (k.backward_input, k.backward_weight)]),
+    }
+    for phase, there in by_phase.items():
+        wanted = Counter(key_of(c.call) for c in calls if c.phase is phase)
+        assert wanted
+        assert wanted <= there, f"{phase}: {wanted - there} not among {there}"
+    # And the profiler is told of all of them.
+    listed = set(calls_of(planned.strategy.analysis, [planned.strategy.mesh]))
+    assert {c.call for c in calls} <= listed
+
+
+def test_an_op_that_is_not_split_is_priced_as_itself() -> None:
+    captured, planned = planned_of("batch_norm")
+    op = captured.graph.ops[0]
+    (call,) = priced(planned, op)
+    assert (call.call.target, call.phase) == (op.target_name, Phase.BOTH)
+    assert call.call.tensors()[0].shape == (4, 4, 3, 3)  # half of the batch
