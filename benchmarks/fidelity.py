@@ -1,11 +1,15 @@
 """Predicted against measured: step time and peak memory of many plans on this machine's processes.
 
     python benchmarks/fidelity.py [--models gpt2 resnet50] [--processes 1 2] [--steps 8]
+                                   [--fresh | --again]
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
-a few steps; a row is kept as soon as it is measured, so a run can be stopped and gone on with.
-benchmarks/results/fidelity.json has the rows with errors and, per model, Kendall's tau between the
-predicted and the measured order of its plans; fidelity.png shows them. Memory is compared twice:
+a few steps, the plans of a model in turns; its rows are kept as soon as they are measured, so a run
+can be stopped and gone on with. benchmarks/results/fidelity.json has the rows with errors and, per
+model, Kendall's tau between the predicted and the measured order of its plans; fidelity.png shows
+them. With --again the plans of rows that are there are made from the prices that are there and take
+their steps once more: "repeat_error" is the same code's time by then beside its time in the row,
+the host's part in the error. Memory is compared twice:
 the tensors held at once, which is what a GPU's allocator counts too, and by how much a process on
 the CPU grows, which has the heap's holes and libraries besides.
 """
@@ -13,6 +17,8 @@ the CPU grows, which has the heap's holes and libraries besides.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -51,6 +57,7 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--fresh", action="store_true", help="measure rows again that are there")
+    parser.add_argument("--again", action="store_true", help="only time rows that are there again")
     arguments = parser.parse_args()
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     rows = {(r["model"], r["processes"], r["plan"]): r for r in known}
@@ -59,11 +66,20 @@ def main() -> None:
             wanted = [
                 plan
                 for plan in plans_of(count)
-                if arguments.fresh or (name, count, plan) not in rows
+                if arguments.fresh or ((name, count, plan) in rows) == arguments.again
             ]
             for made in measured(name, count, wanted, arguments.steps):
-                rows[name, count, made["plan"]] = made
-                show(made)
+                key = name, count, made["plan"]
+                if arguments.again:
+                    again_s, first_s = made["measured_s"], rows[key]["measured_s"]
+                    rows[key] |= {
+                        "again_s": again_s,
+                        "repeat_error": round(again_s / first_s - 1, 4),
+                    }
+                    print(f"{name} {count} {made['plan']}: {first_s:.4f} s, then {again_s:.4f} s")
+                else:
+                    rows[key] = made
+                    show(made)
                 write(list(rows.values()))
     if rows:
         draw(list(rows.values()))
@@ -81,74 +97,96 @@ def plans_of(count: int) -> dict[str, list[Any]]:
     return {"searched": [], **{name: [Force(what)] for name, what in known.items()}}
 
 
-def measured(name: str, count: int, wanted: list[str], num_steps: int) -> Any:
-    """Rows of one model on so many processes, one by one."""
+def measured(name: str, count: int, wanted: list[str], num_steps: int) -> list[Row]:
+    """Rows of one model on so many processes, whose plans take their steps in turns."""
     import autopar
     from autopar.errors import ConstraintError
 
-    if not wanted:
-        return
-    for plan in wanted:
-        model, batch = fresh(name)
-        start = time.perf_counter()
-        try:
-            compiled = autopar.compile(
-                model, count, example_inputs=batch, constraints=plans_of(count)[plan],
-                optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
-                profile_limit_s=PROFILE_LIMIT_S, mesh={"x": count},
-            )  # fmt: skip
-        except ConstraintError as error:
-            print(f"{name} on {count}, {plan}: {error}")
-            continue
-        with compiled:
+    found: dict[str, tuple[Any, float, Steps]] = {}
+    with contextlib.ExitStack() as stack:
+        for plan in wanted:
+            model, batch = fresh(name)
+            start = time.perf_counter()
+            try:
+                compiled = stack.enter_context(
+                    autopar.compile(
+                        model, count, example_inputs=batch, constraints=plans_of(count)[plan],
+                        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
+                        profile_limit_s=PROFILE_LIMIT_S, mesh={"x": count},
+                    )
+                )  # fmt: skip
+            except ConstraintError as error:
+                print(f"{name} on {count}, {plan}: {error}")
+                continue
             compiled_s = time.perf_counter() - start
             for _ in range(WARM_UP):
                 compiled.train_step(**batch)
-            times, pace_s = undisturbed(lambda: compiled.train_step(**batch), num_steps)  # noqa: B023
-            growth = max(compiled.memory_growth_bytes())
-            tensors = max(compiled.peak_tensor_bytes(**batch))
-            made = row(
-                name, count, plan, compiled.plan.prediction, times, growth, tensors, compiled_s
-            )
-            yield {**made, "pace_s": float(f"{pace_s:.3g}")}
+            steps = Steps(functools.partial(compiled.train_step, **batch))
+            found[plan] = compiled, compiled_s, steps
+        everyone = [steps for *_, steps in found.values()]
+        for turn in range(4 * num_steps):
+            if turn >= num_steps and all(steps.num_quiet >= num_steps for steps in everyone):
+                break
+            for steps in everyone:
+                steps.take()
+        return [
+            row(name, count, plan, compiled, steps.best(num_steps), compiled_s, batch)
+            for plan, (compiled, compiled_s, steps) in found.items()
+        ]
 
 
-def undisturbed(step: Callable[[], Any], num_steps: int) -> tuple[list[float], float]:
-    """Seconds of steps beside which other programs used little of the machine, and before and
-    after which its processors were at their usual pace.
+class Steps:
+    """Seconds of steps, and how far each was disturbed.
 
-    The best ``num_steps`` of four times as many at most; with them the median of their paces.
+    By other programs that used the machine, or by processors that before or after it were not at
+    their usual pace; below 1 it counts as quiet.
     """
-    me = psutil.Process()
-    workers = me.children(recursive=True)
-    found: list[tuple[float, float, float]] = []
-    num_quiet, usual_s = 0, PACE()
-    while num_quiet < num_steps and len(found) < 4 * num_steps:
-        with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in (me, *workers))) as others:
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step
+        self.num_quiet = 0
+        self._found: list[tuple[float, float, float]] = []
+        self._usual_s = PACE()
+
+    def take(self) -> None:
+        me = psutil.Process()
+        processes = [me, *me.children(recursive=True)]
+        with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in processes)) as others:
             before_s = PACE()
             start = time.perf_counter()
-            step()
+            self.step()
             seconds = time.perf_counter() - start
             pace_s = max(before_s, PACE())
-        usual_s = min(usual_s, pace_s)
-        disturbance = max(others.share / DISTURBED, pace_s / (SLOW * usual_s))
-        found.append((disturbance, seconds, pace_s))
-        num_quiet += disturbance < 1
-    best = sorted(found)[:num_steps]
-    return [seconds for _, seconds, _ in best], statistics.median(pace_s for *_, pace_s in best)
+        self._usual_s = min(self._usual_s, pace_s)
+        disturbance = max(others.share / DISTURBED, pace_s / (SLOW * self._usual_s))
+        self._found.append((disturbance, seconds, pace_s))
+        self.num_quiet += disturbance < 1
+
+    def best(self, num_steps: int) -> Times:
+        """The least disturbed."""
+        best = sorted(self._found)[:num_steps]
+        return Times([seconds for _, seconds, _ in best], [pace_s for *_, pace_s in best])
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    steps_s: list[float]
+    paces_s: list[float]
 
 
 def row(
     name: str,
     count: int,
     plan: str,
-    predicted: Any,
-    times: list[float],
-    growth: int,
-    tensors: int,
-    made_s: float,
+    compiled: Any,
+    times: Times,
+    compiled_s: float,
+    batch: dict[str, Any],
 ) -> Row:
-    time_s = statistics.median(times)
+    time_s = statistics.median(times.steps_s)
+    growth = max(compiled.memory_growth_bytes())
+    tensors = max(compiled.peak_tensor_bytes(**batch))
+    predicted = compiled.plan.prediction
     counted = predicted.memory_bytes
     # Workers on CPUs read the batch from the caller's memory.
     own = sum(counted.values()) - (counted.get("inputs", 0) if predicted.resident_bytes else 0)
@@ -159,7 +197,7 @@ def row(
         "plan": plan,
         "predicted_s": float(f"{predicted.step_time_s:.5g}"),
         "measured_s": float(f"{time_s:.5g}"),
-        "fastest_s": float(f"{min(times):.5g}"),
+        "fastest_s": float(f"{min(times.steps_s):.5g}"),
         "time_error": round(predicted.step_time_s / time_s - 1, 4),
         "predicted_parts_s": {
             part: float(f"{getattr(predicted, part + '_s'):.4g}")
@@ -173,8 +211,9 @@ def row(
         "measured_tensor_bytes": tensors,
         "tensor_error": round(own / tensors - 1, 4),
         "predicted_memory_bytes": predicted.memory_bytes,
-        "compile_s": round(made_s, 1),
+        "compile_s": round(compiled_s, 1),
         "load": round(os.getloadavg()[0], 2),
+        "pace_s": float(f"{statistics.median(times.paces_s):.3g}"),
     }
 
 
@@ -197,6 +236,7 @@ def summary(rows: list[Row]) -> Row:
         "num_rows": len(rows),
         "num_rows_at_slow_pace": sum(pace_s > SLOW * min(paces_s) for pace_s in paces_s),
         "time_error": of("time_error"),
+        "repeat_error": of("repeat_error"),
         "tensor_error": of("tensor_error"),
         "memory_error": of("memory_error"),
         "kendall_tau": taus,

@@ -11,6 +11,7 @@ three times as long for a few MiB and less as for the same collective again and 
 import itertools
 import json
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from autopar.cost_models.communication import (
     MeasuredCurve,
 )
 from autopar.cost_models.estimate import CostError
-from autopar.cost_models.pace import Pace, slow_ones
 from autopar.cost_models.store import CollectiveTime, ProfileStore
 
 from autopar.reduce_scatter import start_reduce_scatter
@@ -34,10 +34,9 @@ from autopar.reduce_scatter import start_reduce_scatter
 BETWEEN_S = 0.004
 """For how long a rank computes before a collective, as long as a few layers take."""
 DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-
-
-AGAIN = 0.25
-"""The part of all times that are measured again at most, where processors were slow."""
+ROUNDS = 3
+"""How often all sizes are gone through. What else a host does lasts for seconds: in a single visit
+16 MiB once took 54 ms, and 9 before and after."""
 _Row = tuple[str, str, int, float]
 
 
@@ -110,12 +109,12 @@ def measure_collectives(
 
     Called by every rank of the default process group. ``group_sizes`` are those to measure, each a
     divisor of the world (all of them by default), in blocks of neighbouring ranks and with the
-    stride that spreads them furthest. Each time is the mean over repetitions but the slowest two (a
-    step pays for slow ones too) and over the ranks, so that waiting for the last rank to come is in
-    it; of messages in one direction, that of the slowest rank. ``max_s`` bounds each size, but five
-    repetitions are always made. Of what was measured while a processor was slow a part is measured
-    again, and the shorter time stays. CostError where there is no process group, or one of another
-    size or backend than ``cluster``.
+    stride that spreads them furthest. Each time is the median of `ROUNDS` over all sizes; of each
+    round the mean over repetitions but the slowest quarter (a step pays for slow ones too) and over
+    the ranks, so that waiting for the last rank to come is in it; of messages in one direction,
+    that of the slowest rank. ``max_s`` bounds each size, but three repetitions a round are always
+    made. CostError where there is no process group, or one of another size or backend than
+    ``cluster``.
     """
     world = _check_world(cluster)
     model = CommunicationModel(cluster)
@@ -124,12 +123,13 @@ def measure_collectives(
         groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
         mine = next(i for i, ranks in enumerate(ranks_of) if dist.get_rank() in ranks)
         shape = json.dumps(model.group_shape(ranks_of[mine]))
-        sweep = _Sweep(cluster, store, groups[mine], ranks_of[mine], shape, max_s)
-        for kind, size_bytes in itertools.product(kinds, sizes_bytes):
-            if (kind.value, shape, size_bytes) not in known:
-                sweep.measure(kind, size_bytes)
-        slowest = sorted(slow_ones(sweep.paces_s), key=sweep.paces_s.__getitem__, reverse=True)
-        for kind, size_bytes in slowest[: math.ceil(AGAIN * len(sweep.paces_s))]:
+        sweep = _Sweep(cluster, store, groups[mine], ranks_of[mine], shape, max_s / ROUNDS)
+        missing = [
+            (kind, size_bytes)
+            for kind, size_bytes in itertools.product(kinds, sizes_bytes)
+            if (kind.value, shape, size_bytes) not in known
+        ]
+        for kind, size_bytes in missing * ROUNDS:
             sweep.measure(kind, size_bytes)
         for group in groups:
             dist.destroy_process_group(group)
@@ -137,7 +137,7 @@ def measure_collectives(
 
 
 class _Sweep:
-    """The collectives of one group size, each with the pace at which ranks then worked."""
+    """The collectives of one group size; ``max_s`` bounds each measurement."""
 
     def __init__(
         self,
@@ -151,21 +151,15 @@ class _Sweep:
         self.store, self.backend, self.shape = store, cluster.backend, shape
         self.group, self.ranks = group, ranks
         self.device, self.max_s = torch.device(cluster.device.kind), max_s
-        self.pace = Pace()
-        self.paces_s: dict[tuple[Collective, int], float] = {}
-        self.quickest: dict[tuple[Collective, int], CollectiveTime] = {}
+        self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
-        """Into the store, where it is the first time or a shorter one than before."""
-        key = (kind, size_bytes)
-        before_s = _largest(self.pace(), self.device)
-        times = _measure(kind, size_bytes, self.group, self.ranks, self.device, self.max_s)
-        self.paces_s[key] = max(before_s, _largest(self.pace(), self.device))
-        known = self.quickest.get(key)
-        if known is None or times.time_s < known.time_s:
-            self.quickest[key] = times
-            # The same number on every rank, so stores of one file or of many agree.
-            self.store.put_collective(kind.value, self.shape, self.backend, times)
+        """Into the store, where the median of all rounds so far stands."""
+        found = self.found.setdefault((kind, size_bytes), [])
+        found.append(_measure(kind, size_bytes, self.group, self.ranks, self.device, self.max_s))
+        times = sorted(found, key=operator.attrgetter("time_s"))[(len(found) - 1) // 2]
+        # The same number on every rank, so stores of one file or of many agree.
+        self.store.put_collective(kind.value, self.shape, self.backend, times)
 
 
 def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
@@ -247,10 +241,10 @@ def _measure(
 
     once()
     whole_s = _largest(once()[1], device)
-    num_samples = max(5, min(20, int(max_s / max(whole_s, 1e-6))))
+    num_samples = max(3, min(8, int(max_s / max(whole_s, 1e-6))))
     samples = sorted(once()[0] for _ in range(num_samples))
     low, median_s, high = statistics.quantiles(samples, n=4)
-    del samples[-2:]  # of so few, the slowest would outweigh the others
+    del samples[-math.ceil(num_samples / 4) :]  # of so few, the slowest would outweigh the others
     return CollectiveTime(
         size_bytes=size_bytes,
         time_s=statistics.mean(samples),
