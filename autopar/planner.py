@@ -323,12 +323,8 @@ class Lowering:
         if staged is not None:
             stages, schedule = staged
             program = with_pipeline(program, stages.of(strategy.graph), schedule)
-        memory = program_memory(
-            program,
-            num_optimizer_states=OPTIMIZER_STATES,
-            num_threads=self.communication.cluster.device.num_threads,
-        )
-        return program, memory
+        device = self.communication.cluster.device
+        return program, program_memory(program, device, num_optimizer_states=OPTIMIZER_STATES)
 
     def times(self, best: Candidate) -> PipelineTimes | None:
         """The simulated step of a pipeline."""

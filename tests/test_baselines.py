@@ -100,7 +100,8 @@ def tight(request):
 
 
 def counted_bytes(candidate: Candidate) -> int:
-    return program_memory(lower(candidate.strategy()), num_optimizer_states=2).peak_bytes
+    program = lower(candidate.strategy())
+    return program_memory(program, A100.device, num_optimizer_states=2).peak_bytes
 
 
 def test_under_a_budget_the_plan_is_never_worse_than_what_fits(tight):

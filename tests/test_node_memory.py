@@ -55,9 +55,11 @@ def test_a_data_parallel_perceptron_keeps_what_its_derivatives_read():
 def test_the_count_by_node_is_near_the_count_by_liveness(sizes):
     """Within a quarter for every known strategy, so that one search finds what fits."""
     executable = price_baselines([priced_on("gpt2", *sizes)]).executable()
+    device = Cluster.preset("a100-80", nodes=1, devices_per_node=1).device
     assert len(executable) >= 5
     for candidate in executable:
-        memory = program_memory(lower(candidate.strategy()), num_optimizer_states=2)
+        program = lower(candidate.strategy())
+        memory = program_memory(program, device, num_optimizer_states=2)
         assert candidate.estimated_bytes == pytest.approx(memory.peak_bytes, rel=0.25)
 
 

@@ -31,7 +31,7 @@ from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.program import RankProgram
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.direct_calls import DIRECT
-from autopar.runtime.joined import start_gather, start_scatter, start_sum
+from autopar.runtime.joined import Once, start_gather, start_scatter, start_sum
 from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
 
@@ -128,7 +128,7 @@ class ProcessMachine:
                 wait = start_gather(operands, [digits[p] for p in places], group, num)
             else:
                 wait = start_scatter(operands, [digits[p] for p in places], group, num)
-                wait = functools.cache(wait)
+                wait = Once(wait)
                 self._scatters.append(wait)
             pending.append((places, wait))
         while len(self._scatters) > MAX_SCATTERS:

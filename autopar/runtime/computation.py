@@ -291,7 +291,9 @@ class Computation(Generic[T]):
             if kernel.backward_weight is None:
                 continue
             if weights:
-                yield self._run_weight(position, microbatch, arguments)
+                complete = self._run_weight(position, microbatch, arguments)
+                del arguments  # not for the next block's I to run beside
+                yield complete
             else:
                 flight.late[position] = arguments
 
@@ -300,7 +302,9 @@ class Computation(Generic[T]):
         for position in reversed(self.route.blocks[stage]):
             arguments = self.flights[microbatch].late.pop(position, None)
             if arguments is not None:
-                yield self._run_weight(position, microbatch, arguments)
+                complete = self._run_weight(position, microbatch, arguments)
+                del arguments
+                yield complete
 
     def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
         """Cotangents of the block's outputs; zeros where nothing flowed back."""

@@ -78,6 +78,20 @@ def start_scatter(wholes: Sequence[Tensor], digits: Digits, process_group: Any, 
     return wait
 
 
+class Once:
+    """Waits the first time it is called; from then on it holds the results alone, and none of what
+    was sent and received for them."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait: Wait | None = wait
+        self._results: Sequence[Tensor] = ()
+
+    def __call__(self) -> Sequence[Tensor]:
+        if self._wait is not None:
+            self._results, self._wait = self._wait(), None
+        return self._results
+
+
 def _flat(rows: Sequence[Tensor]) -> Tensor:
     """Tensors of equally many rows side by side; a single one is not copied."""
     return rows[0].contiguous() if len(rows) == 1 else torch.cat(list(rows), dim=1)

@@ -162,6 +162,8 @@ class Combination:
         except ScheduleError as error:
             return f"{error}" + (" (the whole batch for batch norm)" * self._whole_batch)
         num_parts = made.shape.num_microbatches
+        if self._whole_batch and num_parts > 1:
+            return f"{num_parts} micro-batches (the whole batch for batch norm)"
         if INSIDE[self.inside].splits_batch:
             num_parts *= INSIDE[self.inside].sizes[0]
         if NUM_ROWS % num_parts:

@@ -1,0 +1,85 @@
+"""The bytes that a plan counts are those of the tensors that its processes hold."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Force
+
+
+class Branches(nn.Module):
+    """Convolutions beside each other whose results are joined, then one with a stride."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first = self._block(3, width, 3)
+        self.left = self._block(width, width, 1)
+        self.right = nn.Sequential(self._block(width, 24, 1), self._block(24, 2 * width, 3))
+        self.pooled = nn.Sequential(nn.AvgPool2d(3, 1, 1), self._block(width, width, 1))
+        self.strided = self._block(4 * width, width, 3, stride=2)
+        self.head = nn.Linear(width, 8)
+
+    @staticmethod
+    def _block(num_in: int, num_out: int, size: int, stride: int = 1) -> nn.Module:
+        convolution = nn.Conv2d(num_in, num_out, size, stride, size // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(num_out), nn.ReLU())
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(images)
+        x = torch.cat([self.left(x), self.right(x), self.pooled(x)], dim=1)
+        return nn.functional.cross_entropy(self.head(self.strided(x).mean((2, 3))), labels)
+
+
+class Deep(nn.Module):
+    """Layers large enough to be gathered and scattered alone, and small ones that travel joined."""
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.narrow = nn.ModuleList(nn.Linear(width, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return sum(layer(x).square().mean() for layer in self.narrow)  # type: ignore[return-value]
+
+
+def images() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "images": torch.randn(32, 3, 24, 24, generator=generator),
+        "labels": torch.randint(0, 8, (32,), generator=generator),
+    }
+
+
+def rows() -> dict[str, Tensor]:
+    return {"x": torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))}
+
+
+CASES = {
+    "branches, alone": (Branches, images, 1, []),
+    "branches, ZeRO-3": (Branches, images, 2, [Force("zero3")]),
+    "deep, data parallel": (Deep, rows, 2, [Force("data_parallel")]),
+    "deep, ZeRO-3": (Deep, rows, 2, [Force("zero3")]),
+    "deep, tensor parallel": (Deep, rows, 2, [Force("tensor_parallel")]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counted_is_held(case: str) -> None:
+    make_model, make_batch, num_processes, constraints = CASES[case]
+    torch.manual_seed(0)
+    compiled = autopar.compile(
+        make_model(), num_processes, example_inputs=make_batch(), constraints=constraints,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), profile_limit_s=0.001,
+    )  # fmt: skip
+    with compiled:
+        held = max(compiled.peak_tensor_bytes(**make_batch()))
+        counted = compiled.plan.prediction.memory_bytes
+    # Workers read the batch from the caller's memory.
+    assert sum(counted.values()) - counted["inputs"] == pytest.approx(held, rel=0.03)
