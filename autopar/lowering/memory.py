@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from autopar.collectives import (
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
 from autopar.lowering.differentiate import Kernel
-from autopar.lowering.program import ParameterProgram, RankProgram
+from autopar.lowering.program import ParameterProgram, RankProgram, Role
 from autopar.lowering.route import Route, routes_of
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
@@ -312,6 +312,10 @@ class _Play:
                     self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
         for b in program.buffers:
             self.live[Category.BUFFERS] += self.round(math.prod(b.shape) * b.dtype.itemsize)
+        for block in program.blocks:
+            if block.role is Role.FIXED:  # computed once, kept for all steps
+                made = _made_bytes(program.kernels[block.kernel].forward.graph, self.round)
+                self.live[Category.BUFFERS] += made
         for i in program.inputs:
             size = self.round(_part_bytes(program, i.shape, i.placements, i.dtype.itemsize))
             self.live[Category.INPUTS] += size
@@ -589,6 +593,19 @@ class _Play:
         buffer.num_holders -= 1
         if not buffer.num_holders:
             self.live[Category.ACTIVATIONS] -= buffer.size_bytes
+
+
+def _made_bytes(graph: fx.Graph, rounded: Callable[[int], int]) -> int:
+    """Of a graph's results, those that lie in no memory of its operands."""
+
+    def storages(nodes: Iterable[Any]) -> dict[int, int]:
+        values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+        found = [value.untyped_storage() for value in values]
+        return {id(storage): rounded(storage.nbytes()) for storage in found}
+
+    results: Any = graph.output_node().args[0]
+    given = storages(node for node in graph.nodes if node.op == "placeholder")
+    return sum(size for key, size in storages(results).items() if key not in given)
 
 
 def _size(node: fx.Node) -> int:

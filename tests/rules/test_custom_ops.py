@@ -190,7 +190,7 @@ def test_a_rule_without_a_name_is_refused():
 @pytest.mark.parametrize(
     "target",
     [torch.relu, nn.functional.relu, torch.ops.aten.relu, "aten.relu.default", "relu"],
-    ids=str,
+    ids=["torch", "functional", "packet", "text", "name"],
 )
 def test_what_is_no_overload_names_the_one_to_pass(target):
     with pytest.raises(RuleError, match=r"check_rule\(torch.ops.aten.relu.default, ...\)"):

@@ -34,6 +34,7 @@ from autopar.runtime.workers.process import WorkerProcess, end_processes
 from autopar.runtime.workers.transport import Message, Spare, packed, unpack
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
+_STORE_S = 30.0  # how long the store, on this machine, may take to answer itself
 _SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
 
 
@@ -92,7 +93,7 @@ class WorkerGroup:
             _sendable(build, "service and service_args") as message,
             self._closing_on_error("its start was interrupted"),
         ):
-            self._store, store_port = _loopback_store(start_timeout_s)
+            self._store, store_port = _loopback_store()
             starts = [
                 Start(
                     rank=rank,
@@ -340,8 +341,12 @@ def _sendable(value: object, what: str, spare: Spare | None = None) -> Iterator[
         yield message
 
 
-def _loopback_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A store that only this machine can reach; its port is held from the moment it is known."""
+def _loopback_store() -> tuple[dist.TCPStore, int]:
+    """A store that only this machine can reach; its port is held from the moment it is known.
+
+    The limit on the start is not the store's: on a busy machine it would fail first, with an error
+    of torch's.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
@@ -352,7 +357,7 @@ def _loopback_store(timeout_s: float) -> tuple[dist.TCPStore, int]:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=_STORE_S),
         )
     return store, port
 
