@@ -17,7 +17,7 @@ from autopar.graph import Graph, Op, Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches
 from autopar.placement import Placements, R, S, State, is_valid, local_shape
-from autopar.rules import Choice, Space, enumerate_choices, rule_of
+from autopar.rules import Choice, enumerate_choices, rule_of
 from autopar.rules.kernels import LocalCall, Phase
 from autopar.strategy import Analysis
 
@@ -48,7 +48,7 @@ def calls_of(
                     choice = Choice((split, *choice.splits))
                 needs = analysis.needs(op, choice, timed)
                 supplies = analysis.supplies(op, choice, timed)
-                made = local_calls(analysis, op, space, choice, needs, supplies, timed)
+                made = local_calls(analysis, op, choice, needs, supplies, timed)
                 found |= dict.fromkeys(call.call for call in made)
         found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
     return tuple(found)
@@ -77,15 +77,14 @@ _RESHAPES = frozenset(
 def local_calls(
     analysis: Analysis,
     op: Op,
-    space: Space | None,
     choice: Choice,
     needs: tuple[Placements, ...],
     supplies: tuple[Placements, ...],
     mesh: Mesh,
 ) -> tuple[LocalCall, ...]:
     """The calls that one device makes for ``op`` under ``choice``, at its local shapes."""
-    plain = local_call(analysis, op, space, choice, needs, supplies, mesh)
-    rule = rule_of(op)
+    plain = local_call(analysis, op, choice, needs, supplies, mesh)
+    space, rule = analysis.spaces[op.index], rule_of(op)
     if space is not None and rule is not None and rule.kernels is not None:
         kernels = rule.kernels(op, space, choice, mesh, plain)
         if kernels is not None:
@@ -96,7 +95,6 @@ def local_calls(
 def local_call(
     analysis: Analysis,
     op: Op,
-    space: Space | None,
     choice: Choice,
     needs: tuple[Placements, ...],
     supplies: tuple[Placements, ...],
@@ -115,7 +113,7 @@ def local_call(
         for i, need, grad in zip(op.inputs, needs, flows)
     ]
     args, kwargs = op.bind(list(specs))
-    args = _local_arguments(analysis, op, space, choice, supplies, mesh, args)
+    args = _local_arguments(analysis, op, choice, supplies, mesh, args)
     target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
     return OpCall.of(target, args, kwargs)
 
@@ -123,14 +121,13 @@ def local_call(
 def _local_arguments(
     analysis: Analysis,
     op: Op,
-    space: Space | None,
     choice: Choice,
     supplies: tuple[Placements, ...],
     mesh: Mesh,
     args: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """Arguments that speak of whole shapes, made to speak of local ones."""
-    values = analysis.graph.values
+    values, space = analysis.graph.values, analysis.spaces[op.index]
     name = op.target_name
     if name in _RESHAPES or name == "aten.expand.default":
         assert op.outputs[0] is not None

@@ -45,9 +45,10 @@ _PRODUCTS = frozenset({
     "mul", "div", "linear", "addmm", "baddbmm", "mm", "bmm", "matmul", "mv", "conv1d", "conv2d",
     "conv3d", "convolution", "conv_transpose2d",
 })  # fmt: skip
-# Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, a
-# recurrent layer its gates and states of every step.
-_OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0, "lstm": 6.0, "gru": 5.0}
+# Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, each
+# recurrent layer its gates and states of every step (of an LSTM: oneDNN's workspace).
+_OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0}
+_LAYER_SHARE = {"lstm": 16.0, "gru": 5.0}
 # At the loss, where the passes meet and everything kept is alive, the working copies of the logits
 # count too: their log-probabilities, the gradient of these and that of the logits.
 _OPERAND_SHARE = {"cross_entropy_loss": 3.0, "nll_loss": 2.0, "nll_loss_nd": 2.0}
@@ -235,6 +236,9 @@ class _Reads:
             return ((0, 1 / value.dtype.itemsize),)
         if name in _OUTPUT_SHARE:
             return ((0, _OUTPUT_SHARE[name]),)
+        if name in _LAYER_SHARE:
+            _, num_layers, *_ = op.args[-6:]
+            return ((0, _LAYER_SHARE[name] * num_layers),)
         kept = name in _KEEPS_OUTPUT or name == _ATTENTION
         read_once = value.index not in self.analysis.relayed and self._num_readers(value.index)
         if not kept or read_once:

@@ -144,7 +144,7 @@ class Pricing:
         needs = [self.analysis.needs(op, c, self.mesh) for c in choices]
         supplies = [self.analysis.supplies(op, c, self.mesh) for c in choices]
         timed = [self._timed(op, c) for c in choices]
-        estimates = tuple(self._estimate(op, space, choice) for choice in timed)
+        estimates = tuple(self._estimate(op, choice) for choice in timed)
         internal = np.array([self._internal(op, space, choice) for choice in timed])
         return OpTable(
             choices=choices,
@@ -162,18 +162,18 @@ class Pricing:
         cut = self.microbatches
         return choice if cut is None else Choice((cut.splits[op.index], *choice.splits))
 
-    def _estimate(self, op: Op, space: Space | None, choice: Choice) -> OpEstimate:
+    def _estimate(self, op: Op, choice: Choice) -> OpEstimate:
         """Of all micro-batches; ``choice`` has the axis in time."""
         needs = self.analysis.needs(op, choice, self.timed)
         supplies = self.analysis.supplies(op, choice, self.timed)
         try:
             estimate = self._of_calls(
-                local_calls(self.analysis, op, space, choice, needs, supplies, self.timed)
+                local_calls(self.analysis, op, choice, needs, supplies, self.timed)
             )
         except CostError as error:
             self.unpriced.setdefault(op.target_name, str(error))
             estimate = self._by_traffic(op, needs, supplies)
-        estimate = self._with_clearing(estimate, op, space, choice, needs, supplies)
+        estimate = self._with_clearing(estimate, op, choice, needs, supplies)
         return self._with_sums(estimate.times(self.num_microbatches), op, needs)
 
     def _of_calls(self, calls: Sequence[LocalCall]) -> OpEstimate:
@@ -210,12 +210,12 @@ class Pricing:
         self,
         estimate: OpEstimate,
         op: Op,
-        space: Space | None,
         choice: Choice,
         needs: tuple[Placements, ...],
         supplies: tuple[Placements, ...],
     ) -> OpEstimate:
         """And what padded dimensions cost besides: see `autopar.rules.base.run_local`."""
+        space = self.analysis.spaces[op.index]
         if space is None:
             return estimate
         dims = [d for d in padded_dims(space, choice, self.timed) if d not in space.clean]

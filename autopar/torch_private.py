@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import (
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
 
+from autopar.fused_lstm import lstm_layer
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -174,34 +176,22 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
 
     What ``torch.fx.traceback.annotate`` says is kept on the nodes. Where an operator's own
     decomposition writes in place (circular padding does), the trace is made functional, so that
-    every node of the result can be moved and dropped by what it returns alone.
+    every node of the result can be moved and dropped by what it returns alone. oneDNN's LSTM is
+    recorded as `autopar.fused_lstm.lstm_layer`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
-    with mode, preserve_node_meta(), _without_mkldnn():
-        module = make_fx(function, tracing_mode="real")(operands, cotangents)
+    instead = {torch.ops.aten.mkldnn_rnn_layer.default: lstm_layer}
+    with mode, preserve_node_meta():
+        traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
+        module = traced(operands, cotangents)
         if _writes(module):
             interpreter = torch.fx.Interpreter(module)
             functional = torch.func.functionalize(interpreter.run, remove="mutations")
             module = make_fx(functional, tracing_mode="real")(operands, cotangents)
     assert not _writes(module), "a traced graph must be functional"
     return module
-
-
-@contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Its fused LSTM leaves no workspace for a backward pass outside autograd.
-
-    ``torch._C._get_mkldnn_enabled`` and ``_set_mkldnn_enabled`` (2.11 to 2.13):
-    ``torch.backends.mkldnn.flags`` sets more than is asked for, and warns of hardware not there.
-    """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _writes(module: torch.fx.GraphModule) -> bool:

@@ -41,8 +41,7 @@ def whole_call(analysis: Analysis, op: Op) -> OpCall:
     """The op's call on one device, at its whole shapes."""
     needs = analysis.needs(op, _WHOLE, _ONE_DEVICE)
     supplies = analysis.supplies(op, _WHOLE, _ONE_DEVICE)
-    space = analysis.spaces[op.index]
-    return local_call(analysis, op, space, _WHOLE, needs, supplies, _ONE_DEVICE)
+    return local_call(analysis, op, _WHOLE, needs, supplies, _ONE_DEVICE)
 
 
 def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:

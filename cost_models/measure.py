@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +57,9 @@ class Sampled:
     num_samples: int
 
 
+_ONE_BACKWARD = frozenset({"lstm"})
+"""One kernel makes the gradients of inputs and of parameters, whichever are asked for."""
+
 NOTHING = Sampled(median_s=0.0, spread=0.0, num_samples=0)
 
 
@@ -66,10 +69,15 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
     num_sets = _num_sets(call, device, limits)
     try:
         sets = [RealCall(call, target, seed) for seed in range(num_sets)]
-        with torch.no_grad():
+        with torch.enable_grad():  # no tensor wants one yet, but an LSTM keeps its workspace
             forward = _sample(sets, target, limits)
-        input_grad = _sample_gradient(sets, "inputs", target, limits)
-        weight_grad = _sample_gradient(sets, "parameters", target, limits)
+        input_grad = _sample_gradient(sets, ("inputs",), target, limits)
+        if call.name in _ONE_BACKWARD and input_grad.num_samples:
+            both = _sample_gradient(sets, ("inputs", "parameters"), target, limits)
+            beside_s = max(both.median_s - input_grad.median_s, 0.0)
+            weight_grad = replace(both, median_s=beside_s)
+        else:
+            weight_grad = _sample_gradient(sets, ("parameters",), target, limits)
     except (RuntimeError, TypeError, NotImplementedError, IndexError) as error:
         # Whatever torch refuses (no kernel for a dtype, no memory) is priced analytically instead.
         raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
@@ -112,14 +120,16 @@ def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
 
 
 def _sample_gradient(
-    sets: Sequence[RealCall], side: str, device: torch.device, limits: MeasureLimits
+    sets: Sequence[RealCall], sides: Sequence[str], device: torch.device, limits: MeasureLimits
 ) -> Sampled:
-    """The gradients of one side alone: of the inputs, or of the parameters."""
-    wanted = [tensor for real in sets for tensor in getattr(real, side)]
+    """The gradients of these sides alone: of the inputs, of the parameters."""
+    leaves = [[tensor for side in sides for tensor in getattr(real, side)] for real in sets]
+    wanted = [tensor for of_set in leaves for tensor in of_set]
     for tensor in wanted:
         tensor.requires_grad_(True)
     try:
-        runs = [run for real in sets if (run := _gradient(real, getattr(real, side)))]
+        found = [_gradient(real, of_set) for real, of_set in zip(sets, leaves)]
+        runs = [run for run in found if run is not None]
         if not runs:
             return NOTHING
         sampled = _sample(runs, device, limits)

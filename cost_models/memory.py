@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 from torch import fx
 
@@ -45,6 +46,10 @@ class Allocator:
 # PyTorch's caching allocator rounds to 512 bytes; its CPU allocator aligns to 64.
 CUDA_ALLOCATOR = Allocator(granule_bytes=512)
 CPU_ALLOCATOR = Allocator(granule_bytes=64)
+
+
+def allocator_of(device: DeviceSpec) -> Allocator:
+    return CPU_ALLOCATOR if device.kind == "cpu" else CUDA_ALLOCATOR
 
 
 CPU_LIBRARIES_BYTES = 28 << 20

@@ -61,8 +61,7 @@ def priced(planned: Planned, op: Op) -> tuple[LocalCall, ...]:
     analysis, choice = strategy.analysis, strategy.assignment.choices[op.index]
     needs = analysis.needs(op, choice, strategy.mesh)
     supplies = analysis.supplies(op, choice, strategy.mesh)
-    space = analysis.spaces[op.index]
-    return local_calls(analysis, op, space, choice, needs, supplies, strategy.mesh)
+    return local_calls(analysis, op, choice, needs, supplies, strategy.mesh)
 
 
 def made(graphs: list[fx.GraphModule | None]) -> Counter[Any]:

@@ -11,29 +11,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, fx
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.collectives import (
-    ALL_GATHER,
-    ALL_TO_ALL,
     ALONE_BYTES,
     MAX_SCATTERS,
-    REDUCE_SCATTER,
 )
 from autopar.cost_models.cluster import DeviceSpec
-from autopar.cost_models.memory import CPU_ALLOCATOR, CUDA_ALLOCATOR, Category, graph_memory
-from autopar.lowering.differentiate import Kernel
+from autopar.cost_models.memory import Allocator, Category, allocator_of
+from autopar.lowering.kernel_memory import InputGradient, KernelMemory, kernel_memory, made_bytes
 from autopar.lowering.program import ParameterProgram, RankProgram, Role
 from autopar.lowering.route import Route, routes_of
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
 
-aten = torch.ops.aten
 Key = tuple[int, int]
 """A micro-batch and a value; of parameters, `PARAMETER` and the value."""
 PARAMETER = -1
@@ -58,15 +50,9 @@ def program_memory(
 
     Of ``device``, which need not be one that the program was lowered for.
     """
-    is_cpu = device.kind == "cpu"
-    rounded = (CPU_ALLOCATOR if is_cpu else CUDA_ALLOCATOR).rounded
-
-    def working(node: fx.Node) -> int:
-        copies = _convolution_bytes(node, device.num_threads) if is_cpu else 0
-        return copies or _collective_bytes(node, is_cpu=is_cpu)
-
-    kernels = [_measure(kernel, rounded, working) for kernel in program.kernels]
-    sizes = {p.value: _ParameterBytes.of(p, program, rounded) for p in program.parameters}
+    allocator = allocator_of(device)
+    kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
+    sizes = {p.value: _ParameterBytes.of(p, program, allocator) for p in program.parameters}
     plays = (
         _Play(program, route, kernels, sizes, num_optimizer_states, device).run()
         for route in routes_of(program)
@@ -83,10 +69,12 @@ class _ParameterBytes:
 
     @staticmethod
     def of(
-        parameter: ParameterProgram, program: RankProgram, rounded: Callable[[int], int]
+        parameter: ParameterProgram, program: RankProgram, allocator: Allocator
     ) -> _ParameterBytes:
         stored, used = (
-            rounded(_part_bytes(program, parameter.shape, placements, parameter.dtype.itemsize))
+            allocator.rounded(
+                _part_bytes(program, parameter.shape, placements, parameter.dtype.itemsize)
+            )
             for placements in (parameter.stored, parameter.used)
         )
         return _ParameterBytes(stored, used)
@@ -96,33 +84,6 @@ def _part_bytes(
     program: RankProgram, shape: tuple[int, ...], placements: Placements, itemsize: int
 ) -> int:
     return math.prod(local_shape(shape, placements, program.mesh)) * itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _InputGradient:
-    """A result of I: its size, ``number`` of its storage among those of the graph's results, how
-    large that is, and which of the cotangents it is a part of, if of one."""
-
-    size_bytes: int
-    number: int
-    storage_bytes: int
-    cotangent: int | None
-    is_contiguous: bool
-
-
-@dataclass(slots=True)
-class _KernelMemory:
-    """Working bytes of each graph of a kernel beyond its inputs, what it saves, what of that and of
-    I's results W still needs once I is done, and the gradients that I makes.
-
-    Outputs that it saves too are counted as values; ``saved_outputs`` says of each whether W needs
-    it."""
-
-    workspace: dict[str, int] = field(default_factory=dict)
-    saved: int = 0
-    late: int = 0
-    saved_outputs: dict[int, bool] = field(default_factory=dict)
-    input_grads: tuple[_InputGradient, ...] = ()
 
 
 @dataclass(slots=True)
@@ -141,141 +102,6 @@ class _Gradient:
     is_contiguous: bool = True
 
 
-_LANES = 16
-"""oneDNN's layouts on x86 have the channels in groups of so many, the last one padded."""
-
-
-def _convolution_bytes(node: fx.Node, num_threads: int) -> int:
-    """Copies that oneDNN makes for a convolution, in layouts of its own, besides the results.
-
-    Of all that it reads and of what it writes, and then of what it writes alone, to be copied out.
-    Few channels are read as they lie unless the kernel has size 1; the gradient of a strided
-    convolution's input is laid out channels last, and copied once more. Held against torch's
-    profiler for hundreds of shapes: exact for most, within a third for fewer than 16 channels.
-    Products stand in for kernels of size 1 where a single thread has less than 16 samples, as torch
-    chooses (``use_mkldnn``).
-    """
-    is_forward = node.target is aten.convolution.default
-    if not is_forward and node.target is not aten.convolution_backward.default:
-        return 0
-    args: Any = node.args
-    x, weight = (n.meta["val"] for n in (args[:2] if is_forward else args[1:3]))
-    stride, dilation, groups = (args[i if is_forward else i + 1] for i in (3, 5, 8))
-    is_point = all(size == 1 for size in weight.shape[2:])
-    is_strided = any(size > 1 for size in stride)
-    is_product = is_point and not is_strided and max(dilation) == 1 and groups == 1
-    if x.dtype is not torch.float32 or (is_product and num_threads == 1 and x.shape[0] < 16):
-        return 0
-    y = (node if is_forward else args[0]).meta["val"]
-    is_by_channel = groups == x.shape[1] > 1
-    is_read_in_place = x.shape[1] < _LANES and not is_point and not is_by_channel
-    x_bytes, y_bytes = _in_lanes(x, x.shape[1]), _in_lanes(y, y.shape[1])
-    weight_bytes = _in_lanes(weight, groups) if is_by_channel else _in_lanes(weight, *weight.shape)
-    read_bytes = 0 if is_read_in_place else x_bytes
-    if is_forward:
-        return max(read_bytes + weight_bytes + y_bytes - _bytes(y), y_bytes)
-    needs_input, needs_weight, _ = args[10]
-    found = 0
-    if needs_input:
-        is_last = is_strided and not is_by_channel
-        made_bytes, copy_bytes = (_bytes(x), _bytes(x)) if is_last else (x_bytes, 0)
-        found = max(y_bytes + weight_bytes + made_bytes - _bytes(x), made_bytes + copy_bytes)
-    if needs_weight:
-        found = max(found, read_bytes + y_bytes + weight_bytes)
-    return found
-
-
-def _in_lanes(tensor: Tensor, *dims: int) -> int:
-    """Bytes of a tensor whose channels are padded to whole lanes.
-
-    ``dims``: how many of them there are; of a weight all its sizes, channels first.
-    """
-    padded = math.prod(-(-size // _LANES) * _LANES for size in dims[:2])
-    return _bytes(tensor) // math.prod(dims[:2]) * padded
-
-
-def _collective_bytes(node: fx.Node, *, is_cpu: bool) -> int:
-    """What a collective inside a graph needs besides its operand and its result.
-
-    Parts that do not lie one behind the other are brought there, and back; a reduce-scatter on
-    gloo receives as much as it sends (see `autopar.reduce_scatter`).
-    """
-    if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
-        return 0
-    operand, _, _, *digits = node.args
-    assert isinstance(operand, fx.Node)
-    sent_bytes, made_bytes = _size(operand), _size(node)
-    if node.target is ALL_GATHER:
-        return 0 if _is_outermost(digits) else made_bytes
-    rearranged_bytes = 0 if _is_outermost(digits[-2:]) else sent_bytes
-    if node.target is REDUCE_SCATTER:
-        return rearranged_bytes + (sent_bytes if is_cpu else 0)
-    return rearranged_bytes + (0 if _is_outermost(digits[:2]) else made_bytes)
-
-
-def _is_outermost(digit: Sequence[Any]) -> bool:
-    dim, outer = digit
-    return dim == 0 and outer == 1
-
-
-def _measure(
-    kernel: Kernel,
-    rounded: Callable[[int], int],
-    workspace_bytes: Callable[[fx.Node], int],
-) -> _KernelMemory:
-    memory = _KernelMemory()
-    graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
-    for phase, module in graphs.items():
-        if module is None:
-            continue
-        inputs = sum(rounded(_size(n)) for n in module.graph.nodes if n.op == "placeholder")
-        found = graph_memory(module.graph, workspace_bytes=workspace_bytes)
-        memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
-    outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    number = {node: i for i, node in enumerate(outputs[: kernel.num_outputs])}
-    saved = outputs[kernel.num_outputs :]
-    memory.saved = sum(rounded(_size(n)) for n in dict.fromkeys(saved) if n not in number)
-    for index, node in enumerate(saved):
-        if node in number:
-            memory.saved_outputs[number[node]] = ("saved", index) in kernel.weight_sources
-    if kernel.backward_input is not None:
-        memory.input_grads = _input_gradients(kernel, kernel.backward_input.graph, rounded)
-    if kernel.backward_weight is not None:
-        given = [n for n in kernel.backward_weight.graph.nodes if n.op == "placeholder"]
-        memory.late = sum(
-            rounded(_size(node))
-            for node, (kind, index) in zip(given, kernel.weight_sources)
-            if kind == "handed" or (kind == "saved" and saved[index] not in number)
-        )
-    return memory
-
-
-def _input_gradients(
-    kernel: Kernel, graph: fx.Graph, rounded: Callable[[int], int]
-) -> tuple[_InputGradient, ...]:
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    cotangent_of = {
-        id(node.meta["val"].untyped_storage()): index
-        for node, (kind, index) in zip(given, kernel.input_sources)
-        if kind == "cotangent"
-    }
-    results: Any = graph.output_node().args[0]
-    found, numbers = [], dict[int, int]()
-    for node in results[: len(kernel.input_grads)]:
-        value = node.meta["val"]
-        storage = value.untyped_storage()
-        found.append(
-            _InputGradient(
-                size_bytes=rounded(_size(node)),
-                number=numbers.setdefault(id(storage), len(numbers)),
-                storage_bytes=rounded(storage.nbytes()),
-                cotangent=cotangent_of.get(id(storage)),
-                is_contiguous=value.is_contiguous(),
-            )
-        )
-    return tuple(found)
-
-
 class _Play:
     """One device of the program's pipeline."""
 
@@ -283,7 +109,7 @@ class _Play:
         self,
         program: RankProgram,
         route: Route,
-        kernels: Sequence[_KernelMemory],
+        kernels: Sequence[KernelMemory],
         parameter_bytes: Mapping[int, _ParameterBytes],
         num_optimizer_states: int,
         device: DeviceSpec,
@@ -293,7 +119,7 @@ class _Play:
         self.route = route
         self.kernels = kernels
         self.parameter_bytes = parameter_bytes
-        self.round = (CPU_ALLOCATOR if device.kind == "cpu" else CUDA_ALLOCATOR).rounded
+        self.allocator = allocator_of(device)
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
@@ -311,13 +137,17 @@ class _Play:
                 if p.trainable:
                     self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
         for b in program.buffers:
-            self.live[Category.BUFFERS] += self.round(math.prod(b.shape) * b.dtype.itemsize)
+            self.live[Category.BUFFERS] += self.allocator.rounded(
+                math.prod(b.shape) * b.dtype.itemsize
+            )
         for block in program.blocks:
             if block.role is Role.FIXED:  # computed once, kept for all steps
-                made = _made_bytes(program.kernels[block.kernel].forward.graph, self.round)
+                made = made_bytes(program.kernels[block.kernel].forward.graph, self.allocator)
                 self.live[Category.BUFFERS] += made
         for i in program.inputs:
-            size = self.round(_part_bytes(program, i.shape, i.placements, i.dtype.itemsize))
+            size = self.allocator.rounded(
+                _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
+            )
             self.live[Category.INPUTS] += size
         self.due = {v for a in self.route.late_updates for v in self.route.parameters[a.stage]}
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
@@ -384,7 +214,7 @@ class _Play:
         if stage:
             boundary = self.program.pipeline.boundaries[stage - 1]
             for value, meta in zip(boundary.values, boundary.metas):
-                size = self.round(meta.size_bytes)
+                size = self.allocator.rounded(meta.size_bytes)
                 self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
                 if recomputed:
                     self._hold((microbatch, value), ("R", stage), 0, Category.ACTIVATIONS)
@@ -423,7 +253,7 @@ class _Play:
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         self._at(f"F {block.name}", memory.workspace["F"])
         for value, meta in zip(block.interface.outputs, kernel.output_metas):
-            size = self.round(meta.size_bytes)
+            size = self.allocator.rounded(meta.size_bytes)
             self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
         if keep:
             self.live[Category.ACTIVATIONS] += memory.saved
@@ -484,10 +314,11 @@ class _Play:
                 self._release(key, (microbatch, position), category)
         self._release_outputs(position, microbatch, for_weight=False)
         self.live[Category.ACTIVATIONS] += memory.late - memory.saved
-        needed = {index for kind, index in kernel.weight_sources if kind == "cotangent"}
-        self.late[microbatch, position] = [taken[index] for index in needed if has_w]
+        needed = {i for kind, i in kernel.weight_sources if has_w and kind == "cotangent"}
+        if needed:
+            self.late[microbatch, position] = [taken[index] for index in needed]
         for index, buffer in enumerate(taken):
-            if not has_w or index not in needed:
+            if index not in needed:
                 self._drop(buffer)
 
     def _weight(self, position: int, microbatch: int) -> None:
@@ -567,12 +398,12 @@ class _Play:
         found = self.gradients.pop(key, None)
         if found is not None and found.is_contiguous:
             return found.buffer
-        copy = self._keep(_Buffer(self.round(size_bytes)))
+        copy = self._keep(_Buffer(self.allocator.rounded(size_bytes)))
         if found is not None:
             self._drop(found.buffer)
         return copy
 
-    def _accumulate(self, key: Key, made: _InputGradient, buffer: _Buffer, where: str) -> None:
+    def _accumulate(self, key: Key, made: InputGradient, buffer: _Buffer, where: str) -> None:
         """The first part of a gradient is kept as it is; a sum is new memory."""
         known, new = self.gradients.get(key), _Gradient(self._keep(buffer), made.is_contiguous)
         if known is not None:
@@ -593,25 +424,3 @@ class _Play:
         buffer.num_holders -= 1
         if not buffer.num_holders:
             self.live[Category.ACTIVATIONS] -= buffer.size_bytes
-
-
-def _made_bytes(graph: fx.Graph, rounded: Callable[[int], int]) -> int:
-    """Of a graph's results, those that lie in no memory of its operands."""
-
-    def storages(nodes: Iterable[Any]) -> dict[int, int]:
-        values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
-        found = [value.untyped_storage() for value in values]
-        return {id(storage): rounded(storage.nbytes()) for storage in found}
-
-    results: Any = graph.output_node().args[0]
-    given = storages(node for node in graph.nodes if node.op == "placeholder")
-    return sum(size for key, size in storages(results).items() if key not in given)
-
-
-def _size(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return _bytes(value) if isinstance(value, Tensor) else 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -49,6 +49,17 @@ class Deep(nn.Module):
         return sum(layer(x).square().mean() for layer in self.narrow)  # type: ignore[return-value]
 
 
+class Recurrent(nn.Module):
+    """Two layers of an LSTM, both ways, each with a workspace for its derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(96, 64, num_layers=2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].square().mean()
+
+
 def images() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
@@ -61,7 +72,12 @@ def rows() -> dict[str, Tensor]:
     return {"x": torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))}
 
 
+def sequences() -> dict[str, Tensor]:
+    return {"x": torch.randn(16, 40, 96, generator=torch.Generator().manual_seed(0))}
+
+
 CASES = {
+    "recurrent, alone": (Recurrent, sequences, 1, []),
     "branches, alone": (Branches, images, 1, []),
     "branches, ZeRO-3": (Branches, images, 2, [Force("zero3")]),
     "deep, data parallel": (Deep, rows, 2, [Force("data_parallel")]),
