@@ -42,6 +42,7 @@ PICTURE = RESULT.with_suffix(".png")
 PROFILE_LIMIT_S = 120.0
 WARM_UP = 2
 DISTURBED = 0.05
+MAX_TURNS = 2
 PACE = Pace()
 TARGETS = {
     "time": {"median": 0.10, "worst": 0.30},
@@ -124,7 +125,7 @@ def measured(name: str, count: int, wanted: list[str], num_steps: int) -> list[R
             steps = Steps(functools.partial(compiled.train_step, **batch))
             found[plan] = compiled, compiled_s, steps
         everyone = [steps for *_, steps in found.values()]
-        for turn in range(4 * num_steps):
+        for turn in range(MAX_TURNS * num_steps):
             if turn >= num_steps and all(steps.num_quiet >= num_steps for steps in everyone):
                 break
             for steps in everyone:
