@@ -140,6 +140,7 @@ class ProgramReader:
                 "target": target,
                 "differentiable": kind is ValueKind.PARAMETER and target in self.trainable,
                 "fixed": kind is ValueKind.CONSTANT or kind is ValueKind.BUFFER,
+                "strides": _strides(fake) if kind is ValueKind.ACTIVATION else None,
             }
         )
         self.of_node[node] = Ref(index)
@@ -425,6 +426,10 @@ def _module_path(node: Any) -> str:
     for entry in stack.values():
         path = entry[0] if isinstance(entry, tuple) else str(entry)
     return re.sub(r"@\d+$", "", path).removeprefix("model").removeprefix(".")
+
+
+def _strides(fake: Tensor) -> tuple[int, ...] | None:
+    return None if fake.is_contiguous() else tuple(int(s) for s in fake.stride())
 
 
 def _location(node: Any) -> str:

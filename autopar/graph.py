@@ -40,7 +40,8 @@ class Value:
     """One tensor of the graph. ``target`` is the key in ``state_dict()``, for those it has.
 
     ``differentiable``: a gradient flows back through it. ``fixed``: it depends on no parameter
-    and no input, so it is computed alike on all devices (masks, positions).
+    and no input, so it is computed alike on all devices (masks, positions). ``strides``: in
+    elements, of an op's result as the model makes it; None where it is contiguous.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Value:
     target: str | None = None
     differentiable: bool = False
     fixed: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def size_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.cost_models import OpCall, TensorSpec
@@ -104,18 +105,28 @@ def local_call(
     values = analysis.graph.values
     flows = analysis.differentiable(op)
     specs = [
-        TensorSpec(
-            shape=local_shape(values[i].shape, need, mesh),
-            dtype=values[i].dtype,
-            requires_grad=grad,
-            is_parameter=values[i].kind is ValueKind.PARAMETER,
-        )
+        _local_spec(values[i], local_shape(values[i].shape, need, mesh), grad)
         for i, need, grad in zip(op.inputs, needs, flows)
     ]
-    args, kwargs = op.bind(list(specs))
+    args, kwargs = op.bind(specs)
     args = _local_arguments(analysis, op, choice, supplies, mesh, args)
     target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
     return OpCall.of(target, args, kwargs)
+
+
+def _local_spec(value: Value, shape: tuple[int, ...], requires_grad: bool) -> TensorSpec:
+    """A part of ``value``, without gaps, whose dimensions lie in memory as in the whole."""
+    is_parameter = value.kind is ValueKind.PARAMETER
+    plain = TensorSpec(shape, value.dtype, None, requires_grad, is_parameter)
+    whole = value.strides
+    if whole is None:
+        return plain
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (whole[d], -d)):
+        if whole[dim]:
+            strides[dim], step = step, step * max(shape[dim], 1)
+    spec = replace(plain, stride=tuple(strides))
+    return plain if spec.is_contiguous else spec
 
 
 def _local_arguments(

@@ -97,8 +97,8 @@ class Analysis:
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
-        """Per op what is equal for ops that cost the same under every choice: operator, arguments
-        and shapes."""
+        """Per op what is equal for ops that cost the same under every choice: operator, arguments,
+        shapes and strides."""
         return tuple(self._kind(op) for op in self.graph.ops)
 
     def _kind(self, op: Op) -> Any:
@@ -106,7 +106,8 @@ class Analysis:
 
         def describe(index: int) -> Any:
             v = values[index]
-            return (v.shape, v.dtype, v.differentiable, v.kind is ValueKind.PARAMETER, v.fixed)
+            is_parameter = v.kind is ValueKind.PARAMETER
+            return (v.shape, v.dtype, v.strides, v.differentiable, is_parameter, v.fixed)
 
         bases = tuple(self.bases[op.index].items())
         outputs = tuple(None if o is None else describe(o) for o in op.outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -106,3 +107,37 @@ def test_an_op_that_is_not_split_is_priced_as_itself() -> None:
     (call,) = priced(planned, op)
     assert (call.call.target, call.phase) == (op.target_name, Phase.BOTH)
     assert call.call.tensors()[0].shape == (4, 4, 3, 3)  # half of the batch
+
+
+class Heads(nn.Module):
+    """Attention whose heads are transposed views, as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(*self.heads(x))
+        return self.out(mixed.transpose(1, 2).reshape(x.shape)).square().mean()
+
+
+def test_operands_lie_in_memory_as_in_eager_mode() -> None:
+    model, x = Heads(), torch.randn(4, 6, 16)
+    captured = capture(model, {"x": x})
+    planned = make_planned(captured, CLUSTER, mesh={"x": 2}, constraints=[Force("data_parallel")])
+    attention = next(op for op in captured.graph.ops if "attention" in op.target_name)
+    (call,) = priced(planned, attention)
+    specs = call.call.tensors()
+    wanted = model.heads(x[:2])  # of half the batch
+    assert [spec.shape for spec in specs] == [tuple(t.shape) for t in wanted]
+    assert [order_of(spec.strides) for spec in specs] == [order_of(t.stride()) for t in wanted]
+    assert not any(spec.is_contiguous for spec in specs)
+
+
+def order_of(strides: Sequence[int]) -> list[int]:
+    """The dimensions from the furthest apart to the closest."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
