@@ -43,6 +43,7 @@ PROFILE_LIMIT_S = 120.0
 WARM_UP = 2
 DISTURBED = 0.05
 MAX_TURNS = 2
+TIED = 1.03
 PACE = Pace()
 TARGETS = {
     "time": {"median": 0.10, "worst": 0.30},
@@ -60,8 +61,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure rows again that are there")
     parser.add_argument("--again", action="store_true", help="only time rows that are there again")
     arguments = parser.parse_args()
-    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    rows = {(r["model"], r["processes"], r["plan"]): r for r in known}
+    rows = {(r["model"], r["processes"], r["plan"]): r for r in known_rows()}
     for name in arguments.models:
         for count in arguments.processes:
             wanted = [
@@ -85,6 +85,19 @@ def main() -> None:
     if rows:
         draw(list(rows.values()))
         print(json.dumps(summary(list(rows.values())), indent=1))
+
+
+def known_rows() -> list[Row]:
+    """The rows that are there, if they were measured on a machine like this."""
+    if not RESULT.exists():
+        return []
+    document = json.loads(RESULT.read_text())
+    here, there = setting()["machine"], document["machine"]
+    differing = [k for k in ("processor", "num_cores", "gpu") if here[k] != there.get(k)]
+    if differing:
+        found = ", ".join(f"{k} {there.get(k)!r} for {here[k]!r}" for k in differing)
+        print(f"rows of another machine are left out ({found})")
+    return [] if differing else document["rows"]
 
 
 def plans_of(count: int) -> dict[str, list[Any]]:
@@ -247,23 +260,21 @@ def summary(rows: list[Row]) -> Row:
 
 
 def kendall_tau(rows: list[Row]) -> float | None:
-    """Tau-b between predicted and measured; plans within 3% of each other count as tied."""
-    from scipy.stats import kendalltau
+    """Tau-b between predicted and measured over pairs of plans, two within 3% tied.
 
-    def ranks(values: list[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        found = [0] * len(values)
-        for before, after in itertools.pairwise(order):
-            is_tied = values[after] <= values[before] * 1.03
-            found[after] = found[before] + (not is_tied)
-        return found
+    None where there is no order, predicted or measured; 0 where only one of them has one.
+    """
 
-    if len(rows) < 3:
+    def order(key: str) -> list[int]:
+        pairs = itertools.combinations([r[key] for r in rows], 2)
+        return [0 if max(a, b) <= TIED * min(a, b) else 1 if a < b else -1 for a, b in pairs]
+
+    predicted, measured = order("predicted_s"), order("measured_s")
+    num_predicted, num_measured = (sum(map(abs, found)) for found in (predicted, measured))
+    if not num_predicted and not num_measured:
         return None
-    tau = kendalltau(
-        ranks([r["predicted_s"] for r in rows]), ranks([r["measured_s"] for r in rows])
-    ).statistic
-    return None if tau != tau else round(float(tau), 3)
+    agreed = sum(a * b for a, b in zip(predicted, measured))
+    return round(agreed / max(1.0, (num_predicted * num_measured) ** 0.5), 3)
 
 
 def show(made: Row) -> None:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 def setting(*packages: str) -> dict[str, Any]:
     """The machine, its load now, and the versions of ``packages``."""
@@ -15,6 +17,7 @@ def setting(*packages: str) -> dict[str, Any]:
         "machine": {
             "processor": processor_name(),
             "num_cores": num_cores(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "python": platform.python_version(),
             "load": [round(x, 2) for x in os.getloadavg()],
         },
