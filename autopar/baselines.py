@@ -46,6 +46,7 @@ from autopar.placement import Placements, R, State, local_shape
 from autopar.pricing import Array, OpTable
 from autopar.problem import Candidate, NodeKind, PricedGraph
 from autopar.search import Solution, solve, solve_each
+from autopar.step_time import Change, time_parts
 
 DATA, ZERO1, ZERO2, ZERO3 = "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"
 GATHERED_TWICE = "ZeRO-3, gathered twice"
@@ -240,7 +241,7 @@ class _Combinations:
 def _searched(candidate: Candidate) -> Baseline:
     return Baseline(
         mesh=candidate.mesh,
-        time_s=candidate.solution.cost,
+        time_s=time_parts(candidate).step_s,
         memory_bytes=candidate.estimated_bytes,
         candidate=candidate,
     )
@@ -350,17 +351,21 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
     mesh = candidate.mesh
     seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.move_s
     kept = 1 / mesh.size(axes)
-    change_s, saved_bytes = 0.0, 0.0
+    changes, saved_bytes = dict[int, Change](), 0.0
     for p in _parameters(candidate):
         size = _bytes(p.value, p.stored, mesh)
-        change_s += seconds("reduce_scatter", size, _varying(p, axes))
-        change_s += seconds("all_gather", size, axes) + _other_moves_s(candidate, p, axes)
-        change_s -= move_s(p.value, p.stored, p.needed, stored=True) + p.update_s * (1 - kept)
+        moved_s = seconds("reduce_scatter", size, _varying(p, axes))
+        moved_s += _other_moves_s(candidate, p, axes)
+        changes[p.value.index] = Change(
+            fetch_s=seconds("all_gather", size, axes) / candidate.num_microbatches,
+            move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
+            update_s=-p.update_s * (1 - kept),
+        )
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
     zero1 = replace(
         searched,
-        time_s=searched.time_s + change_s,
+        time_s=time_parts(candidate, changes).step_s,
         memory_bytes=searched.memory_bytes - OPTIMIZER_STATES * saved_bytes,
         note="by formula; the runtime updates parameters where they are stored",
         candidate=None,
@@ -372,7 +377,7 @@ def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
     """ZeRO-3 that keeps no gathered parameter between the passes."""
     mesh = candidate.mesh
     seconds, num = _collectives(candidate, mesh), candidate.num_microbatches
-    change_s, saved_bytes, largest = 0.0, 0, 0
+    changes, saved_bytes, largest = dict[int, Change](), 0, 0
     for p in _parameters(candidate):
         split = tuple(
             axis
@@ -380,13 +385,13 @@ def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
             if p.stored[axis].state is State.SHARD and p.needed[axis].state is not State.SHARD
         )
         size = _bytes(p.value, _whole(p.stored, split), mesh)
-        change_s += num * seconds("all_gather", size, split)
+        changes[p.value.index] = Change(move_s=num * seconds("all_gather", size, split))
         saved_bytes += size - _bytes(p.value, p.stored, mesh)
         largest = max(largest, size)
     searched = _searched(candidate)
     return replace(
         searched,
-        time_s=searched.time_s + change_s,
+        time_s=time_parts(candidate, changes).step_s,
         memory_bytes=searched.memory_bytes - max(0, saved_bytes - largest),
         note="by formula; the runtime gathers a parameter once a step",
         candidate=None,
@@ -406,22 +411,26 @@ def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
 def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
     """Parameters gathered and gradients scattered along y, then all-reduced in parts along x."""
     seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.move_s
-    num, num_parts = candidate.num_microbatches, mesh.axis_sizes[1]
+    num_parts = mesh.axis_sizes[1]
     kept = 1 / num_parts
-    change_s, saved_bytes = 0.0, 0.0
+    changes, saved_bytes = dict[int, Change](), 0.0
     for p in _parameters(candidate):
         size = _bytes(p.value, p.stored, candidate.mesh)
-        change_s += num * seconds("all_gather", size, (1,)) + _other_moves_s(candidate, p, (0,))
+        moved_s = _other_moves_s(candidate, p, (0,))
         if _varying(p, (0,)):
-            change_s += seconds("reduce_scatter", size, (1,))
-            change_s += seconds("all_reduce", -(-size // num_parts), (0,))
-        change_s -= move_s(p.value, p.stored, p.needed, stored=True) + p.update_s * (1 - kept)
+            moved_s += seconds("reduce_scatter", size, (1,))
+            moved_s += seconds("all_reduce", -(-size // num_parts), (0,))
+        changes[p.value.index] = Change(
+            fetch_s=seconds("all_gather", size, (1,)),
+            move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
+            update_s=-p.update_s * (1 - kept),
+        )
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
     return replace(
         searched,
         mesh=mesh,
-        time_s=searched.time_s + change_s,
+        time_s=time_parts(candidate, changes).step_s,
         memory_bytes=searched.memory_bytes - (1 + OPTIMIZER_STATES) * saved_bytes,
         note=f"by formula; to run it, plan with mesh={dict(zip(mesh.axis_names, mesh.axis_sizes))}",
         candidate=None,

@@ -34,11 +34,11 @@ from autopar.planner import (
     memory_budget,
     search_priced,
 )
-from autopar.prediction import time_parts
 from autopar.pricing import Pricing
 from autopar.problem import WHOLE, Candidate, price_graph
 from autopar.report.text import format_bytes, format_seconds
 from autopar.schedules import Schedule, build
+from autopar.step_time import time_parts
 from autopar.strategy import Analysis
 
 SEARCH_LIMIT_S = 20.0

@@ -177,17 +177,25 @@ def residence_of(schedule: Schedule) -> Residence:
 # --- times --------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block for one micro-batch, each with the communication inside it."""
+    """Seconds of one block for one micro-batch, each with the communication inside it.
+
+    ``fetch_s``, of the forward communication, is for gathering parameters.
+    """
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
     forward_communication_s: float
     backward_communication_s: float
+    fetch_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_s(self) -> float:
-        return self.forward_s + self.input_grad_s + self.weight_grad_s
+        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +216,7 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
     priced, picks = candidate.priced, candidate.solution.assignment
     analysis, num = priced.pricing.analysis, candidate.num_microbatches
     graph, strategy = analysis.graph, candidate.strategy()
-    block_of = _block_of_ops(graph)
+    block_of = block_of_ops(graph)
     sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
     fetches = dict.fromkeys(sums, 0.0)
     update_s: dict[int, float] = {}
@@ -245,6 +253,7 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
                 weight_grad_s=w / num,
                 forward_communication_s=c / 2 / num + fetches[name],
                 backward_communication_s=c / 2 / num,
+                fetch_s=fetches[name],
             )
             for name, (f, i, w, c) in sums.items()
         },
@@ -276,7 +285,7 @@ def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str 
     return (parameters or ops or homes)[-1]
 
 
-def _block_of_ops(graph: Graph) -> dict[int, str]:
+def block_of_ops(graph: Graph) -> dict[int, str]:
     return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
 
 
@@ -499,7 +508,7 @@ def _own_costs(
 def _users(candidate: Candidate, stage_of: Mapping[str, int]) -> dict[int, set[int]]:
     """The stages that use each parameter."""
     analysis = candidate.priced.pricing.analysis
-    block_of = _block_of_ops(analysis.graph)
+    block_of = block_of_ops(analysis.graph)
     return {
         parameter.index: {
             stage_of[block_of[op]]

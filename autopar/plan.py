@@ -105,7 +105,9 @@ class Prediction(_Struct, frozen=True):
     ``sources`` counts the ops by where their price comes from; ``unpriced`` lists the operators
     that no cost model knows, priced by their memory traffic, and why. Communication has the weakest
     source among its collectives (none where nothing is communicated), updates and input copies are
-    analytical, and memory is counted over the lowered graphs. Of a pipeline the step is simulated,
+    analytical, and memory is counted over the lowered graphs. ``communication_s`` is what the step
+    takes longer for it, ``hidden_s`` what runs beside the computation besides (see
+    `autopar.step_time`; 0 of pipelines). Of a pipeline the step is simulated,
     the other times are those of the device that computes most, and ``bubble_share`` is the idle
     share of all devices. ``resident_bytes``, on CPUs, is by how much the process itself grows:
     those tensors, what the allocator keeps of freed ones, and libraries. ``model_flops`` are those
@@ -123,6 +125,7 @@ class Prediction(_Struct, frozen=True):
     unpriced: dict[str, str]
     memory_bytes: dict[str, int]
     memory_peak_at: str
+    hidden_s: float = 0.0
     bubble_share: float = 0.0
     resident_bytes: int | None = None
     model_flops: int = 0
@@ -148,6 +151,8 @@ class KnownStrategy(_Struct, frozen=True):
 class SearchReport(_Struct, frozen=True):
     """How good the plan is known to be, and what else was considered.
 
+    ``gap``: by how much the sum of its prices may be above the least there is. ``bound_s``: no
+    step is shorter, by these prices, however much of the communication is hidden.
     ``estimated_bytes`` is the plan's memory counted as that of ``baselines``, node by node, to be
     compared with theirs. ``considered`` maps each mesh to the seconds of its best strategy,
     ``baselines`` the well-known strategies to theirs, and ``missing`` those that this model, batch

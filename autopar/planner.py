@@ -40,12 +40,15 @@ from autopar.problem import WHOLE, Candidate, NodeKind, PricedGraph, Residence, 
 from autopar.schedules import Schedule
 from autopar.search import Status, solve
 from autopar.stages import Stages
+from autopar.step_time import time_parts
 from autopar.strategy import Analysis, Strategy
 
 MAX_AXES = 2
 MAX_BUDGET_TRIALS = 6
 SEARCH_LIMIT_S = 60.0
 BUDGET_LIMIT_S, BUDGET_GAP = 10.0, 5e-3
+MIN_EXPOSED = 1e-3
+"""Of what computation hides for nothing, so that the search does not choose at random."""
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
 
@@ -202,7 +205,11 @@ def search_meshes(
     residence: Residence = WHOLE,
     progress: Progress = lambda _: None,
 ) -> list[Candidate]:
-    """The best strategy on each mesh, memory left out; raises ConstraintError for none."""
+    """The best strategies on each mesh, memory left out; raises ConstraintError for none.
+
+    How much of the parameters' communication the computation hides depends on the strategy, so
+    there are two searches: one counts all of it, one only what it costs where all is hidden.
+    """
     compute = compute or RooflineModel(cluster.device)
     communication = communication or CommunicationModel(cluster)
     found = []
@@ -210,8 +217,17 @@ def search_meshes(
         progress(f"search on mesh {mesh}")
         pricing = Pricing(analysis, mesh, cluster, compute, communication, microbatches)
         priced = replace(price_graph(pricing), residence=residence)
-        found.append(search_priced(priced, constraints, None))
+        found += [
+            search_priced(priced, constraints, None, exposed=exposed)
+            for exposed in _shares(cluster)
+        ]
     return found
+
+
+def _shares(cluster: Cluster) -> list[float]:
+    """Of the communication of parameters: all, and what it costs beside enough computation."""
+    hidden = max(1 - 1 / cluster.overlap_slowdown, MIN_EXPOSED)
+    return [1.0] if cluster.num_devices == 1 else [1.0, hidden]
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate:
@@ -225,10 +241,11 @@ def search_priced(
     budget_bytes: float | None,
     cutoff_s: float = math.inf,
     limit_s: float = BUDGET_LIMIT_S,
+    exposed: float = 1.0,
 ) -> Candidate:
     """The best strategy on one mesh; under a budget, any search for more than ``cutoff_s`` ends,
     and all of it after ``limit_s``."""
-    problem = priced.problem(narrow(priced, constraints), budget_bytes)
+    problem = priced.problem(narrow(priced, constraints), budget_bytes, exposed)
     if budget_bytes is None:
         solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     else:
@@ -236,7 +253,7 @@ def search_priced(
     if solution.status is Status.INFEASIBLE and budget_bytes is None:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
-    return Candidate(priced=priced, solution=solution)
+    return Candidate(priced=priced, solution=solution, exposed=exposed)
 
 
 def _search_within(
@@ -244,10 +261,13 @@ def _search_within(
 ) -> list[Candidate]:
     """Every mesh under a budget, the most promising first; the others end once they are beaten."""
     found: list[Candidate] = []
-    cutoff_s = math.inf
+    cutoffs_s = {candidate.exposed: math.inf for candidate in candidates}
     for candidate in sorted(candidates, key=_rank):
-        found.append(search_priced(candidate.priced, constraints, budget_bytes, cutoff_s))
-        cutoff_s = min(cutoff_s, found[-1].solution.cost * (1 - BUDGET_GAP))
+        priced, exposed = candidate.priced, candidate.exposed
+        cutoff_s = cutoffs_s[exposed]
+        made = search_priced(priced, constraints, budget_bytes, cutoff_s, exposed=exposed)
+        cutoffs_s[exposed] = min(cutoff_s, made.solution.cost * (1 - BUDGET_GAP))
+        found.append(made)
     return found
 
 
@@ -386,7 +406,7 @@ def _fit(
             break
         estimated = min(target, best.estimated_bytes)
     for rival in rivals:
-        if found is not None and rival.solution.cost >= found.best.solution.cost:
+        if found is not None and time_parts(rival).step_s >= time_parts(found.best).step_s:
             break
         if _resident_bytes(rival) > budget:
             continue
@@ -421,7 +441,7 @@ def _resident_bytes(candidate: Candidate) -> float:
 
 def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
     return (
-        float(f"{candidate.solution.cost:.9g}"),
+        float(f"{time_parts(candidate).step_s:.9g}"),
         candidate.mesh.num_axes,
         candidate.mesh.axis_sizes,
     )

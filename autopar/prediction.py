@@ -6,9 +6,9 @@ Out: the parts of a plan that report them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,39 +21,8 @@ from autopar.plan import KnownStrategy, Prediction, SearchReport
 from autopar.pricing import OpTable
 from autopar.problem import Candidate
 from autopar.search import OPTIMAL_GAP, Status, relative_gap
+from autopar.step_time import TimeParts, time_parts
 from autopar.utilisation import model_work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeParts:
-    """The seconds of one training step by what they are spent on."""
-
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    update_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.communication_s + self.update_s
-
-
-def time_parts(candidate: Candidate) -> TimeParts:
-    """A strategy's cost by its parts."""
-    forward = backward = update = communication = 0.0
-    priced, picks = candidate.priced, candidate.solution.assignment
-    for table, cost, pick in zip(priced.tables, priced.costs, picks):
-        communication += float(cost[pick] - table.cost_s[pick])
-        if isinstance(table, OpTable):
-            forward += table.estimates[pick].forward_s
-            backward += table.estimates[pick].backward_s
-            communication += float(table.internal_s[pick])
-        else:
-            update += float(table.cost_s[pick])
-    communication += sum(float(m[picks[i], picks[j]]) for (i, j), m in priced.edges.items())
-    return TimeParts(
-        forward_s=forward, backward_s=backward, communication_s=communication, update_s=update
-    )
 
 
 def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
@@ -79,6 +48,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         unpriced=dict(sorted(priced.pricing.unpriced.items())),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
+        hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
         bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
         resident_bytes=resident_bytes(memory.by_category) if on_cpu else None,
         model_flops=done.flops,
@@ -100,16 +70,16 @@ def search_report(
     baselines: Baselines,
 ) -> SearchReport:
     cost = best.solution.cost
-    bound = min(cost, *(c.solution.bound for c in searched))
-    gap = relative_gap(cost, bound)
+    step_s = time_parts(best).step_s
+    same = [c.solution.bound for c in searched if c.exposed == best.exposed]
+    bound = min(cost, step_s, *(c.solution.bound for c in searched))
+    gap = min(relative_gap(cost, min(cost, *same)), relative_gap(step_s, bound))
     return SearchReport(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
         bound_s=_round(bound),
         gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
         estimated_bytes=round(best.estimated_bytes),
-        considered={
-            str(c.mesh): _round(c.solution.cost) for c in candidates if c.solution.assignment
-        },
+        considered={name: _round(time_s) for name, time_s in _considered(candidates).items()},
         baselines={
             name: KnownStrategy(
                 time_s=_round(known.time_s),
@@ -122,6 +92,16 @@ def search_report(
         },
         missing=dict(baselines.missing),
     )
+
+
+def _considered(candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Seconds of a step by mesh, of the best strategy on it."""
+    found: dict[str, float] = {}
+    for candidate in candidates:
+        if candidate.solution.assignment:
+            name = str(candidate.mesh)
+            found[name] = min(time_parts(candidate).step_s, found.get(name, math.inf))
+    return found
 
 
 def redundant_ops(best: Candidate) -> dict[str, int]:

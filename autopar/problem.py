@@ -82,16 +82,30 @@ class PricedGraph:
         return tuple(known[id(held)] for held in self.held)
 
     def problem(
-        self, costs: Sequence[Array] | None = None, budget_bytes: float | None = None
+        self,
+        costs: Sequence[Array] | None = None,
+        budget_bytes: float | None = None,
+        exposed: float = 1.0,
     ) -> Problem:
-        """The numbers for the search: with other node costs, or within a budget of memory."""
+        """The numbers for the search: with other node costs, within a budget of memory, or with
+        so much of every parameter's own communication ``exposed``, the rest hidden."""
         return Problem(
             self.costs if costs is None else costs,
-            self.edges,
+            self.edges if exposed == 1.0 else self._with_hidden(exposed),
             self.memory if budget_bytes is not None else None,
             budget_bytes,
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )
+
+    def _with_hidden(self, exposed: float) -> dict[tuple[int, int], Array]:
+        """The edges of stored values scaled, equal ones still one array."""
+        scaled: dict[int, Array] = {}
+        found = {}
+        for (i, j), matrix in self.edges.items():
+            if NodeKind.STORED in (self.nodes[i].kind, self.nodes[j].kind):
+                matrix = scaled.setdefault(id(matrix), exposed * matrix)
+            found[i, j] = matrix
+        return found
 
     def assignment(self, solution: Sequence[int]) -> Assignment:
         """A search solution as decisions."""
@@ -113,10 +127,15 @@ class PricedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The best strategy on one mesh, under whatever narrowed the search."""
+    """The best strategy on one mesh, under whatever narrowed the search.
+
+    ``exposed``: how much of the communication of parameters the search counted. Its costs are by
+    that price, not the time of a step (`autopar.step_time`).
+    """
 
     priced: PricedGraph
     solution: Solution
+    exposed: float = 1.0
 
     @property
     def mesh(self) -> Mesh:

@@ -124,13 +124,17 @@ class CommunicationModel:
         return Estimate(whole.time_s / num, whole.source)
 
     def overlapped_s(self, compute_s: float, communication_s: float) -> float:
-        """Seconds until both are done when they start together.
+        """Seconds until both are done when they start together."""
+        return max(communication_s, self.slowed_s(compute_s, communication_s))
 
-        Compute runs slower by the cluster's ``overlap_slowdown`` while the collective lasts.
+    def slowed_s(self, compute_s: float, communication_s: float) -> float:
+        """Seconds of computation beside so much communication.
+
+        It runs slower by the cluster's ``overlap_slowdown`` while the collective lasts.
         """
         slowdown = self.cluster.overlap_slowdown
         if compute_s * slowdown <= communication_s:
-            return communication_s
+            return compute_s * slowdown
         return compute_s + communication_s * (1 - 1 / slowdown)
 
     def spans(self, ranks: tuple[int, ...]) -> tuple[Span, ...]:

@@ -13,7 +13,7 @@ from autopar.baselines import (
     ONE_WEIRD_TRICK,
     name_of,
 )
-from autopar.plan import Plan, SchedulePlan
+from autopar.plan import Plan, Prediction, SchedulePlan
 
 MAX_ROWS = 14
 
@@ -112,11 +112,16 @@ def _times(plan: Plan) -> Rows:
         ),
         ("forward", format_seconds(p.forward_s)),
         ("backward", format_seconds(p.backward_s)),
-        ("communication", f"{format_seconds(p.communication_s)}  ({p.communication_source})"),
+        ("communication", _communication(p)),
         ("update", f"{format_seconds(p.update_s)}  (analytical)"),
         *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
         ("op prices", sources),
     ]
+
+
+def _communication(p: Prediction) -> str:
+    hidden = f", {format_seconds(p.hidden_s)} more beside the computation" if p.hidden_s else ""
+    return f"{format_seconds(p.communication_s)}  ({p.communication_source}){hidden}"
 
 
 def _throughput(plan: Plan) -> str:

@@ -1,0 +1,134 @@
+"""A step without a pipeline takes what two queues, of computation and of communication, take."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from autopar.cost_models import Cluster, RooflineModel
+from autopar.cost_models.communication import CommunicationModel
+from autopar.search import solve
+from msgspec import structs
+
+from autopar.capture import capture
+from autopar.constraints import Force, narrow
+from autopar.mesh import Mesh
+from autopar.microbatches import analysed
+from autopar.pipelines import strategy_times
+from autopar.planner import make_planned
+from autopar.pricing import Pricing
+from autopar.problem import Candidate, price_graph
+from autopar.step_time import Change, time_parts
+from tests.models.zoo import build
+
+A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
+SLOWDOWNS = [1.0, 1.15, 2.0, 50.0]
+
+
+def candidate_of(slowdown: float, plan: str = "data_parallel", num: int = 1) -> Candidate:
+    model, make_batch = build("gpt2")
+    cluster = structs.replace(A100, overlap_slowdown=slowdown)
+    _, analysis, microbatches = analysed(capture(model, make_batch(0)), num)
+    compute, communication = RooflineModel(cluster.device), CommunicationModel(cluster)
+    mesh = Mesh(("x",), (2,))
+    priced = price_graph(Pricing(analysis, mesh, cluster, compute, communication, microbatches))
+    costs = narrow(priced, [Force(plan)])
+    return Candidate(priced=priced, solution=solve(priced.problem(costs)))
+
+
+def stepped_s(candidate: Candidate) -> float:
+    """The passes of one micro-batch in small steps of time."""
+    times = strategy_times(candidate)
+    graph, pricing = candidate.priced.pricing.graph, candidate.priced.pricing
+    first_user = {
+        p.index: next(
+            b.name
+            for b in graph.blocks
+            if any(p.index in op.inputs for op in graph.block_ops(b)) and b.name in times.blocks
+        )
+        for p in graph.parameters
+    }
+    names = list(times.blocks)
+    step_s = time_parts(candidate).step_s / 40_000
+    slowdown = pricing.cluster.overlap_slowdown
+    queue: deque[list[float]] = deque()  # seconds that are left of each collective, in order
+    now = 0.0
+
+    def compute(seconds: float) -> None:
+        nonlocal now
+        while seconds > 0:
+            seconds -= step_s / (slowdown if queue else 1.0)
+            communicate()
+
+    def communicate() -> None:
+        nonlocal now
+        now += step_s
+        if queue:
+            queue[0][0] -= step_s
+            if queue[0][0] <= 0:
+                queue.popleft()
+
+    fetch = [times.blocks[name].fetch_s for name in names]
+    awaited = [fetch[0]]
+    queue.extend([awaited] if fetch[0] else [])
+    for position, name in enumerate(names):
+        while queue:
+            communicate()
+        if position + 1 < len(names) and fetch[position + 1]:
+            queue.append([fetch[position + 1]])
+        compute(times.blocks[name].forward_s - fetch[position])
+    for name in reversed(names):
+        compute(times.blocks[name].input_grad_s + times.blocks[name].weight_grad_s)
+        queue.extend([s] for p, s in times.move_s.items() if s and first_user[p] == name)
+    while queue:
+        communicate()
+    return now + sum(times.update_s.values())
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "zero3"])
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+def test_a_step_takes_what_two_queues_take(plan: str, slowdown: float) -> None:
+    candidate = candidate_of(slowdown, plan)
+    assert time_parts(candidate).step_s == pytest.approx(stepped_s(candidate), rel=5e-3)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_what_is_not_hidden_is_waited_for(num: int) -> None:
+    """Parts and what is hidden add up to the sum of all prices, whatever the slow-down."""
+    whole_s = candidate_of(1.0, num=num).solution.cost
+    hidden = []
+    for slowdown in SLOWDOWNS:
+        parts = time_parts(candidate_of(slowdown, num=num))
+        assert parts.step_s + parts.hidden_s == pytest.approx(whole_s, rel=1e-6)
+        hidden.append(parts.hidden_s)
+    assert hidden == sorted(hidden, reverse=True)
+    assert hidden[0] > 0
+    assert hidden[-1] < 0.05 * hidden[0]
+
+
+def test_changes_are_by_parameter() -> None:
+    candidate = candidate_of(1.15)
+    parameters = [p.index for p in candidate.priced.pricing.graph.parameters]
+    plain, changed = (
+        time_parts(candidate, changes)
+        for changes in ({}, {p: Change(move_s=1e-3, update_s=1e-4) for p in parameters})
+    )
+    assert changed.update_s == pytest.approx(plain.update_s + 1e-4 * len(parameters))
+    assert changed.step_s > plain.step_s + 1e-4 * len(parameters)
+    assert changed.step_s + changed.hidden_s == pytest.approx(
+        plain.step_s + plain.hidden_s + 1.1e-3 * len(parameters)
+    )
+
+
+def test_the_plan_is_the_fastest_by_the_step_it_predicts() -> None:
+    """Where much is hidden, the search does not avoid what costs nothing."""
+    model, make_batch = build("gpt2")
+    captured = capture(model, make_batch(0))
+    for slowdown in SLOWDOWNS:
+        cluster = structs.replace(A100, overlap_slowdown=slowdown)
+        plan = make_planned(captured, cluster).plan
+        known = [k.time_s for k in plan.search.baselines.values() if k.executable]
+        assert plan.prediction.step_time_s <= min(known) * (1 + 1e-9)
+        assert plan.prediction.step_time_s <= min(plan.search.considered.values())
+        assert plan.search.bound_s <= plan.prediction.step_time_s
+        assert ("beside the computation" in str(plan)) == (plan.prediction.hidden_s > 0)
