@@ -67,6 +67,11 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
+        peaks = {
+            f"peak_flops_per_s.{field}": peak
+            for field, peak in msgspec.structs.asdict(self.peak_flops_per_s).items()
+        }
+        _require_not_negative(self.name, peaks)
         _require_positive(
             self.name,
             {

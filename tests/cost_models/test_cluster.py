@@ -1,6 +1,7 @@
 """Clusters: presets against published totals, JSON both ways, refusals, detection."""
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -87,6 +88,8 @@ def _broken(change):
         (lambda d: d["device"].pop("memory_bytes"), "memory_bytes"),
         (lambda d: d["device"].update(memory_bytes="80GB"), r"\$\.device\.memory_bytes"),
         (lambda d: d["device"].update(kind="tpu"), "tpu"),
+        (lambda d: d["device"]["peak_flops_per_s"].update(float32=0), "float32=0"),
+        (lambda d: d["device"]["peak_flops_per_s"].update(bfloat16=-3e14), "bfloat16=-3"),
         (lambda d: d["levels"][0].update(size=0), "size=0"),
         (lambda d: d["levels"][0].update(efficiency=1.5), "efficiency"),
         (lambda d: d["levels"][0].update(latency_s=-1), "latency_s=-1"),
@@ -97,6 +100,17 @@ def _broken(change):
 def test_a_wrong_description_is_refused_by_the_field_that_is_wrong(change, message):
     with pytest.raises(ClusterError, match=message):
         Cluster.from_json(_broken(change))
+
+
+@given(
+    st.sampled_from(PeakFlops.__struct_fields__),
+    st.sampled_from([-3e14, -1.0, math.nan, math.inf, -math.inf]),
+)
+def test_a_peak_that_is_no_rate_is_refused_by_its_field(field, peak):
+    device = Cluster.preset("h100-sxm").device
+    peaks = msgspec.structs.replace(device.peak_flops_per_s, **{field: peak})
+    with pytest.raises(ClusterError, match=f"peak_flops_per_s.{field}={peak}"):
+        msgspec.structs.replace(device, peak_flops_per_s=peaks)
 
 
 def test_what_is_no_description_at_all_is_refused(tmp_path):
