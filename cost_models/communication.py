@@ -55,7 +55,7 @@ class Span:
 class MeasuredCurve:
     """Measured times of one kind of collective on one shape of group, by size.
 
-    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes.
+    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes and never fall.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -66,22 +66,37 @@ class MeasuredCurve:
             raise CostError("a measured curve needs one time for each size, and at least one.")
         if any(a >= b for a, b in zip(self.sizes_bytes, self.sizes_bytes[1:])):
             raise CostError("the sizes of a measured curve must ascend.")
+        if any(a > b for a, b in zip(self.times_s, self.times_s[1:])):
+            raise CostError("the times of a measured curve must not fall from size to size.")
 
     def at(self, size_bytes: int) -> Estimate:
-        """The time at ``size_bytes``: linear between two sizes, and beyond the last two."""
+        """The time at ``size_bytes``: the least one below, linear between sizes and beyond."""
         sizes, times = self.sizes_bytes, self.times_s
         for size, time_s in zip(sizes, times):
             if size == size_bytes:
                 return Estimate(time_s, Source.MEASURED)
-        if size_bytes < sizes[0] or len(sizes) == 1:
-            # Below the least size latency rules; with one size alone only the latency is known.
-            scale = max(1.0, size_bytes / sizes[0])
-            return Estimate(times[0] * scale, Source.INTERPOLATED)
-        upper = next((i for i, size in enumerate(sizes) if size > size_bytes), len(sizes) - 1)
+        if size_bytes < sizes[0]:
+            return Estimate(times[0], Source.INTERPOLATED)
+        if size_bytes > sizes[-1]:
+            time_s = times[-1] + self._last_slope() * (size_bytes - sizes[-1])
+            return Estimate(time_s, Source.INTERPOLATED)
+        upper = next(i for i, size in enumerate(sizes) if size > size_bytes)
         lower = upper - 1
         slope = (times[upper] - times[lower]) / (sizes[upper] - sizes[lower])
-        time_s = times[lower] + max(slope, 0.0) * (size_bytes - sizes[lower])
-        return Estimate(max(time_s, min(times)), Source.INTERPOLATED)
+        time_s = times[lower] + slope * (size_bytes - sizes[lower])
+        return Estimate(time_s, Source.INTERPOLATED)
+
+    def _last_slope(self) -> float:
+        """Seconds a byte beyond the last size: of the last two, but at least those of all.
+
+        Two disturbed times may be equal, and a larger message is not free. Where all are, the bytes
+        are what the last time was spent on.
+        """
+        sizes, times = self.sizes_bytes, self.times_s
+        if times[0] == times[-1]:
+            return times[-1] / sizes[-1]
+        mean = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+        return max(mean, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
 
 
 GroupShape = tuple[tuple[int, int], ...]

@@ -1,6 +1,7 @@
 """Collectives against closed formulas, counted link traffic, and real gloo processes."""
 
 import itertools
+import json
 import math
 import socket
 
@@ -21,6 +22,7 @@ from autopar.cost_models import (
     measured_model,
 )
 from autopar.cost_models.communication import MeasuredCurve
+from autopar.cost_models.store import CollectiveTime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +175,54 @@ def test_a_measured_line_is_recovered_between_and_beyond_its_points(latency_s, p
         assert found.time_s == pytest.approx(latency_s + per_byte * size, rel=1e-6)
     else:
         assert found.time_s == curve.times_s[0]
+
+
+@given(
+    st.dictionaries(st.integers(1, 1 << 24), st.floats(0, 1), min_size=1, max_size=6),
+    st.integers(1, 1 << 28),
+    st.integers(1, 1 << 28),
+)
+def test_more_bytes_never_take_less_measured_time(times, one, other):
+    curve = MeasuredCurve(sizes_bytes=tuple(sorted(times)), times_s=tuple(sorted(times.values())))
+    small, large = sorted((one, other))
+    assert curve.at(small).time_s <= curve.at(large).time_s
+
+
+def test_a_large_message_is_not_free_where_the_largest_two_were_disturbed():
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    shape = json.dumps(CommunicationModel(cluster).group_shape((0, 1)))
+    times_ms = {1 << 10: 0.1, 1 << 20: 0.8, 1 << 22: 12.0, 1 << 24: 10.0}
+    with ProfileStore(None, cluster.device) as store:
+        for size_bytes, time_ms in times_ms.items():
+            time = CollectiveTime(
+                size_bytes=size_bytes, time_s=time_ms / 1e3, spread=0.0, num_samples=9
+            )
+            store.put_collective("all_reduce", shape, cluster.backend, time)
+        model = measured_model(cluster, store)
+    assert model.estimate("all_reduce", 1 << 24, (0, 1)).time_s == pytest.approx(11e-3)
+    for times in (2, 10, 100):
+        found = model.estimate("all_reduce", times << 24, (0, 1))
+        assert found.time_s == pytest.approx(times * 11e-3, rel=0.02)
+
+
+def test_equal_times_say_that_bytes_cost_what_the_last_did():
+    curve = MeasuredCurve(sizes_bytes=(1 << 10, 1 << 20), times_s=(1e-3, 1e-3))
+    assert curve.at(1 << 15).time_s == 1e-3
+    assert curve.at(1 << 24).time_s == pytest.approx(16e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "message"),
+    [
+        ((), (), "at least one"),
+        ((8, 16), (1.0,), "one time for each"),
+        ((16, 8), (1.0, 2.0), "sizes .* must ascend"),
+        ((8, 16), (2.0, 1.0), "must not fall"),
+    ],
+)
+def test_what_is_no_curve_is_refused(sizes, times, message):
+    with pytest.raises(CostError, match=message):
+        MeasuredCurve(sizes_bytes=sizes, times_s=times)
 
 
 def _measure_in_a_process(rank, world, port, path):
