@@ -48,7 +48,9 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     that launches none (a view). Kernels whose data fits ``cache_bytes`` move it at
     ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
     multiprocessors (GPU) or cores (CPU) that share one operation. ``num_processes`` are on one host
-    and share its memory and cores (CPU). ``source`` names where the figures come from.
+    and share its memory and cores (CPU). ``allow_tensor_float32`` is PyTorch's setting for products
+    of float32 matrices, ``allow_tensor_float32_in_cudnn`` that for convolutions and recurrent
+    layers, both as PyTorch starts with them. ``source`` names where the figures come from.
     """
 
     name: str
@@ -64,6 +66,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cache_bytes: int = 0
     cache_bandwidth_bytes_per_s: float = 0.0
     allow_tensor_float32: bool = False
+    allow_tensor_float32_in_cudnn: bool = True
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
@@ -93,10 +96,14 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             },
         )
 
-    def matrix_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Peak rate of matrix products in ``dtype``, in floating-point operations per second."""
+    def matrix_flops_per_s(self, dtype: torch.dtype, *, in_cudnn: bool = False) -> float:
+        """Peak rate of matrix products in ``dtype``, in floating-point operations per second.
+
+        ``in_cudnn``: of those that cuDNN does on a CUDA device.
+        """
         peaks = self.peak_flops_per_s
-        if dtype == torch.float32 and self.allow_tensor_float32 and peaks.tensor_float32:
+        allowed = self.allow_tensor_float32_in_cudnn if in_cudnn else self.allow_tensor_float32
+        if dtype == torch.float32 and allowed and peaks.tensor_float32:
             return peaks.tensor_float32
         peak: float = getattr(peaks, _DTYPE_FIELDS.get(dtype, "float32"))
         return peak or peaks.float32

@@ -28,6 +28,8 @@ __all__ = [
 _MATRIX_FAMILIES = frozenset(
     (Family.MATMUL, Family.CONVOLUTION, Family.ATTENTION, Family.RECURRENT)
 )
+# Depthwise convolutions are PyTorch's own kernels, or cuDNN's without tensor cores.
+_CUDNN_FAMILIES = frozenset((Family.CONVOLUTION, Family.RECURRENT))
 
 
 class ComputeModel(Protocol):
@@ -83,7 +85,7 @@ def is_product(todo: OpWork) -> bool:
 def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
     """The peak rate of the units that a call's family runs on."""
     if is_product(todo):
-        return device.matrix_flops_per_s(todo.dtype)
+        return device.matrix_flops_per_s(todo.dtype, in_cudnn=todo.family in _CUDNN_FAMILIES)
     return device.vector_flops_per_s
 
 

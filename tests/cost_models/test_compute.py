@@ -12,6 +12,7 @@ from autopar.cost_models import (
     bytes_moved,
     flops,
 )
+from autopar.cost_models.compute import peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.presets import PRESET_NAMES
 from autopar.cost_models.work import Family
@@ -118,6 +119,33 @@ def test_data_that_fits_the_cache_moves_faster():
     fast, usual = RooflineModel(device), RooflineModel(slow)
     assert fast.estimate(small).forward_s < usual.estimate(small).forward_s
     assert fast.estimate(large) == usual.estimate(large)
+
+
+def _convolution(channels, groups, dtype=torch.float32):
+    x = TensorSpec((64, channels, 28, 28), dtype, requires_grad=True)
+    w = TensorSpec((channels, channels // groups, 3, 3), dtype)
+    arguments = (x, w, None, [1, 1], [1, 1], [1, 1], groups)
+    return OpCall.of(torch.ops.aten.conv2d.default, arguments)
+
+
+def test_float32_convolutions_use_tensor_cores_as_pytorch_starts():
+    # Torch's switch for cuDNN is on by default, that for matrix products off.
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    assert torch.backends.cudnn.rnn.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+    a100 = Cluster.preset("a100-80").device
+    without = msgspec.structs.replace(a100, allow_tensor_float32_in_cudnn=False)
+    dense, depthwise = work(_convolution(256, 1)), work(_convolution(256, 256))
+    product = work(_product(512, 512, 512, torch.float32))
+    assert peak_flops_per_s(dense, a100) == 156e12
+    assert peak_flops_per_s(dense, without) == 19.5e12
+    assert peak_flops_per_s(depthwise, a100) == a100.vector_flops_per_s
+    assert peak_flops_per_s(product, a100) == 19.5e12
+    assert peak_flops_per_s(work(_convolution(256, 1, torch.bfloat16)), without) == 312e12
+    v100 = Cluster.preset("v100").device  # has no such units
+    assert peak_flops_per_s(dense, v100) == 15.7e12
+    time_s = RooflineModel(a100).estimate(_convolution(256, 1)).forward_s
+    assert 2 * 19.5e12 < flops(_convolution(256, 1)) / time_s < 156e12
 
 
 def test_depthwise_convolution_is_priced_by_what_it_moves():
