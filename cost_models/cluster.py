@@ -232,8 +232,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The machine at hand: its CUDA devices, or local CPU workers where there are none.
 
         ``num_devices`` left out means every CUDA device, or one worker for each usable core.
-        A CPU's peaks are measured for about two seconds once, and kept. ClusterError where more
-        CUDA devices are asked for than there are.
+        What no preset knows is measured for about two seconds once, and kept. ClusterError where
+        more CUDA devices are asked for than there are.
         """
         from autopar.cost_models.detect import detect_cluster
 

@@ -1,8 +1,9 @@
 """The machine at hand as a ``Cluster``: its CUDA devices, or local CPU workers.
 
 CUDA devices that a preset knows take its figures; others are measured. A CPU's peaks are measured
-with every worker's threads busy, since workers share the memory and the power of one host, and
-kept in the cache folder, so that a machine is measured once for each number of workers.
+with every worker's threads busy, since workers share the memory and the power of one host. What was
+measured is kept in the cache folder, so that a machine is measured once, a CPU once for each number
+of workers.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from autopar.cost_models import cgroup
 from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops
 from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
 from msgspec import structs
@@ -38,10 +40,12 @@ def cache_folder() -> Path:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Cores that this process may run on, all of the time."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, int(min(cores, cgroup.limits().num_cores)))
 
 
 def cpu_name() -> str:
@@ -75,11 +79,12 @@ def _detect_cuda(num_devices: int | None) -> Cluster:
             "machine with Cluster.preset(name, nodes=..., devices_per_node=...)."
         )
     properties = torch.cuda.get_device_properties(0)
-    known = _preset_of(properties.name, properties.total_memory)
+    known = preset_of(properties.name, properties.total_memory)
     nodes = count // per_node
     if known is None:
         base = preset_cluster("2080ti", nodes=nodes, devices_per_node=per_node)
-        device = _measured_cuda_device()
+        identity = (properties.name, properties.total_memory, properties.multi_processor_count)
+        device = kept_device("cuda", identity, measured_cuda_device)
     else:
         base = preset_cluster(known, nodes=nodes, devices_per_node=per_node)
         device = structs.replace(
@@ -92,15 +97,26 @@ def _detect_cuda(num_devices: int | None) -> Cluster:
     if not _peers_connected(per_node) and base.levels[0].name == "nvlink":
         pcie = preset_cluster("2080ti", devices_per_node=per_node).levels[0]
         base = structs.replace(base, levels=(pcie, *base.levels[1:]))
-    return structs.replace(base, device=device)
+    return structs.replace(base, device=structs.replace(device, **float32_settings()))
 
 
-def _preset_of(name: str, memory_bytes: int) -> str | None:
+def float32_settings() -> dict[str, bool]:
+    """What PyTorch is set to do float32 products in, as fields of a device."""
+    convolution = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return {
+        "allow_tensor_float32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "allow_tensor_float32_in_cudnn": convolution == "tf32",
+    }
+
+
+def preset_of(name: str, memory_bytes: int) -> str | None:
     """The preset that describes the CUDA device called ``name``, or None."""
     text = name.upper()
+    if {"NVL", "MIG"} & set(text.split()):
+        return None  # a card in pairs, and a part of a device: other rates and links
     large = memory_bytes > 60 * 10**9
     if "H100" in text:
-        # The PCIe card and the NVL pair have other rates; only SXM modules carry HBM3 in the name.
+        # The PCIe card has other rates; only SXM modules carry HBM3 in the name.
         return "h100-sxm" if "HBM3" in text or "SXM" in text else None
     if "A100" in text:
         return ("a100-80" if large else "a100-40") if "SXM" in text else None
@@ -124,7 +140,7 @@ def _peers_connected(count: int) -> bool:
     )
 
 
-def _measured_cuda_device() -> DeviceSpec:
+def measured_cuda_device() -> DeviceSpec:
     properties = torch.cuda.get_device_properties(0)
     peaks = _measure_peaks(torch.device("cuda"), size=4096)
     return DeviceSpec(
@@ -146,30 +162,39 @@ def _detect_cpu(num_devices: int | None) -> Cluster:
     per_node = local if local and count % local == 0 else count
     threads = max(1, cores // per_node)
     base = preset_cluster("cpu", nodes=count // per_node, devices_per_node=per_node)
-    memory_bytes = _host_memory_bytes() // per_node
-    device = _cached_cpu_device(per_node, threads, memory_bytes)
+    memory_bytes = usable_memory_bytes() // per_node
+    device = kept_device(
+        "cpu",
+        (cpu_name(), cores, per_node, threads, memory_bytes),
+        lambda: _measured_cpu_device(per_node, threads, memory_bytes),
+    )
     reserve = min(base.memory_reserve_bytes, memory_bytes // 4)
     return structs.replace(base, device=device, memory_reserve_bytes=reserve)
 
 
-def _host_memory_bytes() -> int:
+def usable_memory_bytes() -> int:
+    """The host's memory, or what of it this process may use."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return preset_cluster("cpu").device.memory_bytes
+        size_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        size_bytes = preset_cluster("cpu").device.memory_bytes
+    return int(min(size_bytes, cgroup.limits().memory_bytes))
 
 
-def _cached_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
-    parts = (cpu_name(), usable_cores(), count, threads, memory_bytes, torch.__version__)
-    identity = json.dumps([_CACHE_VERSION, *parts])
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    path = cache_folder() / f"cpu-{digest}.json"
+def kept_device(
+    kind: str, identity: tuple[object, ...], measure: Callable[[], DeviceSpec]
+) -> DeviceSpec:
+    """What ``measure`` gave for ``identity`` before, or gives now."""
+    key = json.dumps([_CACHE_VERSION, *identity, torch.__version__])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = cache_folder() / f"{kind}-{digest}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=DeviceSpec)
     except FileNotFoundError:
         pass
     except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
         warnings.warn(f"{path} cannot be used and is measured again: {error}", stacklevel=4)
-    device = _measured_cpu_device(count, threads, memory_bytes)
+    device = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -265,15 +290,32 @@ def _best_s(function: Callable[[], object], device: torch.device) -> float:
 
 
 def _measure_peaks(device: torch.device, size: int) -> PeakFlops:
-    rates = {}
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    def rate(dtype: torch.dtype) -> float:
         # A dtype without units of its own can be a hundred times slower: start small.
         side = size if dtype in (torch.float32, torch.bfloat16) else size // 2
         a = torch.ones(side, side, dtype=dtype, device=device)
         b = torch.ones(side, side, dtype=dtype, device=device)
-        rate = 2 * side**3 / _best_s(lambda a=a, b=b: torch.mm(a, b), device)  # type: ignore[misc]
-        rates[str(dtype).removeprefix("torch.")] = rate
+        return 2 * side**3 / _best_s(lambda: torch.mm(a, b), device)
+
+    with float32_products("ieee"):
+        dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        rates = {str(dtype).removeprefix("torch."): rate(dtype) for dtype in dtypes}
+    if device.type == "cuda":
+        with float32_products("tf32"):
+            rates["tensor_float32"] = rate(torch.float32)
     return PeakFlops(**rates)
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """With products of float32 matrices in "ieee" or in "tf32" where a CUDA device has it."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def _measure_bandwidth(device: torch.device, size_bytes: int) -> float:

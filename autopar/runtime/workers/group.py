@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from autopar.cost_models.detect import usable_cores
 from autopar.errors import InputError, WorkerError
 from autopar.runtime.heap import with_huge_pages
 from autopar.runtime.workers.failures import Trouble, root_cause, timeout_error
@@ -78,7 +79,7 @@ class WorkerGroup:
             )
         num_threads = threads_per_worker
         if num_threads is None:
-            num_threads = max(1, _num_cpus() // num_workers)
+            num_threads = max(1, usable_cores() // num_workers)
         self._world_size = num_workers
         self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
@@ -372,10 +373,3 @@ def _worker_env(start: Start) -> Mapping[str, str]:
         if name in ("lo", "lo0"):  # gloo would look up the host's name, which may lead elsewhere
             env["GLOO_SOCKET_IFNAME"] = name
     return env
-
-
-def _num_cpus() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
