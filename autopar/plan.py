@@ -103,7 +103,9 @@ class Prediction(_Struct, frozen=True):
     """What the cost model expects of one training step on one device.
 
     ``sources`` counts the ops by where their price comes from; ``unpriced`` lists the operators
-    that no cost model knows, priced by their memory traffic, and why. Communication has the weakest
+    that no cost model knows, priced by their memory traffic, and why. ``analytical_factor`` is by
+    what factor the analytical prices may be off, up or down: the median of the stated errors of
+    their families by time (None where every op is measured). Communication has the weakest
     source among its collectives (none where nothing is communicated), updates and input copies are
     analytical, and memory is counted over the lowered graphs. ``communication_s`` is what the step
     takes longer for it, ``hidden_s`` what runs beside the computation besides (see
@@ -132,6 +134,7 @@ class Prediction(_Struct, frozen=True):
     model_flops_utilisation: float = 0.0
     samples_per_s: float = 0.0
     tokens_per_s: float | None = None
+    analytical_factor: float | None = None
 
 
 class KnownStrategy(_Struct, frozen=True):

@@ -6,15 +6,21 @@ Out: the parts of a plan that report them.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from autopar.baselines import Baselines
-from autopar.cost_models.estimate import weakest
+from autopar.cost_models.efficiency import TABLES
+from autopar.cost_models.estimate import CostError, Source, weakest
 from autopar.cost_models.memory import resident_bytes
+from autopar.cost_models.op_work import work
+from autopar.cost_models.work import Family
+from autopar.graph import Op
 from autopar.lowering.memory import ProgramMemory
 from autopar.pipelines import PipelineTimes
 from autopar.plan import KnownStrategy, Prediction, SearchReport
@@ -22,7 +28,8 @@ from autopar.pricing import OpTable
 from autopar.problem import Candidate
 from autopar.search import OPTIMAL_GAP, Status, relative_gap
 from autopar.step_time import TimeParts, time_parts
-from autopar.utilisation import model_work
+from autopar.strategy import Analysis
+from autopar.utilisation import model_work, whole_call
 
 
 def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
@@ -55,7 +62,34 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         model_flops_utilisation=_round(done.peak_s / all_devices_s),
         samples_per_s=_round(done.num_samples / parts.step_s),
         tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
+        analytical_factor=_analytical_factor(best),
     )
+
+
+def _analytical_factor(best: Candidate) -> float | None:
+    """By what factor analytical prices may be off: the median over the families, by time."""
+    priced, analysis = best.priced, best.priced.pricing.analysis
+    table = TABLES[priced.pricing.cluster.device.kind]
+    families: dict[Any, Family] = {}
+    times_s: defaultdict[float, float] = defaultdict(float)
+    for node, found, pick in zip(priced.nodes, priced.tables, best.solution.assignment):
+        if not isinstance(found, OpTable) or found.estimates[pick].source != Source.ANALYTICAL:
+            continue
+        kind = analysis.kinds[node.index]
+        if kind not in families:
+            families[kind] = _family(analysis, analysis.graph.ops[node.index])
+        times_s[table.of(families[kind]).error_factor] += found.estimates[pick].total_s
+    factors = sorted(times_s)
+    upto_s = itertools.accumulate(times_s[factor] for factor in factors)
+    half_s = sum(times_s.values()) / 2
+    return next((factor for factor, time_s in zip(factors, upto_s) if time_s >= half_s), None)
+
+
+def _family(analysis: Analysis, op: Op) -> Family:
+    try:
+        return work(whole_call(analysis, op)).family
+    except CostError:
+        return Family.OTHER
 
 
 def _round(seconds: float) -> float:

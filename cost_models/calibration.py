@@ -74,10 +74,12 @@ def calibrate(device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]) -> 
         for fitted, judged in ((samples[::2], samples[1::2]), (samples[1::2], samples[::2])):
             curve = _fit(fitted, family, device, start)
             unseen += _errors(judged, family, curve, device, start)
-        families[family] = _fit(samples, family, device, start)
+        error_factor = math.exp(statistics.median(unseen))
+        curve_of_all = _fit(samples, family, device, start)
+        families[family] = replace(curve_of_all, error_factor=error_factor)
         deciles = statistics.quantiles(unseen, n=10, method="inclusive")
         uncertainty[family] = Uncertainty(
-            median_factor=math.exp(statistics.median(unseen)),
+            median_factor=error_factor,
             p90_factor=math.exp(deciles[-1]),
             num_samples=len(samples),
         )

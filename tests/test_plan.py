@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 from autopar.cost_models import Cluster
+from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
+from autopar.cost_models.work import Family
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from autopar.capture import capture
 from autopar.constraints import Forbid, Force, MemoryBudget, Pin
@@ -143,6 +146,22 @@ def test_every_price_names_its_source(plan):
     text = str(plan)
     assert "(analytical)" in text
     assert "counted; peak at" in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "layer", "factor"),
+    [
+        ("cpu", nn.Linear(1024, 1024), CPU.of(Family.MATMUL).error_factor),
+        ("cpu", nn.LayerNorm(1024), CPU.of(Family.NORMALIZATION).error_factor),
+        ("a100-80", nn.Linear(1024, 1024), NOT_FITTED_FACTOR),
+    ],
+)
+def test_a_plan_states_the_error_of_what_most_time_is_spent_on(preset, layer, factor):
+    batch = (torch.zeros(512, 1024),) * 2
+    captured = capture(nn.Sequential(layer, nn.Tanh()), batch, loss_fn=mse_loss)
+    plan = make_planned(captured, Cluster.preset(preset, devices_per_node=2)).plan
+    assert plan.prediction.analytical_factor == factor
+    assert f"may be off by a factor of {factor:g}" in str(plan)
 
 
 def test_operators_that_no_model_prices_are_listed():

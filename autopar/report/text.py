@@ -116,12 +116,19 @@ def _times(plan: Plan) -> Rows:
         ("update", f"{format_seconds(p.update_s)}  (analytical)"),
         *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
         ("op prices", sources),
+        *_roofline(p.analytical_factor),
     ]
 
 
 def _communication(p: Prediction) -> str:
     hidden = f", {format_seconds(p.hidden_s)} more beside the computation" if p.hidden_s else ""
     return f"{format_seconds(p.communication_s)}  ({p.communication_source}){hidden}"
+
+
+def _roofline(factor: float | None) -> Rows:
+    if factor is None:
+        return []
+    return [("", f"roofline prices may be off by a factor of {factor:g} (median by time)")]
 
 
 def _throughput(plan: Plan) -> str:

@@ -63,12 +63,13 @@ def test_a_fitted_roofline_predicts_calls_that_it_never_saw():
 
 
 def test_the_stated_uncertainty_grows_with_the_noise():
-    quiet = calibrate(DEVICE, _measured(3, 40, noise=0.02)).uncertainty
-    noisy = calibrate(DEVICE, _measured(3, 40, noise=0.5)).uncertainty
+    fitted = calibrate(DEVICE, _measured(3, 40, noise=0.02))
+    quiet, noisy = fitted.uncertainty, calibrate(DEVICE, _measured(3, 40, 0.5)).uncertainty
     for family in (Family.MATMUL, Family.POINTWISE):
         assert 1 <= quiet[family].median_factor < noisy[family].median_factor
         assert noisy[family].median_factor <= noisy[family].p90_factor
         assert quiet[family].num_samples == 40
+        assert fitted.table.of(family).error_factor == quiet[family].median_factor
 
 
 def test_families_measured_too_seldom_keep_what_they_had():
