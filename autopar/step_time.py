@@ -104,7 +104,7 @@ def _backward_s(
     """Of the last micro-batch: reductions queue up behind their blocks, and are waited for last."""
     communication = candidate.priced.pricing.communication
     passed_s = queued_s = 0.0
-    for name, block in reversed(blocks.items()):
+    for name, block in reversed(list(blocks.items())):
         taken_s = communication.slowed_s(block.backward_s, queued_s)
         passed_s += taken_s
         queued_s = max(0.0, queued_s - taken_s) + moves[name]
