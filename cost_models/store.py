@@ -131,6 +131,7 @@ class ProfileStore:
         self._read_only = False
         self._connection = self._open()
         self._unwritten: dict[OpCall, OpTime] = {}
+        self._unwritten_collectives: dict[tuple[str, str, str], dict[int, CollectiveTime]] = {}
 
     def close(self) -> None:
         """Closes the file; a closed store must not be used."""
@@ -196,29 +197,38 @@ class ProfileStore:
         if not times.is_sane():
             raise CostError(f"{times} cannot be the time of {kind}.")
         numbers = (times.time_s, times.spread, times.num_samples)
-        self._write(
+        written = self._write(
             "INSERT OR REPLACE INTO collective_times VALUES (?,?,?,?,?,?,?,?,?,?)",
             (kind, shape, times.size_bytes, *self._owner, backend, *numbers),
         )
+        if not written:
+            unwritten = self._unwritten_collectives.setdefault((kind, shape, backend), {})
+            unwritten[times.size_bytes] = times
 
     def collectives(self, backend: str) -> dict[tuple[str, str], tuple[CollectiveTime, ...]]:
         """Measured times by kind and group shape, in order of size."""
         rows = self._read(
             "SELECT kind, group_shape, size_bytes, time_s, spread, num_samples "
             "FROM collective_times WHERE device=? AND torch_version=? AND num_threads=? "
-            "AND backend=? ORDER BY kind, group_shape, size_bytes",
+            "AND backend=?",
             (*self._owner, backend),
         )
-        found: dict[tuple[str, str], tuple[CollectiveTime, ...]] = {}
+        found: dict[tuple[str, str], dict[int, CollectiveTime]] = {}
         for kind, shape, size_bytes, time_s, spread, num_samples in rows:
             times = CollectiveTime(
                 size_bytes=size_bytes, time_s=time_s, spread=spread, num_samples=num_samples
             )
             if times.is_sane():
-                found[kind, shape] = (*found.get((kind, shape), ()), times)
+                found.setdefault((kind, shape), {})[size_bytes] = times
             else:
                 self._say(f"a time of {kind} that cannot be one is left out")
-        return found
+        for (kind, shape, of_backend), unwritten in self._unwritten_collectives.items():
+            if of_backend == backend:
+                found.setdefault((kind, shape), {}).update(unwritten)
+        return {
+            key: tuple(of_size[size] for size in sorted(of_size))
+            for key, of_size in sorted(found.items())
+        }
 
     def _op_time(self, row: Row) -> OpTime | None:
         forward_s, input_grad_s, weight_grad_s, spread, num_samples = row

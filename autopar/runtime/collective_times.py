@@ -20,8 +20,11 @@ from autopar.cost_models import (
     measure_collectives,
     measured_model,
 )
+from autopar.cost_models.store import CollectiveTime
 from autopar.runtime.spmd import is_spmd
 from autopar.runtime.workers.group import WorkerGroup
+
+_Found = dict[tuple[str, str], tuple[CollectiveTime, ...]]
 
 
 class CollectiveService:
@@ -30,9 +33,12 @@ class CollectiveService:
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
 
-    def measure(self, cluster: str, path: str) -> None:
+    def measure(self, cluster: str, path: str) -> _Found:
+        """What the store at ``path`` then holds, also where it cannot be written."""
         described = Cluster.from_json(cluster)
-        measure_collectives(described, ProfileStore(Path(path), described.device))
+        store = ProfileStore(Path(path), described.device)
+        measure_collectives(described, store)
+        return store.collectives(described.backend)
 
 
 def collective_times(
@@ -49,12 +55,12 @@ def collective_times(
     if is_spmd() and is_group_of(cluster):
         return measure_collectives(cluster, store)
     if not is_spmd() and not all_measured(cluster, store):
-        _measure_in_workers(cluster, devices, path, start_timeout_s)
+        _measure_in_workers(cluster, devices, store, start_timeout_s)
     return measured_model(cluster, store)
 
 
 def _measure_in_workers(
-    cluster: Cluster, devices: Sequence[torch.device], path: Path, start_timeout_s: float
+    cluster: Cluster, devices: Sequence[torch.device], store: ProfileStore, start_timeout_s: float
 ) -> None:
     kind = devices[0].type
     workers = WorkerGroup(
@@ -66,4 +72,7 @@ def _measure_in_workers(
         start_timeout_s=start_timeout_s,
     )
     with workers:
-        workers.call("measure", cluster.to_json(), str(path))
+        found: _Found = workers.call("measure", cluster.to_json(), str(store.path))[0]
+    for (collective, shape), curve in found.items():
+        for times in curve:
+            store.put_collective(collective, shape, cluster.backend, times)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from autopar.cost_models import Cluster, CostError, OpCall, ProfileStore, StoreWarning, TensorSpec
 from autopar.cost_models.call_text import call_from_text, call_to_text
-from autopar.cost_models.store import SCHEMA_VERSION, OpTime
+from autopar.cost_models.store import SCHEMA_VERSION, CollectiveTime, OpTime
 from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import samples
@@ -31,6 +31,10 @@ def _times(forward_s=1e-3):
     return OpTime(
         forward_s=forward_s, input_grad_s=2e-3, weight_grad_s=0.0, spread=0.1, num_samples=5
     )
+
+
+def _collective(size_bytes):
+    return CollectiveTime(size_bytes=size_bytes, time_s=1e-3, spread=0.1, num_samples=3)
 
 
 @pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))
@@ -175,7 +179,11 @@ def _read_as_nobody(path, results):
         old = store.get(_call())
         store.put(_call(9), _times())
         new = store.get(_call(9))
-    results.put((old, new, [str(w.message) for w in said if w.category is StoreWarning]))
+        store.put_collective("all_reduce", "[]", "gloo", _collective(8))
+        store.put_collective("all_reduce", "[]", "nccl", _collective(4))
+        collectives = store.collectives("gloo")
+    messages = [str(w.message) for w in said if w.category is StoreWarning]
+    results.put((old, new, collectives, messages))
 
 
 @pytest.fixture
@@ -194,15 +202,17 @@ def test_a_file_that_cannot_be_written_is_read(open_folder):
     path = open_folder / "store.sqlite3"
     with ProfileStore(path, DEVICE) as store:
         store.put(_call(), _times())
+        store.put_collective("all_reduce", "[]", "gloo", _collective(16))
     path.chmod(0o444)
     open_folder.chmod(0o555)
     results = FORK.Queue()
     reader = FORK.Process(target=_read_as_nobody, args=(path, results))
     reader.start()
-    old, new, said = results.get(timeout=60)
+    old, new, collectives, said = results.get(timeout=60)
     reader.join(60)
     assert old == _times()
     assert new == _times()
+    assert collectives == {("all_reduce", "[]"): (_collective(8), _collective(16))}
     assert any("cannot be written" in message for message in said)
 
 

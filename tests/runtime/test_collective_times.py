@@ -1,0 +1,23 @@
+"""Times of collectives between local devices reach the model, whatever the store is."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+from autopar.cost_models import Cluster, Collective, Source, StoreWarning
+
+from autopar.runtime.collective_times import collective_times
+
+
+def test_what_workers_measure_is_used_where_the_store_is_another_programs(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    with sqlite3.connect(path) as stranger:
+        stranger.execute("CREATE TABLE precious (data TEXT)")
+    stranger.close()
+    with pytest.warns(StoreWarning, match="another program"):
+        model = collective_times(Cluster.detect(2), [torch.device("cpu")] * 2, path, 60.0)
+    for kind in Collective:
+        assert model.estimate(kind, 1 << 18, (0, 1)).source is Source.MEASURED
