@@ -395,10 +395,11 @@ def _set_aside(path: Path) -> Path:
 
 def _open_for_reading(path: Path) -> sqlite3.Connection | None:
     """A usable file that cannot be written: read as it is, or None."""
-    if not path.is_file():
-        return None
-    for mode in ("mode=ro", "immutable=1"):
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        try:
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
+        except sqlite3.OperationalError:  # it is not there, or may not be read
+            continue
         try:
             if _identity(connection) == (_APPLICATION_ID, SCHEMA_VERSION):
                 connection.execute("SELECT count(*) FROM op_times").fetchone()

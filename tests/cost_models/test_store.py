@@ -216,6 +216,23 @@ def test_a_file_that_cannot_be_written_is_read(open_folder):
     assert any("cannot be written" in message for message in said)
 
 
+@pytest.mark.parametrize("closed", ["folder", "file"])
+def test_what_may_not_be_opened_is_said_and_times_are_kept_in_memory(open_folder, closed):
+    folder = open_folder / "own"
+    with ProfileStore(folder / "store.sqlite3", DEVICE) as store:
+        store.put(_call(), _times())
+    (folder if closed == "folder" else folder / "store.sqlite3").chmod(0)
+    results = FORK.Queue()
+    reader = FORK.Process(target=_read_as_nobody, args=(folder / "store.sqlite3", results))
+    reader.start()
+    old, new, _, said = results.get(timeout=60)
+    reader.join(60)
+    folder.chmod(0o755)
+    assert old is None
+    assert new == _times()
+    assert any("cannot be opened, times are kept in memory" in message for message in said)
+
+
 def _write_many(path, start, count, go):
     warnings.simplefilter("error", StoreWarning)
     go.wait(30)
