@@ -78,8 +78,9 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
             weight_grad = replace(both, median_s=beside_s)
         else:
             weight_grad = _sample_gradient(sets, ("parameters",), target, limits)
-    except (RuntimeError, TypeError, NotImplementedError, IndexError) as error:
-        # Whatever torch refuses (no kernel for a dtype, no memory) is priced analytically instead.
+    except Exception as error:
+        # Whatever torch (no kernel for a dtype, no memory) or a user's operator refuses is priced
+        # without a measurement.
         raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
     parts = [part for part in (forward, input_grad, weight_grad) if part.num_samples]
     return OpTime(

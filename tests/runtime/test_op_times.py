@@ -75,6 +75,24 @@ def test_operators_that_are_not_torchs_own_are_measured(tmp_path: Path) -> None:
     assert measured([call], tmp_path / "times").estimate(call).source is Source.MEASURED
 
 
+@torch.library.custom_op("optimestest::ranked", mutates_args=())
+def ranked(x: torch.Tensor) -> torch.Tensor:
+    if x.flatten().diff().min() < 0:
+        raise ValueError("x must not fall")
+    return x.clone()
+
+
+ranked.register_fake(torch.empty_like)
+
+
+def test_an_operator_that_refuses_the_inputs_leaves_the_others_measured(tmp_path: Path) -> None:
+    refusing = OpCall("optimestest.ranked.default", (TensorSpec((1 << 20,)),))
+    with pytest.warns(UserWarning, match=r"ranked.*x must not fall"):
+        model = measured([refusing, relu(64), relu(128)], tmp_path / "times")
+    for call in (relu(64), relu(128)):
+        assert model.estimate(call).source is Source.MEASURED
+
+
 def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path: Path) -> None:
     usual, slow, slower, broken = (relu(rows) for rows in (16, 32, 64, 128))
     paces_s = {usual: 1.0, slow: 1.5, slower: 1.4, broken: 2.0}
