@@ -72,7 +72,6 @@ class Profiler:
         self.measuring = measuring
         self.limits = limits or MeasureLimits()
         self.fallback: ComputeModel = fallback or RooflineModel(device)
-        self.failures: dict[OpCall, str] = {}
         self.num_measurements = 0
         self._measure_call = measure or self._measured_here
         self._known: dict[OpCall, OpEstimate] = {}
@@ -88,9 +87,10 @@ class Profiler:
     def profile(
         self, calls: Iterable[OpCall], *, progress: bool = True, max_s: float = math.inf
     ) -> ProfileSummary:
-        """Measures every distinct call that the store does not hold yet, for ``max_s`` at most.
+        """Measures every distinct call that the store knows nothing of, for ``max_s`` at most.
 
-        Every time is stored as soon as it is known: a run that is stopped goes on where it was.
+        Every time, or why there is none, is stored as soon as it is known: a run that is stopped
+        goes on where it was.
         """
         deadline = time.monotonic() + max_s
         num_left = 0
@@ -111,14 +111,15 @@ class Profiler:
                 if times is not None and times.spread > self.limits.max_spread:
                     noisy.append(call)
                 bar.advance(task)
-        failed = unpriced + [(c, self.failures[c]) for c in missing if c in self.failures]
+        num_measured = self.num_measurements - measured_before
+        failed = self._failed(paid)
         return ProfileSummary(
-            num_measured=self.num_measurements - measured_before,
-            num_known=len(paid) - len(missing),
+            num_measured=num_measured,
+            num_known=len(paid) - num_measured - num_left - len(failed),
             num_free=len(distinct) - len(paid) - len(unpriced),
             num_left=num_left,
             noisy=tuple(noisy),
-            failed=tuple(failed),
+            failed=(*unpriced, *failed),
         )
 
     def missing(self, calls: Iterable[OpCall]) -> list[OpCall]:
@@ -126,7 +127,11 @@ class Profiler:
         return self._not_stored(_split(list(dict.fromkeys(calls)))[0])
 
     def _not_stored(self, paid: Iterable[OpCall]) -> list[OpCall]:
-        return [call for call in paid if self.store.get(call) is None]
+        return [c for c in paid if self.store.get(c) is None and self.store.failure(c) is None]
+
+    def _failed(self, paid: Iterable[OpCall]) -> list[tuple[OpCall, str]]:
+        reasons = ((c, self.store.failure(c)) for c in paid if self.store.get(c) is None)
+        return [(call, reason) for call, reason in reasons if reason is not None]
 
     def _estimate(self, call: OpCall) -> OpEstimate:
         if not _is_paid(call):
@@ -141,12 +146,12 @@ class Profiler:
         return self._interpolate(call) or self.fallback.estimate(call)
 
     def _measure(self, call: OpCall) -> OpTime | None:
-        if call in self.failures:
+        if self.store.failure(call) is not None:
             return None
         try:
             times = self._measure_call(call)
         except CostError as error:
-            self.failures[call] = str(error)
+            self.store.put_failure(call, str(error))
             warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
             return None
         self.num_measurements += 1

@@ -2,9 +2,9 @@
 
 A time belongs to a call, a device's name (with the number of processes that shared the host), a
 torch version and a number of threads; a collective's also to its kind, the shape of its group, its
-size and its backend. Every time is committed on its own, so a process killed at any moment loses at
-most the measurement in flight. What is wrong with a file is said by a ``StoreWarning``, and the
-work goes on:
+size and its backend. A call that cannot be measured is kept with the reason. Every time is
+committed on its own, so a process killed at any moment loses at most the measurement in flight.
+What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
 
 - a damaged file, or one of an older layout, is set aside under another name and rebuilt;
 - a database of another program, or of a newer layout, is left alone and times are kept in memory;
@@ -27,7 +27,7 @@ from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _APPLICATION_ID = 0x61707263
 _BUSY_TIMEOUT_S = 60.0
 
@@ -46,6 +46,14 @@ CREATE TABLE op_times (
     spread REAL NOT NULL,
     num_samples INTEGER NOT NULL,
     PRIMARY KEY (op, call, device, torch_version, num_threads)
+) WITHOUT ROWID;
+CREATE TABLE op_failures (
+    call TEXT NOT NULL,
+    device TEXT NOT NULL,
+    torch_version TEXT NOT NULL,
+    num_threads INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    PRIMARY KEY (call, device, torch_version, num_threads)
 ) WITHOUT ROWID;
 CREATE TABLE collective_times (
     kind TEXT NOT NULL,
@@ -131,6 +139,7 @@ class ProfileStore:
         self._read_only = False
         self._connection = self._open()
         self._unwritten: dict[OpCall, OpTime] = {}
+        self._unwritten_failures: dict[OpCall, str] = {}
         self._unwritten_collectives: dict[tuple[str, str, str], dict[int, CollectiveTime]] = {}
 
     def close(self) -> None:
@@ -166,6 +175,27 @@ class ProfileStore:
         )
         if not written:
             self._unwritten[call] = times
+
+    def failure(self, call: OpCall) -> str | None:
+        """Why ``call`` cannot be measured on this device; None where that was not found."""
+        known = self._unwritten_failures.get(call)
+        if known is not None:
+            return known
+        rows = self._read(
+            "SELECT reason FROM op_failures "
+            "WHERE call=? AND device=? AND torch_version=? AND num_threads=?",
+            (call_to_text(call), *self._owner),
+        )
+        return str(rows[0][0]) if rows else None
+
+    def put_failure(self, call: OpCall, reason: str) -> None:
+        """Keeps why ``call`` cannot be measured, so that no later run tries it again."""
+        written = self._write(
+            "INSERT OR REPLACE INTO op_failures VALUES (?,?,?,?,?)",
+            (call_to_text(call), *self._owner, reason),
+        )
+        if not written:
+            self._unwritten_failures[call] = reason
 
     def of_op(self, target: str) -> Iterator[tuple[OpCall, OpTime]]:
         """Every measured call of one operation on this device."""
@@ -364,7 +394,7 @@ def _prepare(connection: sqlite3.Connection) -> str | None:
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         return f"it is damaged ({verdict})"
-    wanted = {"op_times", "collective_times"}
+    wanted = {"op_times", "op_failures", "collective_times"}
     if not wanted <= _table_names(connection):
         return "it is damaged (tables are missing)"
     connection.execute("PRAGMA journal_mode=WAL")

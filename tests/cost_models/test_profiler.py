@@ -104,7 +104,7 @@ def test_each_direction_with_work_is_measured_and_each_without_is_zero(case):
     todo = work(call)
     profiler = _profiler()
     found = profiler.estimate(call)
-    assert not profiler.failures
+    assert profiler.store.failure(call) is None
     if found.source == Source.ANALYTICAL:
         # Only calls that launch nothing are left to the roofline.
         assert todo.forward.num_kernels == 0
@@ -168,13 +168,30 @@ def test_what_cannot_be_run_is_priced_by_the_roofline_and_listed():
     profiler = _profiler()
     with pytest.warns(UserWarning, match="priced by the roofline"):
         assert profiler.estimate(huge) == RooflineModel(HERE).estimate(huge)
-    assert "too many" in profiler.failures[huge]
+    assert "too many" in profiler.store.failure(huge)
     with pytest.warns(UserWarning, match="roofline"):
         summary = profiler.profile([product, hidden], progress=False)
     assert [call for call, _ in summary.failed] == [hidden, product]
     assert profiler.estimate(product) == RooflineModel(HERE).estimate(product)
     with pytest.raises(CostError, match="without its data"):
         profiler.estimate(hidden)
+
+
+def test_what_could_not_be_run_is_not_tried_again(tmp_path):
+    flags = TensorSpec((4, 4), torch.bool)
+    product = OpCall("aten.mm.default", (flags, flags))
+    calls = [product, _linear(4)]
+    with pytest.warns(UserWarning, match="priced by the roofline"):
+        first = _profiler(tmp_path / "store.sqlite3").profile(calls, progress=False)
+    tried = []
+    second = _profiler(tmp_path / "store.sqlite3", measure=tried.append)
+    assert second.missing(calls) == []
+    again = second.profile(calls, progress=False)
+    assert again.failed == first.failed != ()
+    assert (first.num_measured, first.num_known) == (1, 0)
+    assert (again.num_measured, again.num_known) == (0, 1)
+    assert second.estimate(product) == RooflineModel(HERE).estimate(product)
+    assert tried == []
 
 
 def _off_by(factor, call):

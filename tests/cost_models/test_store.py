@@ -70,6 +70,18 @@ def test_times_outlive_the_process_that_measured_them(tmp_path):
         assert store.get(_call(rows=5)) is None
 
 
+def test_why_a_call_has_no_time_belongs_to_one_device(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        assert store.failure(_call()) is None
+        store.put_failure(_call(), "no kernel")
+    with ProfileStore(path, DEVICE) as store:
+        assert store.failure(_call()) == "no kernel"
+        assert store.get(_call()) is None
+    with ProfileStore(path, msgspec.structs.replace(DEVICE, name="another")) as other:
+        assert other.failure(_call()) is None
+
+
 def test_times_belong_to_one_device_torch_and_number_of_threads(tmp_path, monkeypatch):
     path = tmp_path / "store.sqlite3"
     with ProfileStore(path, DEVICE) as store:
@@ -179,6 +191,8 @@ def _read_as_nobody(path, results):
         old = store.get(_call())
         store.put(_call(9), _times())
         new = store.get(_call(9))
+        store.put_failure(_call(8), "no kernel")
+        assert store.failure(_call(8)) == "no kernel"
         store.put_collective("all_reduce", "[]", "gloo", _collective(8))
         store.put_collective("all_reduce", "[]", "nccl", _collective(4))
         collectives = store.collectives("gloo")

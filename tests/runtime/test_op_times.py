@@ -133,13 +133,17 @@ def test_times_of_processes_alone_and_side_by_side_are_kept_apart(tmp_path: Path
     assert alone.estimate(relu(64)).source is Source.ANALYTICAL
 
 
-def test_what_cannot_be_run_is_priced_by_the_roofline_and_said(tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_priced_by_the_roofline_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = TensorSpec((4, 4), torch.bool)
     wrong = OpCall.of("aten.mm.default", [flags, flags])
     with pytest.warns(UserWarning, match=r"mm.*priced by the roofline"):
         model = measured([wrong, relu(64)], tmp_path / "times")
     assert model.estimate(relu(64)).source is Source.MEASURED
     assert model.estimate(wrong).source is Source.ANALYTICAL
+    monkeypatch.setattr(module, "WorkerGroup", no_workers)
+    assert measured([wrong, relu(64)], tmp_path / "times").estimate(wrong) == model.estimate(wrong)
 
 
 def test_a_call_that_would_use_up_the_limit_is_left(tmp_path: Path) -> None:
