@@ -102,10 +102,11 @@ class SchedulePlan(_Struct, frozen=True):
 class Prediction(_Struct, frozen=True):
     """What the cost model expects of one training step on one device.
 
-    ``sources`` counts the ops by where their price comes from; ``unpriced`` lists the operators
-    that no cost model knows, priced by their memory traffic, and why. ``analytical_factor`` is by
-    what factor the analytical prices may be off, up or down: the median of the stated errors of
-    their families by time (None where every op is measured). Communication has the weakest
+    ``sources`` counts the ops by where their price comes from, ``num_noisy`` those with a
+    measurement of too large a spread in it; ``unpriced`` lists the operators that no cost model
+    knows, priced by their memory traffic, and why. ``analytical_factor`` is by what factor the
+    analytical prices may be off, up or down: the median of the stated errors of their families by
+    time (None where every op is measured). Communication has the weakest
     source among its collectives (none where nothing is communicated), updates and input copies are
     analytical, and memory is counted over the lowered graphs. ``communication_s`` is what the step
     takes longer for it, ``hidden_s`` what runs beside the computation besides (see
@@ -135,6 +136,7 @@ class Prediction(_Struct, frozen=True):
     samples_per_s: float = 0.0
     tokens_per_s: float | None = None
     analytical_factor: float | None = None
+    num_noisy: int = 0
 
 
 class KnownStrategy(_Struct, frozen=True):

@@ -35,11 +35,12 @@ from autopar.utilisation import model_work, whole_call
 def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
     priced = best.priced
     parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
-    sources = Counter(
-        str(table.estimates[pick].source)
+    estimates = [
+        table.estimates[pick]
         for table, pick in zip(priced.tables, best.solution.assignment)
         if isinstance(table, OpTable)
-    )
+    ]
+    sources = Counter(str(estimate.source) for estimate in estimates)
     used = priced.pricing.communication_sources
     done = model_work(priced.pricing.analysis, priced.pricing.cluster.device)
     all_devices_s = parts.step_s * priced.pricing.cluster.num_devices
@@ -63,6 +64,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         samples_per_s=_round(done.num_samples / parts.step_s),
         tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
+        num_noisy=sum(estimate.is_noisy for estimate in estimates),
     )
 
 

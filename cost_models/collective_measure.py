@@ -154,12 +154,13 @@ class _Sweep:
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
-        """Into the store, where the median of all rounds so far stands."""
+        """Into the store after the last round, where the median of all stands."""
         found = self.found.setdefault((kind, size_bytes), [])
         found.append(_measure(kind, size_bytes, self.group, self.ranks, self.device, self.max_s))
-        times = sorted(found, key=operator.attrgetter("time_s"))[(len(found) - 1) // 2]
-        # The same number on every rank, so stores of one file or of many agree.
-        self.store.put_collective(kind.value, self.shape, self.backend, times)
+        if len(found) == ROUNDS:
+            times = sorted(found, key=operator.attrgetter("time_s"))[ROUNDS // 2]
+            # The same number on every rank, so stores of one file or of many agree.
+            self.store.put_collective(kind.value, self.shape, self.backend, times)
 
 
 def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:

@@ -5,7 +5,7 @@ two estimates keeps the weaker of their two sources.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autopar.errors import AutoparError
@@ -48,13 +48,14 @@ class OpEstimate:
 
     ``forward_s`` computes the outputs. ``input_grad_s`` computes the gradients of the tensors that
     require one and are not parameters, ``weight_grad_s`` those of the parameters; each is zero when
-    no such tensor exists.
+    no such tensor exists. ``is_noisy``: a measurement in it had too large a spread.
     """
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
     source: Source
+    is_noisy: bool = False
 
     @property
     def backward_s(self) -> float:
@@ -72,13 +73,14 @@ class OpEstimate:
             self.input_grad_s + other.input_grad_s,
             self.weight_grad_s + other.weight_grad_s,
             weakest((self.source, other.source)),
+            self.is_noisy or other.is_noisy,
         )
 
     def times(self, count: int) -> "OpEstimate":
         """The operation ``count`` times."""
-        return OpEstimate(
-            count * self.forward_s,
-            count * self.input_grad_s,
-            count * self.weight_grad_s,
-            self.source,
+        return replace(
+            self,
+            forward_s=count * self.forward_s,
+            input_grad_s=count * self.input_grad_s,
+            weight_grad_s=count * self.weight_grad_s,
         )

@@ -31,7 +31,7 @@ class MeasureLimits:
     Each direction is sampled ``max_samples`` times or for ``max_direction_s``, whichever comes
     first, but at least three times. Blocks last ``block_s`` or one run. A spread over
     ``max_spread`` is measured again, ``max_repeats`` times at most. What takes longer than
-    ``long_s`` is run twice, and the second time counts.
+    ``long_s`` is run twice, the second time counts, and how far the first is from it is the spread.
     """
 
     max_direction_s: float = 0.04
@@ -175,18 +175,34 @@ def _sample(
 ) -> Sampled:
     first_s = _timed(runs[0], device)
     if first_s > limits.long_s:
-        return Sampled(median_s=_timed(runs[0], device), spread=0.0, num_samples=1)
+        return _steady(_pairs(first_s, runs[0], device), limits)
     for run in runs[1:]:
         run()
     once_s = _timed(_repeat(runs[-1], 1), device)
     num_inner = max(1, min(1000, round(limits.block_s / max(once_s, 1e-7))))
-    best = _one_sample(runs, num_inner, device, limits)
+    return _steady(lambda: _one_sample(runs, num_inner, device, limits), limits)
+
+
+def _steady(sample: Callable[[], Sampled], limits: MeasureLimits) -> Sampled:
+    """The sample with the least spread, taken again as long as that is too large."""
+    best = sample()
     for _ in range(limits.max_repeats):
         if best.spread <= limits.max_spread:
             break
-        again = _one_sample(runs, num_inner, device, limits)
-        best = min(best, again, key=lambda sampled: sampled.spread)
+        best = min(best, sample(), key=lambda sampled: sampled.spread)
     return best
+
+
+def _pairs(first_s: float, run: Callable[[], Any], device: torch.device) -> Callable[[], Sampled]:
+    """Samples of one run each, with its distance from the run before as the spread."""
+    last_s = first_s
+
+    def sample() -> Sampled:
+        nonlocal last_s
+        before_s, last_s = last_s, _timed(run, device)
+        return Sampled(median_s=last_s, spread=abs(last_s - before_s) / last_s, num_samples=1)
+
+    return sample
 
 
 def _one_sample(

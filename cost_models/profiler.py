@@ -36,7 +36,7 @@ class ProfileSummary:
     """What one ``profile`` did.
 
     ``num_free`` launch nothing; ``num_left`` found no time. ``noisy`` are measured with too large
-    a spread; ``failed`` could not be measured, each with the reason.
+    a spread, now or before; ``failed`` could not be measured, each with the reason.
     """
 
     num_measured: int
@@ -97,7 +97,6 @@ class Profiler:
         distinct = list(dict.fromkeys(calls))
         paid, unpriced = _split(distinct)
         missing = self._not_stored(paid)
-        noisy = []
         measured_before = self.num_measurements
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not progress) as bar:
@@ -107,18 +106,17 @@ class Profiler:
                     num_left = len(missing) - index
                     break
                 bar.update(task, description=f"profiling {call.name}")
-                times = self._measure(call)
-                if times is not None and times.spread > self.limits.max_spread:
-                    noisy.append(call)
+                self._measure(call)
                 bar.advance(task)
         num_measured = self.num_measurements - measured_before
-        failed = self._failed(paid)
+        known = {call: self.store.get(call) for call in paid}
+        failed = self._failed(call for call, times in known.items() if times is None)
         return ProfileSummary(
             num_measured=num_measured,
             num_known=len(paid) - num_measured - num_left - len(failed),
             num_free=len(distinct) - len(paid) - len(unpriced),
             num_left=num_left,
-            noisy=tuple(noisy),
+            noisy=tuple(c for c, times in known.items() if times and self._is_noisy(times)),
             failed=(*unpriced, *failed),
         )
 
@@ -129,9 +127,12 @@ class Profiler:
     def _not_stored(self, paid: Iterable[OpCall]) -> list[OpCall]:
         return [c for c in paid if self.store.get(c) is None and self.store.failure(c) is None]
 
-    def _failed(self, paid: Iterable[OpCall]) -> list[tuple[OpCall, str]]:
-        reasons = ((c, self.store.failure(c)) for c in paid if self.store.get(c) is None)
+    def _failed(self, calls: Iterable[OpCall]) -> list[tuple[OpCall, str]]:
+        reasons = ((call, self.store.failure(call)) for call in calls)
         return [(call, reason) for call, reason in reasons if reason is not None]
+
+    def _is_noisy(self, times: OpTime) -> bool:
+        return times.spread > self.limits.max_spread
 
     def _estimate(self, call: OpCall) -> OpEstimate:
         if not _is_paid(call):
@@ -141,7 +142,11 @@ class Profiler:
             times = self._measure(call)
         if times is not None:
             return OpEstimate(
-                times.forward_s, times.input_grad_s, times.weight_grad_s, Source.MEASURED
+                times.forward_s,
+                times.input_grad_s,
+                times.weight_grad_s,
+                Source.MEASURED,
+                self._is_noisy(times),
             )
         return self._interpolate(call) or self.fallback.estimate(call)
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
+from autopar.cost_models import Cluster, Profiler, ProfileStore, RooflineModel
 from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
+from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -15,8 +16,11 @@ from torch.nn.functional import mse_loss
 from autopar.capture import capture
 from autopar.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.errors import ConstraintError, InputError, PlanError
+from autopar.local_calls import calls_of
+from autopar.mesh import Mesh
 from autopar.plan import Plan, strategy_of
 from autopar.planner import make_planned
+from autopar.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=4)
@@ -146,6 +150,28 @@ def test_every_price_names_its_source(plan):
     text = str(plan)
     assert "(analytical)" in text
     assert "counted; peak at" in text
+    assert prediction.num_noisy == 0
+    assert "spread" not in text
+
+
+def test_prices_of_too_large_a_spread_are_counted(captured):
+    device = CLUSTER.device
+    store, roofline = ProfileStore(None, device), RooflineModel(device)
+    for call in calls_of(Analysis(captured.graph), [Mesh(("x",), (4,))]):
+        if call.name == "addmm":
+            base = roofline.estimate(call)
+            times = OpTime(
+                forward_s=base.forward_s, input_grad_s=base.input_grad_s,
+                weight_grad_s=base.weight_grad_s, spread=0.5, num_samples=3,
+            )  # fmt: skip
+            store.put(call, times)
+    measured = Profiler(store, device, measuring=False)
+    found = make_planned(
+        captured, CLUSTER, mesh={"x": 4}, constraints=DATA_PARALLEL, compute=measured
+    ).plan
+    count = sum(op.target_name == "aten.addmm.default" for op in captured.graph.ops)
+    assert found.prediction.num_noisy == found.prediction.sources["measured"] == count > 0
+    assert f"{count} from measurements of too large a spread" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def _devices(schedule: SchedulePlan) -> str:
 def _times(plan: Plan) -> Rows:
     p = plan.prediction
     sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
+    if p.num_noisy:
+        sources += f"; {p.num_noisy} from measurements of too large a spread"
     return [
         ("step", format_seconds(p.step_time_s)),
         ("throughput", _throughput(plan)),

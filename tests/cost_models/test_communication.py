@@ -17,6 +17,7 @@ from autopar.cost_models import (
     Level,
     ProfileStore,
     Source,
+    all_measured,
     collective_measure,
     measure_collectives,
     measured_model,
@@ -253,6 +254,35 @@ def test_collectives_are_measured_on_real_processes_once(tmp_path):
         assert measured.source == Source.MEASURED
         assert measured.time_s > 0
         assert model.estimate(kind, 1 << 12, (0, 1)).source == Source.INTERPOLATED
+
+
+def _stop_after_the_first_round(rank, world, port, path):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    cluster = Cluster.preset("cpu", devices_per_node=world)
+    options = {"kinds": (Collective.ALL_REDUCE,), "sizes_bytes": (1 << 10, 1 << 12)}
+    measure, visits = collective_measure._measure, []
+
+    def stopping(*arguments):
+        if len(visits) == 2:
+            raise KeyboardInterrupt
+        visits.append(arguments)
+        return measure(*arguments)
+
+    with ProfileStore(path, cluster.device) as store:
+        collective_measure._measure = stopping
+        with pytest.raises(KeyboardInterrupt):
+            measure_collectives(cluster, store, **options)
+        collective_measure._measure = measure
+        assert not all_measured(cluster, store, **options)
+        measure_collectives(cluster, store, **options)
+        assert all_measured(cluster, store, **options)
+    dist.destroy_process_group()
+
+
+def test_a_collective_is_known_after_its_last_round(tmp_path):
+    mp.spawn(_stop_after_the_first_round, (2, _free_port(), tmp_path / "store.sqlite3"), nprocs=2)
 
 
 def _free_port():

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import warnings
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.detect import cpu_name
 from autopar.cost_models.inputs import RealCall
-from autopar.cost_models.measure import MeasureLimits, _one_sample
+from autopar.cost_models.measure import MeasureLimits, _one_sample, _sample
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from op_samples import samples
@@ -150,6 +151,27 @@ def test_a_second_run_launches_no_measurement(tmp_path):
     assert (again.num_measured, again.num_known) == (0, summary.num_measured)
     assert [second.estimate(c) for c in calls] == [first.estimate(c) for c in calls]
     assert second.num_measurements == 0
+
+
+def test_a_noisy_time_is_flagged_and_not_measured_again():
+    profiler = _profiler()
+    quiet, noisy = _linear(8), _linear(16)
+    for call, spread in ((quiet, 0.1), (noisy, 0.5)):
+        profiler.store.put(call, replace(_off_by(3.0, call), spread=spread))
+    summary = profiler.profile([quiet, noisy], progress=False)
+    assert (summary.num_measured, summary.noisy) == (0, (noisy,))
+    found = {call: profiler.estimate(call) for call in (quiet, noisy)}
+    assert [estimate.is_noisy for estimate in found.values()] == [False, True]
+    assert found[noisy].source == Source.MEASURED
+    assert (found[quiet] + found[noisy]).times(2).is_noisy
+    assert not (found[quiet] + found[quiet]).is_noisy
+
+
+def test_the_runs_of_a_long_call_have_a_spread():
+    seconds = iter([0.4, 0.1, 0.1, 0.1])
+    found = _sample([lambda: time.sleep(next(seconds))], CPU, MeasureLimits(long_s=0.01))
+    assert found.spread > 0
+    assert len(list(seconds)) < 2  # the second run was far from the first: another was made
 
 
 def test_a_run_that_is_out_of_time_says_what_is_left():
