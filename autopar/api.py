@@ -41,6 +41,12 @@ from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.devices import resolve_devices
 from autopar.runtime.op_times import op_times
+from autopar.runtime.optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    check_makes_optimizer,
+    optimizer_spec,
+)
 from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
 from autopar.schedules import Schedule
 from autopar.stages import lower_staged_forward
@@ -64,6 +70,7 @@ def plan(
     cuts: Sequence[str] | None = None,
     recompute: bool | None = None,
     batch_norm: str = "global",
+    optimizer: MakeOptimizer | None = None,
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -97,11 +104,15 @@ def plan(
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
       ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
+    * ``optimizer``: makes the optimizer from a list of parameters, such as
+      ``functools.partial(torch.optim.SGD, lr=0.1)``: called once, over a small parameter, to learn
+      how much state it keeps. By default AdamW's is planned for.
     * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
 
-    Raises CaptureError, InputError or ConstraintError.
+    Raises CaptureError, InputError, OptimizerError or ConstraintError.
     """
     statistics = check_batch_norm(batch_norm)
+    check_makes_optimizer(optimizer)
     if not isinstance(cluster, Cluster):
         raise InputError(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
@@ -122,6 +133,7 @@ def plan(
             constraints=constraints,
             compute=compute,
             num_microbatches=num_microbatches,
+            optimizer=optimizer_spec(optimizer, cluster.device),
             progress=say,
         ).plan
 
@@ -132,8 +144,8 @@ def compile(
     *,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    lr_scheduler: MakeScheduler | None = None,
     plan: Plan | str | Path | None = None,
     mesh: Mapping[str, int] | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
@@ -159,8 +171,9 @@ def compile(
       otherwise local worker processes are started. The model itself stays as it is.
     * ``example_inputs``: left out, the first call compiles.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
-      ``functools.partial(torch.optim.AdamW, lr=3e-4)``; ``lr_scheduler`` makes the learning-rate
-      scheduler from the optimizer, and is stepped once a training step.
+      ``functools.partial(torch.optim.AdamW, lr=3e-4)``: also once for the plan, over a small
+      parameter; ``lr_scheduler`` makes the learning-rate scheduler from the optimizer, and is
+      stepped once a training step.
     * ``plan``: a plan or the path of its JSON: replayed without any search, with the
       ``batch_norm`` that it was made with.
     * ``max_grad_norm``: before each update gradients are scaled down to at most this 2-norm of all
@@ -177,12 +190,7 @@ def compile(
     check_loss_fn(loss_fn)
     check_max_grad_norm(max_grad_norm)
     statistics = check_batch_norm(batch_norm)
-    if optimizer is not None and not callable(optimizer):
-        name = type(optimizer).__name__
-        raise OptimizerError(
-            f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
-            f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
-        )
+    check_makes_optimizer(optimizer)
     if lr_scheduler is not None and (optimizer is None or not callable(lr_scheduler)):
         raise OptimizerError(
             f"lr_scheduler is {lr_scheduler!r}, with optimizer={optimizer!r}; pass a callable that "
@@ -251,6 +259,7 @@ def compile(
                     compute=compute,
                     communication=communication,
                     num_microbatches=num_microbatches,
+                    optimizer=optimizer_spec(optimizer, cluster.device),
                     device_type=kind,
                     progress=say,
                 ).plan

@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.constraints import narrowed
-from autopar.cost_models.update import OPTIMIZER_STATES
 from autopar.errors import ConstraintError
 from autopar.graph import Value, ValueKind
 from autopar.mesh import Mesh
@@ -363,10 +362,11 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
         )
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
+    num_states = candidate.priced.pricing.optimizer.num_states
     zero1 = replace(
         searched,
         time_s=time_parts(candidate, changes).step_s,
-        memory_bytes=searched.memory_bytes - OPTIMIZER_STATES * saved_bytes,
+        memory_bytes=searched.memory_bytes - num_states * saved_bytes,
         note="by formula; the runtime updates parameters where they are stored",
         candidate=None,
     )
@@ -427,11 +427,12 @@ def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
         )
         saved_bytes += size * (1 - kept)
     searched = _searched(candidate)
+    num_states = candidate.priced.pricing.optimizer.num_states
     return replace(
         searched,
         mesh=mesh,
         time_s=time_parts(candidate, changes).step_s,
-        memory_bytes=searched.memory_bytes - (1 + OPTIMIZER_STATES) * saved_bytes,
+        memory_bytes=searched.memory_bytes - (1 + num_states) * saved_bytes,
         note=f"by formula; to run it, plan with mesh={dict(zip(mesh.axis_names, mesh.axis_sizes))}",
         candidate=None,
     )

@@ -29,7 +29,7 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.compute import is_product
 from autopar.cost_models.op_work import work
-from autopar.cost_models.update import OPTIMIZER_STATES
+from autopar.cost_models.update import OptimizerSpec
 from autopar.errors import InputError
 from autopar.graph import Op
 from autopar.mesh import Mesh
@@ -79,12 +79,14 @@ class Combinations:
         fixed: Fixed,
         compute: ComputeModel,
         communication: CommunicationModel,
+        optimizer: OptimizerSpec,
         budget_bytes: int,
     ) -> None:
         self.cluster = cluster
         self.fixed = fixed
         self.compute = compute
         self.communication = communication
+        self.optimizer = optimizer
         self.budget_bytes = budget_bytes
         self.batch = analysis.batch_size
         self.num_blocks = len(staged_blocks(analysis.graph))
@@ -174,7 +176,7 @@ class Combinations:
             ranks = tuple(range(0, data * tensor, tensor))
             size_bytes = math.ceil(self.parameter_bytes / share)
             time_s += self.communication.estimate("all_reduce", size_bytes, ranks).time_s
-            if size_bytes * (2 + OPTIMIZER_STATES) > 0.8 * self.budget_bytes:
+            if size_bytes * (2 + self.optimizer.num_states) > 0.8 * self.budget_bytes:
                 gather = self.communication.estimate("all_gather", size_bytes, ranks)
                 time_s += num * gather.time_s
         activations = self.kept_bytes / parts / tensor

@@ -33,6 +33,7 @@ from autopar.cost_models import (
     OpCall,
     RooflineModel,
 )
+from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.errors import InputError, PlanError
 from autopar.finalists import Finalists
 from autopar.joint_search import Search, Setting
@@ -155,6 +156,7 @@ def plan_jointly(
     constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
     communication: CommunicationModel | None = None,
+    optimizer: OptimizerSpec | None = None,
     device_type: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> Planned:
@@ -167,6 +169,7 @@ def plan_jointly(
         constraints=listed(constraints),
         compute=compute or RooflineModel(cluster.device),
         communication=communication or CommunicationModel(cluster),
+        optimizer=optimizer or adamw(cluster.device),
         device_type=device_type,
         progress=progress,
     )

@@ -19,6 +19,7 @@ from autopar.cost_models import (
     CommunicationModel,
     ComputeModel,
 )
+from autopar.cost_models.update import OptimizerSpec
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches, analysed, with_totals
@@ -94,6 +95,7 @@ class Setting:
     constraints: list[Constraint]
     compute: ComputeModel
     communication: CommunicationModel
+    optimizer: OptimizerSpec
     device_type: str
     progress: Progress
 
@@ -113,7 +115,7 @@ class Search:
         self.schedule = cache(self._schedule)
         self.space = Combinations(
             Analysis(setting.captured.graph), setting.cluster, setting.fixed, setting.compute,
-            setting.communication, setting.budget_bytes,
+            setting.communication, setting.optimizer, setting.budget_bytes,
         )  # fmt: skip
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
@@ -166,7 +168,7 @@ class Search:
             return
         pricing = Pricing(
             analysis, combination.mesh, setting.cluster, setting.compute, setting.communication,
-            microbatches,
+            microbatches, optimizer=setting.optimizer,
         )  # fmt: skip
         try:
             found = search_priced(price_graph(pricing), setting.constraints, None)

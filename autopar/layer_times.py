@@ -16,7 +16,7 @@ from msgspec import structs
 
 from autopar.cost_models import CommunicationModel, DeviceSpec, OpCall, RooflineModel
 from autopar.cost_models.op_work import work
-from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES
+from autopar.cost_models.update import FUSED_ADAMW
 from autopar.cost_models.work import Family
 from autopar.graph import Block, Graph, Op, ValueKind
 from autopar.schedules import CoRun, Durations, Kind, Links, Memory
@@ -158,8 +158,8 @@ def layer_durations(
 ) -> Durations:
     """Seconds of each layer's F, I and W; with ``communication`` also G and U.
 
-    G is one all-reduce of the layer's gradients over every device of the cluster. U reads and
-    writes weights, gradients and the optimizer's states at the device's memory bandwidth.
+    G is one all-reduce of the layer's gradients over every device of the cluster. U is the
+    update of fused AdamW at the device's memory bandwidth.
     """
     forward = tuple(layer.forward_s for layer in layers)
     inputs = tuple(layer.input_grad_s for layer in layers)
@@ -176,7 +176,7 @@ def layer_durations(
             communication.estimate("all_reduce", layer.gradient_bytes, ranks).time_s
             for layer in layers
         ),
-        U=tuple(UPDATE_PASSES * layer.gradient_bytes / bandwidth for layer in layers),
+        U=tuple(FUSED_ADAMW.num_passes * layer.gradient_bytes / bandwidth for layer in layers),
     )
 
 
@@ -204,11 +204,11 @@ def layer_links(
 
 
 def layer_memory(layers: Sequence[LayerTimes]) -> Memory:
-    """Activations, gradients, and weights with the optimizer's states, of each layer."""
+    """Activations, gradients, and weights with AdamW's states, of each layer."""
     return Memory(
         activation_bytes=tuple(float(layer.activation_bytes) for layer in layers),
         gradient_bytes=tuple(float(layer.gradient_bytes) for layer in layers),
         weight_bytes=tuple(
-            float(layer.gradient_bytes * (1 + OPTIMIZER_STATES)) for layer in layers
+            float(layer.gradient_bytes * (1 + FUSED_ADAMW.num_states)) for layer in layers
         ),
     )

@@ -106,16 +106,17 @@ class Prediction(_Struct, frozen=True):
     measurement of too large a spread in it; ``unpriced`` lists the operators that no cost model
     knows, priced by their memory traffic, and why. ``analytical_factor`` is by what factor the
     analytical prices may be off, up or down: the median of the stated errors of their families by
-    time (None where every op is measured). Communication has the weakest
-    source among its collectives (none where nothing is communicated), updates and input copies are
-    analytical, and memory is counted over the lowered graphs. ``communication_s`` is what the step
-    takes longer for it, ``hidden_s`` what runs beside the computation besides (see
-    `autopar.step_time`; 0 of pipelines). Of a pipeline the step is simulated,
-    the other times are those of the device that computes most, and ``bubble_share`` is the idle
-    share of all devices. ``resident_bytes``, on CPUs, is by how much the process itself grows:
-    those tensors, what the allocator keeps of freed ones, and libraries. ``model_flops`` are those
-    of `autopar.utilisation`, and ``model_flops_utilisation`` is the share of the step that all
-    devices need for them at their peak; ``tokens_per_s`` is None without token ids.
+    time (None where every op is measured). Communication has the weakest source among its
+    collectives (none where nothing is communicated), ``update_source`` is that of the updates (none
+    where nothing is trained), input copies are analytical, and memory is counted over the lowered
+    graphs, with ``num_optimizer_states`` tensors of state for each parameter. ``communication_s`` is
+    what the step takes longer for it, ``hidden_s`` what runs beside the computation besides (see
+    `autopar.step_time`; 0 of pipelines). Of a pipeline the step is simulated, the other times are
+    those of the device that computes most, and ``bubble_share`` is the idle share of all devices.
+    ``resident_bytes``, on CPUs, is by how much the process itself grows: those tensors, what the
+    allocator keeps of freed ones, and libraries. ``model_flops`` are those of
+    `autopar.utilisation`, and ``model_flops_utilisation`` is the share of the step that all devices
+    need for them at their peak; ``tokens_per_s`` is None without token ids.
     """
 
     step_time_s: float
@@ -137,6 +138,8 @@ class Prediction(_Struct, frozen=True):
     tokens_per_s: float | None = None
     analytical_factor: float | None = None
     num_noisy: int = 0
+    update_source: str = "analytical"
+    num_optimizer_states: int = 2
 
 
 class KnownStrategy(_Struct, frozen=True):

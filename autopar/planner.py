@@ -16,7 +16,7 @@ from autopar.capture import Captured
 from autopar.collector import collector_paused
 from autopar.constraints import Constraint, MemoryBudget, narrow
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, RooflineModel
-from autopar.cost_models.update import OPTIMIZER_STATES
+from autopar.cost_models.update import OptimizerSpec
 from autopar.errors import ConstraintError, InputError
 from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
@@ -131,14 +131,15 @@ def make_planned(
     communication: CommunicationModel | None = None,
     num_microbatches: int = 1,
     pipeline: PipelineChoice | None = None,
+    optimizer: OptimizerSpec | None = None,
     device_type: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search every candidate mesh and lower the best strategy.
 
     In a ``pipeline`` (which says how many micro-batches there are) the strategy is searched on the
-    mesh of one of its devices, then cut into stages. Raises ConstraintError where the constraints,
-    or the memory, leave no strategy.
+    mesh of one of its devices, then cut into stages. The ``optimizer`` is by default AdamW. Raises
+    ConstraintError where the constraints, or the memory, leave no strategy.
     """
     constraints = listed(constraints)
     check_trainable(captured)
@@ -155,6 +156,7 @@ def make_planned(
         constraints=constraints,
         compute=compute,
         communication=communication,
+        optimizer=optimizer,
         progress=progress,
     )
     baselines = Baselines(found={}, missing={})  # of a pipeline: they would have its stages too
@@ -203,6 +205,7 @@ def search_meshes(
     communication: CommunicationModel | None = None,
     microbatches: Microbatches | None = None,
     residence: Residence = WHOLE,
+    optimizer: OptimizerSpec | None = None,
     progress: Progress = lambda _: None,
 ) -> list[Candidate]:
     """The best strategies on each mesh, memory left out; raises ConstraintError for none.
@@ -215,7 +218,9 @@ def search_meshes(
     found = []
     for mesh in meshes:
         progress(f"search on mesh {mesh}")
-        pricing = Pricing(analysis, mesh, cluster, compute, communication, microbatches)
+        pricing = Pricing(
+            analysis, mesh, cluster, compute, communication, microbatches, optimizer=optimizer
+        )
         priced = replace(price_graph(pricing), residence=residence)
         found += [
             search_priced(priced, constraints, None, exposed=exposed)
@@ -343,8 +348,9 @@ class Lowering:
         if staged is not None:
             stages, schedule = staged
             program = with_pipeline(program, stages.of(strategy.graph), schedule)
+        num_states = best.priced.pricing.optimizer.num_states
         device = self.communication.cluster.device
-        return program, program_memory(program, device, num_optimizer_states=OPTIMIZER_STATES)
+        return program, program_memory(program, device, num_optimizer_states=num_states)
 
     def times(self, best: Candidate) -> PipelineTimes | None:
         """The simulated step of a pipeline."""
@@ -434,7 +440,7 @@ def _resident_bytes(candidate: Candidate) -> float:
         value = graph.values[decision.index]
         if decision.kind == NodeKind.STORED and value.kind is ValueKind.PARAMETER:
             shape = local_shape(value.shape, assignment.stored[value.index], candidate.mesh)
-            copies = 1 + OPTIMIZER_STATES if value.differentiable else 1
+            copies = 1 + priced.pricing.optimizer.num_states if value.differentiable else 1
             total += copies * math.prod(shape) * value.dtype.itemsize
     return total
 

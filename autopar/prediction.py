@@ -41,10 +41,11 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         if isinstance(table, OpTable)
     ]
     sources = Counter(str(estimate.source) for estimate in estimates)
-    used = priced.pricing.communication_sources
-    done = model_work(priced.pricing.analysis, priced.pricing.cluster.device)
-    all_devices_s = parts.step_s * priced.pricing.cluster.num_devices
-    on_cpu = priced.pricing.cluster.device.kind == "cpu"
+    pricing = priced.pricing
+    used, updates = pricing.communication_sources, _update_sources(best)
+    done = model_work(pricing.analysis, pricing.cluster.device)
+    all_devices_s = parts.step_s * pricing.cluster.num_devices
+    on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
         step_time_s=_round(parts.step_s),
         forward_s=_round(parts.forward_s),
@@ -53,7 +54,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         update_s=_round(parts.update_s),
         sources=dict(sorted(sources.items())),
         communication_source=str(weakest(used)) if used else "none",
-        unpriced=dict(sorted(priced.pricing.unpriced.items())),
+        unpriced=dict(sorted(pricing.unpriced.items())),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
         hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
@@ -65,6 +66,8 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
         num_noisy=sum(estimate.is_noisy for estimate in estimates),
+        update_source=str(weakest(updates)) if updates else "none",
+        num_optimizer_states=pricing.optimizer.num_states,
     )
 
 
@@ -92,6 +95,17 @@ def _family(analysis: Analysis, op: Op) -> Family:
         return work(whole_call(analysis, op)).family
     except CostError:
         return Family.OTHER
+
+
+def _update_sources(best: Candidate) -> set[Source]:
+    """Where the prices of the parameters' updates come from."""
+    pricing = best.priced.pricing
+    stored = best.priced.assignment(best.solution.assignment).stored
+    return {
+        pricing.update(pricing.local_bytes(value, stored[value.index]), value.dtype).source
+        for value in pricing.graph.parameters
+        if value.differentiable and value.index in stored
+    }
 
 
 def _round(seconds: float) -> float:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from autopar.cost_models import (
     Cluster,
@@ -30,7 +31,8 @@ from autopar.cost_models import (
     OpEstimate,
     Source,
 )
-from autopar.cost_models.update import OPTIMIZER_STATES, UPDATE_PASSES, update_call
+from autopar.cost_models.estimate import Estimate, weakest
+from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, adamw, update_call
 from autopar.graph import Graph, Op, Value, ValueKind
 from autopar.local_calls import LocalCall, local_calls, split_placements
 from autopar.mesh import Mesh
@@ -92,6 +94,7 @@ class Pricing:
     """The tables of one graph on one mesh of one cluster.
 
     ``held`` says of some stored values where they lie already: they have no other choice.
+    ``optimizer`` is by default AdamW.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Pricing:
         microbatches: Microbatches | None = None,
         *,
         held: Mapping[int, Placements] | None = None,
+        optimizer: OptimizerSpec | None = None,
     ) -> None:
         self.analysis = analysis
         self.microbatches = microbatches
@@ -115,6 +119,7 @@ class Pricing:
         self.compute = compute
         self.communication = communication
         self.held = held or {}
+        self.optimizer = optimizer or adamw(cluster.device)
         self.unpriced: dict[str, str] = {}
         self.communication_sources: set[Source] = set()
         self._op_tables: dict[Any, OpTable] = {}
@@ -277,7 +282,7 @@ class Pricing:
         self.communication_sources.add(found.source)
         return found.time_s
 
-    def _local_bytes(self, value: Value, placements: Placements) -> int:
+    def local_bytes(self, value: Value, placements: Placements) -> int:
         shape = local_shape(value.shape, placements, self.mesh)
         return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
 
@@ -301,7 +306,7 @@ class Pricing:
             options = [held] if held else split_placements(value, self.mesh, (R,), digits)
             if (cut := self.microbatches) is not None:
                 options = [p for p in options if cut.allows_stored(value.index, p, self.mesh)]
-            sizes = np.array([self._local_bytes(value, p) for p in options], dtype=float)
+            sizes = np.array([self.local_bytes(value, p) for p in options], dtype=float)
             self._value_tables[key] = ValueTable(
                 placements=PlacementTable.of(options),
                 cost_s=self._holding_s(value, sizes),
@@ -310,31 +315,39 @@ class Pricing:
         return self._value_tables[key]
 
     def _holding_s(self, value: Value, sizes: Array) -> Array:
-        """A parameter is updated; an input is copied in.
-
-        An update that was not measured is bound by memory: the launches of many parameters' updates
-        are one.
-        """
-        bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s
+        """A parameter is updated; an input is copied in."""
         if value.kind is not ValueKind.PARAMETER:
-            return sizes * 2 / bandwidth
+            return sizes * 2 / self.cluster.device.memory_bandwidth_bytes_per_s
         if not value.differentiable:
             return np.zeros_like(sizes)
-        times = {}
-        for size in set(sizes):
-            found = self.compute.estimate(
-                update_call(int(size) // value.dtype.itemsize, value.dtype)
-            )
-            is_known = found.source is not Source.ANALYTICAL
-            times[size] = found.forward_s if is_known else UPDATE_PASSES * size / bandwidth
+        times = {size: self.update(int(size), value.dtype).time_s for size in set(sizes)}
         return np.array([times[size] for size in sizes])
+
+    def update(self, size_bytes: int, dtype: torch.dtype) -> Estimate:
+        """The update of a part of a parameter.
+
+        One that was not measured is bound by memory: the launches of many parameters' updates are
+        one. Measured is AdamW's; another's is in proportion to its passes through memory.
+        """
+        num_passes = self.optimizer.num_passes
+        found = self.compute.estimate(update_call(size_bytes // dtype.itemsize, dtype))
+        if found.source is Source.ANALYTICAL:
+            bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s
+            return Estimate(num_passes * size_bytes / bandwidth, Source.ANALYTICAL)
+        if self.optimizer == FUSED_ADAMW:
+            return Estimate(found.forward_s, found.source)
+        return Estimate(
+            found.forward_s * num_passes / FUSED_ADAMW.num_passes,
+            weakest((found.source, Source.INTERPOLATED)),
+        )
 
     def _holding_bytes(self, value: Value, sizes: Array) -> Array:
         """Gradient and optimizer state of a parameter (its use is counted at the op, where the
         gradients of several micro-batches are added up too)."""
         if value.kind is ValueKind.PARAMETER:
             gradients = 1 if self.num_microbatches == 1 else 0
-            return sizes * (gradients + OPTIMIZER_STATES if value.differentiable else 0)
+            num_held = gradients + self.optimizer.num_states
+            return sizes * (num_held if value.differentiable else 0)
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:

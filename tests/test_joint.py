@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.cost_models.update import adamw
 
 import autopar
 from autopar.capture import capture
@@ -138,7 +139,10 @@ def test_a_bound_is_below_every_price() -> None:
     model, make_batch = build("gpt2")
     captured = capture(model, make_batch(0))
     communication, compute = CommunicationModel(CLUSTER), RooflineModel(CLUSTER.device)
-    space = Combinations(Analysis(captured.graph), CLUSTER, Fixed(), compute, communication, 2**40)
+    space = Combinations(
+        Analysis(captured.graph), CLUSTER, Fixed(), compute, communication, adamw(CLUSTER.device),
+        2**40,
+    )  # fmt: skip
     checked = 0
     for combination in space.all():
         _, analysis, microbatches = analysed(captured, combination.num_microbatches)

@@ -47,7 +47,7 @@ def sums_s(graph: PricedGraph, op: Any, placement: Any) -> float:
     values, pricing = graph.pricing.graph.values, graph.pricing
     device = CLUSTER.device
     sizes = [
-        pricing._local_bytes(values[i], need)
+        pricing.local_bytes(values[i], need)
         for i, need in zip(op.inputs, placement)
         if values[i].kind is ValueKind.PARAMETER
     ]

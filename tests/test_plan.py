@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from autopar.cost_models.work import Family
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import autopar
 from autopar.capture import capture
 from autopar.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.errors import ConstraintError, InputError, PlanError
@@ -244,6 +246,51 @@ def test_memory_budget_makes_the_plan_split(captured):
     assert sum(tight.plan.prediction.memory_bytes.values()) <= budget
     assert tight.plan.prediction.step_time_s >= free.plan.prediction.step_time_s
     assert len(tight.plan.ops) > len(free.plan.ops)
+
+
+def test_a_plan_for_plain_sgd_fits_where_adamws_does_not(captured):
+    model, make_batch = build("gpt2")
+    options = {"mesh": {"x": 4}, "constraints": [Force("data_parallel")]}
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    plain = autopar.plan(model, CLUSTER, make_batch(0), optimizer=sgd, **options)
+    usual = autopar.plan(model, CLUSTER, make_batch(0), **options)
+    assert (plain.prediction.num_optimizer_states, usual.prediction.num_optimizer_states) == (0, 2)
+    assert "optimizer_state" not in plain.prediction.memory_bytes
+    assert plain.prediction.update_s < usual.prediction.update_s
+    parameters = plain.graph.parameter_bytes
+    assert usual.search.estimated_bytes - plain.search.estimated_bytes == 2 * parameters
+    saved = {
+        name: usual.search.baselines[name].memory_bytes - known.memory_bytes
+        for name, known in plain.search.baselines.items()
+        if name in ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    }
+    split = 2 * parameters / 4
+    assert list(saved.values()) == pytest.approx([2 * parameters, split, split, split], rel=0.01)
+    options["constraints"].append(MemoryBudget(sum(plain.prediction.memory_bytes.values())))
+    again = autopar.plan(model, CLUSTER, make_batch(0), optimizer=sgd, **options)
+    assert again.parameters == plain.parameters
+    with pytest.raises(ConstraintError, match="no strategy was found that fits"):
+        autopar.plan(model, CLUSTER, make_batch(0), **options)
+
+
+def test_pipelines_are_planned_with_the_optimizer_too():
+    model, make_batch = build("gpt2")
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for options in (
+        {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 2},
+        {"schedule": "auto", "num_stages": 2, "num_microbatches": 2},
+    ):
+        plan = autopar.plan(model, CLUSTER, make_batch(0), optimizer=sgd, **options)
+        memory = plan.prediction.memory_bytes
+        assert plan.prediction.num_optimizer_states == 1
+        assert memory["optimizer_state"] == memory["parameters"]
+
+
+def test_an_older_plan_is_of_adamw_and_analytical_updates(plan):
+    document = json.loads(plan.to_json())
+    for name in ("num_optimizer_states", "update_source"):
+        del document["prediction"][name]
+    assert Plan.from_json(json.dumps(document)) == plan
 
 
 def test_of_three_constraints_the_two_that_contradict_each_other_are_named(captured):

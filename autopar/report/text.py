@@ -115,7 +115,7 @@ def _times(plan: Plan) -> Rows:
         ("forward", format_seconds(p.forward_s)),
         ("backward", format_seconds(p.backward_s)),
         ("communication", _communication(p)),
-        ("update", f"{format_seconds(p.update_s)}  (analytical)"),
+        ("update", f"{format_seconds(p.update_s)}  ({p.update_source})"),
         *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
         ("op prices", sources),
         *_roofline(p.analytical_factor),

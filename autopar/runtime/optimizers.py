@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.cost_models import DeviceSpec
+from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.errors import OptimizerError
 from autopar.lowering.program import ParameterProgram
 from autopar.mesh import Mesh
@@ -35,6 +37,16 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
+
+
+def check_makes_optimizer(make: object) -> None:
+    """Raise OptimizerError for what cannot make an optimizer, such as an optimizer itself."""
+    if make is not None and not callable(make):
+        name = type(make).__name__
+        raise OptimizerError(
+            f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
+            f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
+        )
 
 
 def check_optimizer(
@@ -138,6 +150,29 @@ def _lay_out_gradient(parameter: nn.Parameter) -> None:
 def is_like_parameter(value: Any, parameter: Tensor) -> bool:
     """Whether a piece of optimizer state has an element for each one of the parameter's part."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def optimizer_spec(make: MakeOptimizer | None, device: DeviceSpec) -> OptimizerSpec:
+    """What prices know of the user's optimizer, from one step of it over a small parameter.
+
+    AdamW's, where there is none or it does not step that way.
+    """
+    if make is None:
+        return adamw(device)
+    parameter = nn.Parameter(torch.zeros(2, 3, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = make([parameter])
+        is_fused = all(
+            group.get("fused") or (device.kind == "cpu" and _may_be_fused(optimizer, group))
+            for group in optimizer.param_groups
+        )
+        update(optimizer)
+        state = optimizer.state.get(parameter, {})
+    except Exception:  # whatever is wrong with it is said where the real one is made
+        return adamw(device)
+    num_states = sum(is_like_parameter(value, parameter) for value in state.values())
+    return OptimizerSpec(num_states=num_states, is_fused=is_fused)
 
 
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def sequences() -> dict[str, Tensor]:
 CASES = {
     "recurrent, alone": (Recurrent, sequences, 1, []),
     "branches, alone": (Branches, images, 1, []),
+    "deep, alone": (Deep, rows, 1, []),
     "branches, ZeRO-3": (Branches, images, 2, [Force("zero3")]),
     "deep, data parallel": (Deep, rows, 2, [Force("data_parallel")]),
     "deep, ZeRO-3": (Deep, rows, 2, [Force("zero3")]),
@@ -86,13 +88,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_counted_is_held(case: str) -> None:
+AdamW = functools.partial(torch.optim.AdamW, lr=1e-3)
+SGD = functools.partial(torch.optim.SGD, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"), [*((case, AdamW) for case in CASES), ("deep, alone", SGD)]
+)
+def test_counted_is_held(case: str, optimizer: Any) -> None:
     make_model, make_batch, num_processes, constraints = CASES[case]
     torch.manual_seed(0)
     compiled = autopar.compile(
         make_model(), num_processes, example_inputs=make_batch(), constraints=constraints,
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), profile_limit_s=0.001,
+        optimizer=optimizer, profile_limit_s=0.001,
     )  # fmt: skip
     with compiled:
         held = max(compiled.peak_tensor_bytes(**make_batch()))

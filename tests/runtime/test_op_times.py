@@ -11,6 +11,7 @@ import pytest
 import torch
 from autopar.cost_models import (
     Cluster,
+    CommunicationModel,
     CostError,
     OpCall,
     ProfileStore,
@@ -19,10 +20,15 @@ from autopar.cost_models import (
     TensorSpec,
 )
 from autopar.cost_models.store import OpTime
-from autopar.cost_models.update import UPDATE_PASSES, update_call
+from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, update_call
 
+from autopar.capture import capture
+from autopar.mesh import Mesh
+from autopar.pricing import Pricing
 from autopar.runtime import op_times as module
 from autopar.runtime.op_times import measure_again, op_times
+from autopar.strategy import Analysis
+from tests.models.zoo import build
 
 
 def relu(rows: int) -> OpCall:
@@ -51,6 +57,23 @@ def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again = measured(calls, tmp_path / "times")
     assert [again.estimate(call) for call in calls] == found
     assert again.estimate(relu(256)).source is Source.INTERPOLATED
+
+
+def test_updates_of_other_optimizers_are_in_proportion_to_what_they_move(tmp_path: Path) -> None:
+    model, make_batch = build("mlp")
+    analysis, mesh = Analysis(capture(model, make_batch(0)).graph), Mesh(("x",), (2,))
+    cluster = Cluster.detect(2)
+    compute = measured([update_call(1000, torch.float32)], tmp_path / "times")
+    (adamw, sgd) = (
+        Pricing(
+            analysis, mesh, cluster, compute, CommunicationModel(cluster),
+            optimizer=OptimizerSpec(num_states=num_states, is_fused=True),
+        ).update(4000, torch.float32)
+        for num_states in (2, 0)
+    )  # fmt: skip
+    assert adamw.source is Source.MEASURED
+    assert sgd.source is Source.INTERPOLATED
+    assert sgd.time_s == pytest.approx(adamw.time_s * 3 / 7)
 
 
 def test_near_sizes_share_a_measurement_where_time_is_short(
@@ -160,4 +183,6 @@ def test_an_update_reads_and_writes_all_but_the_gradient() -> None:
         for n in (1 << 26, 1 << 27)
     )
     per_byte_s = (large - small) / (4 << 26)
-    assert per_byte_s == pytest.approx(UPDATE_PASSES / device.memory_bandwidth_bytes_per_s, rel=0.5)
+    assert per_byte_s == pytest.approx(
+        FUSED_ADAMW.num_passes / device.memory_bandwidth_bytes_per_s, rel=0.5
+    )

@@ -1,15 +1,18 @@
-"""Updates by fused kernels are the optimizer's own updates, and nobody's options change."""
+"""Updates by fused kernels are the optimizer's own, and what prices know of optimizers is true."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from autopar.cost_models import Cluster
+from autopar.cost_models.update import OptimizerSpec
 from torch import nn
 
-from autopar.runtime.optimizers import update
+from autopar.runtime.optimizers import optimizer_spec, update
 
 MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, **o),
@@ -50,3 +53,44 @@ def test_what_the_user_chose_runs() -> None:
     expected, _ = trained(MAKES["adamw"], lambda optimizer: optimizer.step(), foreach=False)
     got, _ = trained(MAKES["adamw"], update, foreach=False)
     assert all(map(torch.equal, got, expected))
+
+
+def refused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    raise ValueError(f"{len(parameters)} parameters are too few")
+
+
+@pytest.mark.parametrize(
+    ("make", "num_states", "is_fused"),
+    [
+        (None, 2, True),
+        (partial(torch.optim.SGD, lr=0.1), 0, True),
+        (MAKES["sgd"], 1, True),
+        (partial(torch.optim.AdamW, foreach=False), 2, False),
+        (partial(torch.optim.AdamW, fused=True), 2, True),
+        (MAKES["adam"], 3, True),
+        (MAKES["rmsprop"], 1, False),
+        (torch.optim.Adafactor, 0, False),  # a row and a column, which are no parameter's size
+        (torch.optim.LBFGS, 2, True),
+        (refused, 2, True),
+    ],
+)
+def test_an_optimizers_states_are_counted(make: Any, num_states: int, is_fused: bool) -> None:
+    device = Cluster.preset("cpu").device
+    expected = OptimizerSpec(num_states=num_states, is_fused=is_fused)
+    assert optimizer_spec(make, device) == expected
+
+
+def test_on_cuda_updates_are_fused_where_the_user_says_so() -> None:
+    device = Cluster.preset("h100-sxm").device
+    assert not optimizer_spec(None, device).is_fused
+    assert not optimizer_spec(MAKES["adamw"], device).is_fused
+    assert optimizer_spec(partial(torch.optim.AdamW, fused=True), device).is_fused
+
+
+@pytest.mark.parametrize(
+    ("num_states", "is_fused", "num_passes"),
+    [(0, True, 3), (0, False, 3), (1, True, 5), (2, True, 7), (2, False, 19)],
+)
+def test_an_update_goes_through_memory(num_states: int, is_fused: bool, num_passes: int) -> None:
+    """SGD reads weights and gradient and writes weights; every state is read and written."""
+    assert OptimizerSpec(num_states=num_states, is_fused=is_fused).num_passes == num_passes
