@@ -99,7 +99,11 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """At most this much memory per device: bytes, or text such as ``"60GiB"``."""
+    """At most this much memory per device: bytes, or text such as ``"60GiB"``.
+
+    It is for tensors, as plans count them. What a step takes besides (what the allocator loses or
+    holds back, libraries) has to fit the device's own memory with them, whatever the budget.
+    """
 
     size: int | str
 

@@ -110,6 +110,9 @@ class Finalists:
             return self._pipeline(option, option.choice)
         except AutoparError as error:
             self._refuse(option, str(error))
+            if option.choice is None:
+                for other in self.search.with_more_microbatches(option):
+                    self._push(other)
             return None
 
     def _without_pipeline(self, option: Option) -> Planned:
@@ -134,9 +137,10 @@ class Finalists:
         )
 
     def _pipeline(self, option: Option, choice: PipelineChoice) -> Planned | None:
-        lowering, budget = self._lowering(choice), self.setting.budget_bytes
+        lowering, limit = self._lowering(choice), self.setting.limit
         program, memory = lowering.lowered(option.candidate)
-        if memory.peak_bytes <= budget:
+        needed, available = limit.tightest(memory)
+        if needed <= available:
             combination = option.combination
             captured, *_ = self.search.analysed(combination.num_microbatches)
             key = combination.num_devices, combination.num_microbatches
@@ -146,13 +150,14 @@ class Finalists:
             )
             self.search.times_s[str(option)] = option.time_s
             return planned(captured, option.candidate, program, memory, report, lowering)
-        self.ratios[_key(option)] = memory.peak_bytes / option.estimated_bytes
+        within = option.estimated_bytes * available / needed
+        self.ratios[_key(option)] = limit.tensor_bytes / within
         self._refuse(
             option,
             f"would take {format_seconds(option.time_s)}, but needs "
-            f"{format_bytes(memory.peak_bytes)} of {format_bytes(budget)}",
+            f"{format_bytes(needed)} of {format_bytes(available)}",
         )
-        self._again(option, 0.98 * budget * option.estimated_bytes / memory.peak_bytes)
+        self._again(option, 0.98 * within)
         return None
 
     def _again(self, option: Option, target_bytes: float) -> None:

@@ -31,8 +31,9 @@ from autopar.pipelines import (
     residence_of,
 )
 from autopar.planner import (
+    MemoryLimit,
     Progress,
-    memory_budget,
+    memory_limit,
     search_priced,
 )
 from autopar.pricing import Pricing
@@ -100,8 +101,13 @@ class Setting:
     progress: Progress
 
     @property
+    def limit(self) -> MemoryLimit:
+        return memory_limit(self.cluster, self.constraints)
+
+    @property
     def budget_bytes(self) -> int:
-        return memory_budget(self.cluster, self.constraints)
+        """For tensors, by which the search goes: it has no count of what a step takes besides."""
+        return self.limit.tensor_bytes
 
 
 class Search:
@@ -121,6 +127,7 @@ class Search:
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s = math.inf
         self.alone_on: set[Mesh] = set()
+        self.left_out: dict[Mesh, list[Combination]] = {}
         self.times_s: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
         self.deadline_s = time.process_time() + SEARCH_LIMIT_S
@@ -130,12 +137,29 @@ class Search:
         self.space.check()
         order = sorted(self.space.all(), key=lambda each: (self.space.guess_s(each), str(each)))
         for combination in order:
-            reason = self._reason_against(combination)
-            if reason is None:
-                self._price(combination)
-            else:
-                self.reasons.setdefault(str(combination), reason)
+            self._consider(combination)
         return self
+
+    def with_more_microbatches(self, option: Option) -> list[Option]:
+        """What was left out because ``option``, without a pipeline, seemed to fit, and does not."""
+        mesh, num_known = option.combination.mesh, len(self.options)
+        self.alone_on.discard(mesh)
+        for combination in self.left_out.pop(mesh, []):
+            self.reasons.pop(str(combination), None)
+            self._consider(combination)
+        return self.options[num_known:]
+
+    def _consider(self, combination: Combination) -> None:
+        """Price a combination, or note why not."""
+        mesh = combination.mesh
+        reason = self._reason_against(combination)
+        if reason is None and combination.num_devices == 1 and mesh in self.alone_on:
+            reason = "fewer micro-batches fit, and are no slower without a pipeline"
+            self.left_out.setdefault(mesh, []).append(combination)
+        if reason is None:
+            self._price(combination)
+        else:
+            self.reasons.setdefault(str(combination), reason)
 
     def fits(self, option: Option, ratio: float = 1.0) -> bool:
         """Whether it seems to fit; ``ratio`` is counted memory to the search's own count."""
@@ -151,8 +175,6 @@ class Search:
         bound_s = self.space.bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes {format_seconds(bound_s)} or more, even without any communication"
-        if combination.num_devices == 1 and combination.mesh in self.alone_on:
-            return "fewer micro-batches fit, and are no slower without a pipeline"
         if time.process_time() > self.deadline_s:
             return f"not tried: the search had taken {SEARCH_LIMIT_S:.0f} s of computing"
         return None

@@ -109,8 +109,8 @@ class Prediction(_Struct, frozen=True):
     time (None where every op is measured). Communication has the weakest source among its
     collectives (none where nothing is communicated), ``update_source`` is that of the updates (none
     where nothing is trained), input copies are analytical, and memory is counted over the lowered
-    graphs, with ``num_optimizer_states`` tensors of state for each parameter. ``communication_s`` is
-    what the step takes longer for it, ``hidden_s`` what runs beside the computation besides (see
+    graphs, with ``num_optimizer_states`` tensors of state for each parameter. ``communication_s``
+    is what the step takes longer for it, ``hidden_s`` what runs beside the computation besides (see
     `autopar.step_time`; 0 of pipelines). Of a pipeline the step is simulated, the other times are
     those of the device that computes most, and ``bubble_share`` is the idle share of all devices.
     ``resident_bytes``, on CPUs, is by how much the process itself grows: those tensors, what the

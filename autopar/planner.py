@@ -286,7 +286,7 @@ def finish(
     baselines: Baselines,
 ) -> Planned:
     """Lower the cheapest; under a memory limit, search again with what the count has taught."""
-    budget = memory_budget(cluster, constraints)
+    limit = memory_limit(cluster, constraints)
     # A known strategy stands in where it is faster: the search ran out of time, or under a budget
     # its estimate of memory was too cautious. It obeys no constraint but the budget.
     free = all(isinstance(constraint, MemoryBudget) for constraint in constraints)
@@ -295,9 +295,9 @@ def finish(
     best = cheapest([*candidates, *rivals[:1]])
     progress(f"lower on mesh {best.mesh}")
     program, memory = lowering.lowered(best)
-    if memory.peak_bytes > budget:
-        progress(f"search within {budget:,} bytes")
-        fit = _fit(candidates, rivals, best, memory, budget, constraints, lowering)
+    if not limit.fits(memory):
+        progress(f"search within {limit.tensor_bytes:,} bytes")
+        fit = _fit(candidates, rivals, best, memory, limit, constraints, lowering)
         searched, best, program, memory = fit.searched, fit.best, fit.program, fit.memory
     report = search_report(best, candidates, searched, baselines)
     return planned(captured, best, program, memory, report, lowering)
@@ -379,7 +379,7 @@ def _fit(
     rivals: Sequence[Candidate],
     best: Candidate,
     memory: ProgramMemory,
-    budget: int,
+    limit: MemoryLimit,
     constraints: Sequence[Constraint],
     lowering: Lowering,
 ) -> _Fit:
@@ -394,7 +394,8 @@ def _fit(
     estimated = best.estimated_bytes
     least = 0.0
     for _ in range(MAX_BUDGET_TRIALS):
-        target = max(estimated * budget / memory.peak_bytes * 0.98, least)
+        needed, available = limit.tightest(memory)
+        target = max(estimated * available / needed * 0.98, least)
         tried = _search_within(candidates, constraints, target)
         feasible = [c for c in tried if c.solution.assignment]
         if not feasible:
@@ -404,24 +405,24 @@ def _fit(
             continue
         searched, best = tried, cheapest(feasible)
         program, memory = lowering.lowered(best)
-        if memory.peak_bytes <= budget:
+        if limit.fits(memory):
             found = _Fit(searched=tried, best=best, program=program, memory=memory)
             break
-        smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
+        smallest = min(smallest, memory, key=lambda m: m.device_bytes)
         if target <= least:  # the most frugal of all
             break
         estimated = min(target, best.estimated_bytes)
     for rival in rivals:
         if found is not None and time_parts(rival).step_s >= time_parts(found.best).step_s:
             break
-        if _resident_bytes(rival) > budget:
+        if _resident_bytes(rival) > limit.tensor_bytes:
             continue
         program, memory = lowering.lowered(rival)
-        if memory.peak_bytes <= budget:
+        if limit.fits(memory):
             return _Fit(searched=searched, best=rival, program=program, memory=memory)
-        smallest = min(smallest, memory, key=lambda m: m.peak_bytes)
+        smallest = min(smallest, memory, key=lambda m: m.device_bytes)
     if found is None:
-        raise _too_small(budget, smallest)
+        raise _too_small(limit, smallest)
     return found
 
 
@@ -453,14 +454,37 @@ def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
     )
 
 
-def memory_budget(cluster: Cluster, constraints: Sequence[Constraint]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a device may hold: so much of tensors, which may take so much of the device."""
+
+    tensor_bytes: int
+    device_bytes: int
+
+    def tightest(self, memory: ProgramMemory) -> tuple[int, int]:
+        """What is needed and what there is, by the one of both limits that leaves less."""
+        return max(
+            (memory.peak_bytes, self.tensor_bytes),
+            (memory.device_bytes, self.device_bytes),
+            key=lambda pair: pair[0] / pair[1],
+        )
+
+    def fits(self, memory: ProgramMemory) -> bool:
+        needed, available = self.tightest(memory)
+        return needed <= available
+
+
+def memory_limit(cluster: Cluster, constraints: Sequence[Constraint]) -> MemoryLimit:
+    """Budgets are the user's for tensors, the device's own memory is for all that a step takes."""
+    usable = int(cluster.usable_memory_bytes)
     budgets = [c.size_bytes for c in constraints if isinstance(c, MemoryBudget)]
-    return min([int(cluster.usable_memory_bytes), *budgets])
+    return MemoryLimit(tensor_bytes=min([usable, *budgets]), device_bytes=usable)
 
 
-def _too_small(budget: int, memory: ProgramMemory) -> ConstraintError:
+def _too_small(limit: MemoryLimit, memory: ProgramMemory) -> ConstraintError:
+    needed, available = limit.tightest(memory)
     return ConstraintError(
-        f"no strategy was found that fits {budget:,} bytes a device; the smallest one tried "
-        f"needs {memory.peak_bytes:,} bytes (at {memory.peak_at}). Use more devices, a "
-        "smaller batch, or a larger MemoryBudget"
+        f"no strategy was found that fits {available:,} bytes a device; the smallest one tried "
+        f"needs {needed:,} bytes, {memory.peak_bytes:,} of them for tensors (at {memory.peak_at}). "
+        "Use more devices, a smaller batch, or a larger MemoryBudget"
     )

@@ -17,7 +17,6 @@ import numpy as np
 from autopar.baselines import Baselines
 from autopar.cost_models.efficiency import TABLES
 from autopar.cost_models.estimate import CostError, Source, weakest
-from autopar.cost_models.memory import resident_bytes
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.graph import Op
@@ -59,7 +58,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         memory_peak_at=memory.peak_at,
         hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
         bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
-        resident_bytes=resident_bytes(memory.by_category) if on_cpu else None,
+        resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
         model_flops_utilisation=_round(done.peak_s / all_devices_s),
         samples_per_s=_round(done.num_samples / parts.step_s),

@@ -138,8 +138,11 @@ def _costs(marks: list[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 def _described(plan: Any) -> dict[str, Any]:
+    from autopar.cost_models.memory import device_bytes
+
     prediction, search = plan.prediction, plan.search
     total = sum(prediction.memory_bytes.values())
+    taken = device_bytes(prediction.memory_bytes, plan.cluster.device)
     return {
         "plan": {
             "mesh of a pipeline device": str(plan.device_mesh),
@@ -155,8 +158,9 @@ def _described(plan: Any) -> dict[str, Any]:
         "model_flops": prediction.model_flops,
         "model_flops_utilisation": prediction.model_flops_utilisation,
         "memory_bytes": {**prediction.memory_bytes, "total": total},
+        "device_bytes": taken,
         "usable_bytes": plan.cluster.usable_memory_bytes,
-        "fits": total <= plan.cluster.usable_memory_bytes,
+        "fits": taken <= plan.cluster.usable_memory_bytes,
         "others": dict(sorted(search.pipelines.items(), key=lambda item: item[1])[:MAX_LISTED]),
         "not": search.not_pipelines,
         "text": str(plan).splitlines(),
@@ -175,7 +179,7 @@ def main() -> None:
             f"{row['peak_bytes'] / 1e9:.2f} GB; {row['plan']}: step {row['step_s']:.2f} s, "
             f"{row['tokens_per_s']:,.0f} tokens/s, "
             f"{row['model_flops_utilisation']:.1%} of the peak, "
-            f"{row['memory_bytes']['total'] / 2**30:.1f} of {row['usable_bytes'] / 2**30:.1f} GiB"
+            f"{row['device_bytes'] / 2**30:.1f} of {row['usable_bytes'] / 2**30:.1f} GiB"
         )
         for name, part in row["parts"].items():
             print(f"  {name}: {part}")

@@ -12,14 +12,14 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.collectives import (
     ALONE_BYTES,
     MAX_SCATTERS,
 )
 from autopar.cost_models.cluster import DeviceSpec
-from autopar.cost_models.memory import Allocator, Category, allocator_of
+from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
 from autopar.lowering.kernel_memory import InputGradient, KernelMemory, kernel_memory, made_bytes
 from autopar.lowering.program import ParameterProgram, RankProgram, Role
 from autopar.lowering.route import Route, routes_of
@@ -33,10 +33,15 @@ PARAMETER = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
-    """Bytes on one device at the peak of a step, by category, and where the peak is."""
+    """Bytes of tensors on one device at the peak of a step, by category, and where the peak is.
+
+    ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
+    or holds back, and on CPUs libraries.
+    """
 
     by_category: dict[str, int]
     peak_at: str
+    device_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -53,11 +58,12 @@ def program_memory(
     allocator = allocator_of(device)
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
     sizes = {p.value: _ParameterBytes.of(p, program, allocator) for p in program.parameters}
-    plays = (
+    plays = [
         _Play(program, route, kernels, sizes, num_optimizer_states, device).run()
         for route in routes_of(program)
-    )
-    return max(plays, key=lambda memory: memory.peak_bytes)
+    ]
+    most = max(plays, key=lambda memory: memory.peak_bytes)
+    return replace(most, device_bytes=max(memory.device_bytes for memory in plays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +209,11 @@ class _Play:
                     sent = self.gradients.pop((microbatch, value), None)  # to the stage before
                     if sent is not None:
                         self._drop(sent.buffer)
+        by_category = {str(c): v for c, v in sorted(self.peak.items()) if v}
         return ProgramMemory(
-            by_category={str(c): v for c, v in sorted(self.peak.items()) if v},
+            by_category=by_category,
             peak_at=self.peak_at,
+            device_bytes=device_bytes(by_category, self.device),
         )
 
     # --- forward ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from autopar.baselines import (
     ONE_WEIRD_TRICK,
     name_of,
 )
+from autopar.cost_models.memory import device_bytes
 from autopar.plan import Plan, Prediction, SchedulePlan
 
 MAX_ROWS = 14
@@ -144,11 +145,12 @@ def _throughput(plan: Plan) -> str:
 def _memory(plan: Plan) -> Rows:
     memory = plan.prediction.memory_bytes
     rows = [(name, format_bytes(size)) for name, size in memory.items()]
-    if (resident := plan.prediction.resident_bytes) is not None:
-        rows.append(("process grows by", format_bytes(resident)))
-    total = sum(memory.values())
+    resident = plan.prediction.resident_bytes
+    name = "with fragmentation" if resident is None else "process grows by"
+    needed = device_bytes(memory, plan.cluster.device) if resident is None else resident
     usable = format_bytes(plan.cluster.usable_memory_bytes)
-    return [("total", f"{format_bytes(total)} of {usable}"), *rows]
+    rows.append((name, f"{format_bytes(needed)} of {usable}"))
+    return [("total", format_bytes(sum(memory.values()))), *rows]
 
 
 def _counted(texts: Sequence[str]) -> Rows:

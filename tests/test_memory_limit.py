@@ -1,0 +1,78 @@
+"""A device's own memory is for all that a step takes, a user's budget for the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from autopar.cost_models import Cluster
+from autopar.cost_models.memory import device_bytes
+from msgspec import structs
+from torch import nn
+
+import autopar
+from autopar.errors import ConstraintError
+from autopar.plan import Plan
+
+
+class Deep(nn.Module):
+    """Layers that keep a quarter of a gigabyte of activations, which a CPU's heap holds back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, device="meta") for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def cluster(kind: str, usable_bytes: int | None = None) -> Cluster:
+    found = Cluster.preset(kind, nodes=1, devices_per_node=2)
+    if usable_bytes is None:
+        return found
+    memory = found.memory_reserve_bytes + usable_bytes
+    return structs.replace(found, device=structs.replace(found.device, memory_bytes=memory))
+
+
+def planned(where: Cluster, **options: Any) -> Plan:
+    return autopar.plan(Deep(), where, (torch.empty(1 << 16, 256, device="meta"),), **options)
+
+
+def sizes(plan: Plan) -> tuple[int, int]:
+    """Bytes of tensors, and of the device."""
+    memory = plan.prediction.memory_bytes
+    return sum(memory.values()), device_bytes(memory, plan.cluster.device)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "a100-80"])
+def test_all_that_a_step_takes_fits_the_device(kind: str) -> None:
+    tensors, taken = sizes(planned(cluster(kind)))
+    assert taken > 1.04 * tensors
+    exact = planned(cluster(kind, taken))
+    assert sizes(exact)[1] <= taken
+    usable = (tensors + taken) // 2
+    with pytest.raises(ConstraintError, match=f"fits {usable:,} bytes a device"):
+        planned(cluster(kind, usable))
+    in_parts = planned(cluster(kind, usable), schedule="auto")
+    assert in_parts.schedule.num_microbatches > 1
+    assert sizes(in_parts)[1] <= usable
+
+
+@pytest.mark.parametrize("kind", ["cpu", "a100-80"])
+def test_a_budget_is_for_tensors(kind: str) -> None:
+    free = planned(cluster(kind))
+    tensors, _ = sizes(free)
+    kept = planned(cluster(kind), constraints=[autopar.MemoryBudget(tensors)])
+    assert kept.ops == free.ops
+    with pytest.raises(ConstraintError, match=f"fits {tensors // 2:,} bytes a device"):
+        planned(cluster(kind), constraints=[autopar.MemoryBudget(tensors // 2)])
+
+
+def test_a_report_holds_what_the_device_has_against_what_a_step_takes() -> None:
+    for kind, name in (("cpu", "process grows by"), ("a100-80", "with fragmentation")):
+        plan = planned(cluster(kind))
+        (line,) = [line for line in str(plan).splitlines() if name in line]
+        assert " of " in line
