@@ -47,7 +47,7 @@ def no_workers(*_: Any, **__: Any) -> None:
 
 
 def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [relu(64), relu(128), relu(64), update_call(1000, torch.float32)]
+    calls = [relu(4096), relu(8192), relu(4096), update_call(1000, torch.float32)]
     model = measured(calls, tmp_path / "times")
     found = [model.estimate(call) for call in calls]
     assert all(estimate.source is Source.MEASURED for estimate in found)
@@ -56,7 +56,7 @@ def test_each_call_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "WorkerGroup", no_workers)
     again = measured(calls, tmp_path / "times")
     assert [again.estimate(call) for call in calls] == found
-    assert again.estimate(relu(256)).source is Source.INTERPOLATED
+    assert again.estimate(relu(6000)).source is Source.INTERPOLATED
 
 
 def test_updates_of_other_optimizers_are_in_proportion_to_what_they_move(tmp_path: Path) -> None:
