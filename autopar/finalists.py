@@ -151,7 +151,7 @@ class Finalists:
             self.search.times_s[str(option)] = option.time_s
             return planned(captured, option.candidate, program, memory, report, lowering)
         within = option.estimated_bytes * available / needed
-        self.ratios[_key(option)] = limit.tensor_bytes / within
+        self.ratios[_key(option)] = self.setting.budget_bytes / within
         self._refuse(
             option,
             f"would take {format_seconds(option.time_s)}, but needs "

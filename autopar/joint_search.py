@@ -19,6 +19,7 @@ from autopar.cost_models import (
     CommunicationModel,
     ComputeModel,
 )
+from autopar.cost_models.memory import allocator_of
 from autopar.cost_models.update import OptimizerSpec
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
@@ -106,8 +107,10 @@ class Setting:
 
     @property
     def budget_bytes(self) -> int:
-        """For tensors, by which the search goes: it has no count of what a step takes besides."""
-        return self.limit.tensor_bytes
+        """For tensors, by which the search goes: what the allocator loses is known before the
+        count, what a CPU's holds back only after it."""
+        limit, lost = self.limit, allocator_of(self.cluster.device).fragmentation
+        return min(limit.tensor_bytes, int(limit.device_bytes / (1 + lost)))
 
 
 class Search:
