@@ -176,7 +176,8 @@ def attention(draw: Draw, new: New):
         t = s
     mask = None
     if not causal and draw(BOOL):
-        mask = new(*broadcast(draw, (b, h if repeat == 1 else 1, s))[-3:], t)
+        leading = broadcast(draw, (b, h if repeat == 1 else 1, s))[-3:]
+        mask = new(*(leading or (1,)), t)  # of two dimensions at least
         if draw(BOOL):
             mask = mask > -1.0
             mask[..., 0] = True
