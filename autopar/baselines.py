@@ -123,7 +123,7 @@ def price_baselines(
     """
     table = _Table()
     has_line = any(graph.pricing.mesh.num_axes == 1 for graph in priced)
-    for graph in priced:
+    for graph in dict.fromkeys(priced):  # several searches may have been made on one
         _price_on(graph, table, pure=graph.pricing.mesh.num_axes == 1 or not has_line)
     if best is not None:
         table.take((MARKOV_CHAIN, ""), _markov_chain(best, steps_per_node))

@@ -89,6 +89,7 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
 
     from autopar.baselines import MARKOV_STEPS_PER_NODE, price_baselines
     from autopar.planner import candidate_meshes, cheapest, search_meshes
+    from autopar.step_time import time_parts
 
     inner = min(count, DEVICES_PER_NODE)
     cluster = Cluster.preset(preset, nodes=count // inner, devices_per_node=inner)
@@ -98,7 +99,7 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
     searched = time.perf_counter()
     steps = PASE_STEPS_PER_NODE if network in PASE else MARKOV_STEPS_PER_NODE
     known = price_baselines([c.priced for c in candidates], best, steps_per_node=steps)
-    plan_s = best.solution.cost
+    plan_s = time_parts(best).step_s
     found = {
         name: {
             "time_s": float(f"{each.time_s:.6g}"),
@@ -133,7 +134,7 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
 def parts_ms(best: Any, known: Any) -> Row:
     """Milliseconds of the plan and of data parallelism by what they are spent on."""
     from autopar.baselines import DATA
-    from autopar.prediction import time_parts
+    from autopar.step_time import time_parts
 
     parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}
     return {
