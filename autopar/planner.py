@@ -264,11 +264,17 @@ def search_priced(
 def _search_within(
     candidates: Sequence[Candidate], constraints: Sequence[Constraint], budget_bytes: float
 ) -> list[Candidate]:
-    """Every mesh under a budget, the most promising first; the others end once they are beaten."""
+    """Every mesh under a budget, the most promising first; the others end once they are beaten.
+
+    A mesh is searched again in the way that was better without the budget.
+    """
     found: list[Candidate] = []
     cutoffs_s = {candidate.exposed: math.inf for candidate in candidates}
+    better: dict[PricedGraph, Candidate] = {}
     for candidate in sorted(candidates, key=_rank):
-        priced, exposed = candidate.priced, candidate.exposed
+        better.setdefault(candidate.priced, candidate)
+    for priced, candidate in better.items():
+        exposed = candidate.exposed
         cutoff_s = cutoffs_s[exposed]
         made = search_priced(priced, constraints, budget_bytes, cutoff_s, exposed=exposed)
         cutoffs_s[exposed] = min(cutoff_s, made.solution.cost * (1 - BUDGET_GAP))
