@@ -7,6 +7,7 @@ the values, dead code dropped, fixed ops first, and blocks cut.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ _SKIPPED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_asyn
 _IDENTITIES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default"})
 _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 _INDEXING = "<built-in function getitem>"
+MAX_FIXED_BYTES = 64 << 20
+"""Larger results of constants (masks of a whole batch of long sequences) are not kept whole on each
+device, but made in each step, in parts where they are used in parts."""
 
 
 # Sparse gradients are made dense: they are communicated and stored as their parameter is.
@@ -340,9 +344,15 @@ class ProgramReader:
             if v["kind"] is not ValueKind.ACTIVATION and v["fixed"] and i not in mutated
         }  # fmt: skip
         for op in self.ops:
-            if not is_random(op["target"]) and all(i in fixed for i in _op_inputs(op)):
+            inputs = _op_inputs(op)
+            is_small = not inputs or self._made_bytes(op) <= MAX_FIXED_BYTES
+            if not is_random(op["target"]) and is_small and all(i in fixed for i in inputs):
                 fixed.update(o for o in op["outputs"] if o is not None)
         return fixed
+
+    def _made_bytes(self, op: dict[str, Any]) -> int:
+        made = [self.values[o] for o in op["outputs"] if o is not None]
+        return sum(math.prod(v["shape"]) * v["dtype"].itemsize for v in made)
 
     @staticmethod
     def _is_fixed(op: dict[str, Any], fixed: set[int]) -> bool:

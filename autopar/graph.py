@@ -40,7 +40,8 @@ class Value:
     """One tensor of the graph. ``target`` is the key in ``state_dict()``, for those it has.
 
     ``differentiable``: a gradient flows back through it. ``fixed``: it depends on no parameter
-    and no input, so it is computed alike on all devices (masks, positions). ``strides``: in
+    and no input, and is not large, so it is computed once, alike on all devices (masks,
+    positions). ``strides``: in
     elements, of an op's result as the model makes it; None where it is contiguous.
     """
 
