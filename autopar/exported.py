@@ -37,7 +37,7 @@ _SKIPPED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_asyn
 _IDENTITIES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default"})
 _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 _INDEXING = "<built-in function getitem>"
-MAX_FIXED_BYTES = 64 << 20
+MAX_FIXED_BYTES = 1 << 30
 """Larger results of constants (masks of a whole batch of long sequences) are not kept whole on each
 device, but made in each step, in parts where they are used in parts."""
 

@@ -50,8 +50,8 @@ def test_a_whole_batch_of_masks_lies_on_no_device() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-        ids = torch.zeros(64, 4096, dtype=torch.int64)
-    mask_bytes = 64 * 4096 * 4096
+        ids = torch.zeros(128, 4096, dtype=torch.int64)
+    mask_bytes = 128 * 4096 * 4096
     assert mask_bytes > MAX_FIXED_BYTES
     cluster = Cluster.preset("a100-80", nodes=1, devices_per_node=8)
     plan = autopar.plan(model, cluster, {"input_ids": ids, "labels": ids})
