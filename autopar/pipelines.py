@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.blocks import MIN_OPS
 from autopar.cost_models import CommunicationModel
@@ -207,8 +208,9 @@ class StrategyTimes:
     move_s: dict[int, float]
 
 
+@lru_cache(maxsize=4)
 def strategy_times(candidate: Candidate) -> StrategyTimes:
-    """Split a strategy's cost by what it is spent on.
+    """Split a strategy's cost by what it is spent on; asked for several times of each in turn.
 
     A parameter is fetched in the forward pass of the block that reads it first; its gradient is
     moved to where it is stored once a step.

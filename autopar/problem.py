@@ -125,7 +125,7 @@ class PricedGraph:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Candidate:
     """The best strategy on one mesh, under whatever narrowed the search.
 
