@@ -58,17 +58,10 @@ def _(
     hidden_bias: Tensor,
     hidden: Tensor,
     cell: Tensor,
-    reverse: bool,
-    batch_sizes: list[int],
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    train: bool,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     steps, batch, features = x.shape
+    hidden_size = hidden_weight.shape[1]
     kept_bytes = workspace_bytes(steps, batch, features, hidden_size, x.element_size())
     return (
         x.new_empty(steps, batch, hidden_size),

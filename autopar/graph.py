@@ -41,8 +41,8 @@ class Value:
 
     ``differentiable``: a gradient flows back through it. ``fixed``: it depends on no parameter
     and no input, and is not large, so it is computed once, alike on all devices (masks,
-    positions). ``strides``: in
-    elements, of an op's result as the model makes it; None where it is contiguous.
+    positions). ``strides``: in elements, of an op's result as the model makes it; None where it is
+    contiguous.
     """
 
     index: int

@@ -208,7 +208,7 @@ class StrategyTimes:
     move_s: dict[int, float]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def strategy_times(candidate: Candidate) -> StrategyTimes:
     """Split a strategy's cost by what it is spent on; asked for several times of each in turn.
 
