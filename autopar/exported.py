@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.alike_rows import AlikeRows, strides_of
 from autopar.blocks import cut_into_blocks
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Op, Ref, Value, ValueKind, map_refs
@@ -23,6 +24,7 @@ from autopar.torch_private import (
     has_several_outputs,
     inlined_higher_order_body,
     pytree,
+    returns_views,
 )
 
 DATA_DEPENDENT_FIX = (
@@ -38,8 +40,8 @@ _IDENTITIES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default"})
 _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 _INDEXING = "<built-in function getitem>"
 MAX_FIXED_BYTES = 1 << 30
-"""Larger results of constants (masks of a whole batch of long sequences) are not kept whole on each
-device, but made in each step, in parts where they are used in parts."""
+"""Larger results of constants (the mask of a sequence of 32,768) are not kept whole on each device,
+but made in each step, in parts where they are used in parts."""
 
 
 # Sparse gradients are made dense: they are communicated and stored as their parameter is.
@@ -144,7 +146,7 @@ class ProgramReader:
                 "target": target,
                 "differentiable": kind is ValueKind.PARAMETER and target in self.trainable,
                 "fixed": kind is ValueKind.CONSTANT or kind is ValueKind.BUFFER,
-                "strides": _strides(fake) if kind is ValueKind.ACTIVATION else None,
+                "strides": strides_of(fake) if kind is ValueKind.ACTIVATION else None,
             }
         )
         self.of_node[node] = Ref(index)
@@ -275,20 +277,32 @@ class ProgramReader:
         values = [self.values[i] for i in op.inputs]
         if not any(v["differentiable"] for v in values) or not has_several_outputs(op.target):
             return ()
-        with FakeTensorMode(), torch.enable_grad():
-            operands = [
-                torch.empty(v["shape"], dtype=v["dtype"], requires_grad=v["differentiable"])
-                for v in values
-            ]
-            args, kwargs = op.bind(operands)
-            results = op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+        results = self._run_without_data(
+            {"target": op.target, "args": op.args, "kwargs": op.kwargs}
+        )
         return tuple(isinstance(r, Tensor) and r.requires_grad for r in results)
+
+    def _run_without_data(self, op: dict[str, Any]) -> Any:
+        """What an op returns, without data."""
+
+        def fake(ref: Ref) -> Tensor:
+            value = self.values[ref.index]
+            kind = {"dtype": value["dtype"], "requires_grad": value["differentiable"]}
+            if value["strides"] is None:
+                return torch.empty(value["shape"], **kind)
+            return torch.empty_strided(value["shape"], value["strides"], **kind)
+
+        with FakeTensorMode(), torch.enable_grad():
+            args, kwargs = map_refs((op["args"], op["kwargs"]), fake)
+            return op["target"](*_lists(args), **{k: _lists(v) for k, v in kwargs})
 
     def _assemble(self, user: list[int | None], mutations: list[tuple[int, int]]) -> Graph:
         """Drop dead code, put fixed ops first, renumber, cut into blocks."""
         mutated = {buffer for buffer, _ in mutations}
-        fixed = self._propagate_fixed(mutated)
         roots = {i for i in user if i is not None} | {new for _, new in mutations}
+        rows = AlikeRows(self.values, self._propagate_fixed(mutated), self._run_without_data)
+        self.ops = rows.rewritten(self.ops, roots)
+        fixed = self._propagate_fixed(mutated, MAX_FIXED_BYTES)
         ops = self._live_ops(roots)
         ops = [o for o in ops if self._is_fixed(o, fixed)] + [
             o for o in ops if not self._is_fixed(o, fixed)
@@ -338,19 +352,23 @@ class ProgramReader:
             if value["kind"] is ValueKind.ACTIVATION and index not in reached:
                 value["differentiable"] = False
 
-    def _propagate_fixed(self, mutated: set[int]) -> set[int]:
+    def _propagate_fixed(self, mutated: set[int], max_bytes: float = math.inf) -> set[int]:
+        """What depends on constants alone and takes no more memory than that."""
         fixed = {
             i for i, v in enumerate(self.values)
             if v["kind"] is not ValueKind.ACTIVATION and v["fixed"] and i not in mutated
         }  # fmt: skip
         for op in self.ops:
             inputs = _op_inputs(op)
-            is_small = not inputs or self._made_bytes(op) <= MAX_FIXED_BYTES
+            is_small = not inputs or self._made_bytes(op) <= max_bytes
             if not is_random(op["target"]) and is_small and all(i in fixed for i in inputs):
                 fixed.update(o for o in op["outputs"] if o is not None)
         return fixed
 
     def _made_bytes(self, op: dict[str, Any]) -> int:
+        """Of memory of their own that the outputs take."""
+        if returns_views(op["target"]):
+            return 0
         made = [self.values[o] for o in op["outputs"] if o is not None]
         return sum(math.prod(v["shape"]) * v["dtype"].itemsize for v in made)
 
@@ -436,10 +454,6 @@ def _module_path(node: Any) -> str:
     for entry in stack.values():
         path = entry[0] if isinstance(entry, tuple) else str(entry)
     return re.sub(r"@\d+$", "", path).removeprefix("model").removeprefix(".")
-
-
-def _strides(fake: Tensor) -> tuple[int, ...] | None:
-    return None if fake.is_contiguous() else tuple(int(s) for s in fake.stride())
 
 
 def _location(node: Any) -> str:

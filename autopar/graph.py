@@ -83,8 +83,7 @@ class Op:
     """Value of each tensor operand, in the order of the arguments (repeats kept)."""
 
     def __post_init__(self) -> None:
-        found = tuple(ref.index for ref in _refs((self.args, self.kwargs)))
-        object.__setattr__(self, "inputs", found)
+        object.__setattr__(self, "inputs", refs_in((self.args, self.kwargs)))
 
     @property
     def target_name(self) -> str:
@@ -98,9 +97,14 @@ class Op:
         return args, dict(kwargs)
 
 
-def _refs(node: Any) -> Iterator[Ref]:
+def refs_in(node: Any) -> tuple[int, ...]:
+    """The values that ``node`` refers to, in its order, repeats kept."""
+    return tuple(_refs(node))
+
+
+def _refs(node: Any) -> Iterator[int]:
     if isinstance(node, Ref):
-        yield node
+        yield node.index
     elif isinstance(node, tuple):
         for item in node:
             yield from _refs(item)

@@ -379,15 +379,25 @@ class Pricing:
         return self._value_tables[key]
 
     def moves(
-        self, value: Value, source: PlacementTable, target: PlacementTable, *, stored: bool = False
+        self,
+        value: Value,
+        source: PlacementTable,
+        target: PlacementTable,
+        *,
+        stored: bool = False,
+        num_joined: int = 1,
     ) -> Array:
         """Seconds of redistributing ``value``, [choices of source, choices of target]."""
-        what = (value.shape, value.dtype, value.differentiable, self.num_parts(value), stored)
+        what = (value.shape, value.dtype, value.differentiable, self.num_parts(value))
+        what += (stored, num_joined)
         key = (what, id(source), id(target))
         if key not in self._move_matrices:
             small = np.array(
                 [
-                    [self.move_s(value, s, t, stored=stored) for t in target.distinct]
+                    [
+                        self.move_s(value, s, t, stored=stored, num_joined=num_joined)
+                        for t in target.distinct
+                    ]
                     for s in source.distinct
                 ]
             )
@@ -395,24 +405,39 @@ class Pricing:
         return self._move_matrices[key]
 
     def move_s(
-        self, value: Value, source: Placements, target: Placements, *, stored: bool = False
+        self,
+        value: Value,
+        source: Placements,
+        target: Placements,
+        *,
+        stored: bool = False,
+        num_joined: int = 1,
     ) -> float:
         """Seconds of one redistribution in a step, forward and (where a gradient flows) backward.
 
         ``stored``: of a parameter from its store, whose gradient comes back once a step.
         """
-        forward_s, backward_s = self.directions_s(value, source, target, stored=stored)
+        forward_s, backward_s = self.directions_s(
+            value, source, target, stored=stored, num_joined=num_joined
+        )
         num = self.num_microbatches
         return num * forward_s + (1 if stored else num) * backward_s
 
     def directions_s(
-        self, value: Value, source: Placements, target: Placements, *, stored: bool = False
+        self,
+        value: Value,
+        source: Placements,
+        target: Placements,
+        *,
+        stored: bool = False,
+        num_joined: int = 1,
     ) -> tuple[float, float]:
         """Seconds of one redistribution of one micro-batch's part, forward and backward.
 
-        Those of ``stored`` parameters travel with the others of their block.
+        It travels with ``num_joined`` such values; ``stored`` parameters with those of their block.
         """
-        parts, num_joined = self.num_parts(value), self.num_joined if stored else 1
+        parts = self.num_parts(value)
+        num_joined = self.num_joined if stored else num_joined
         key = (value.shape, value.dtype, value.differentiable, parts, source, target, num_joined)
         if key not in self._move_costs:
             forward_s = backward_s = 0.0

@@ -250,20 +250,24 @@ class _Builder:
 
     def _add_ends(self) -> None:
         """The loss and the next buffers end replicated, whatever supplies them; the outputs too,
-        where the graph is a forward pass."""
-        ends = [new for _, new in self.graph.mutations]
+        where the graph is a forward pass. All buffers travel as one."""
+        buffers = [new for _, new in self.graph.mutations]
+        ends = [(new, len(buffers)) for new in buffers]
         if self.graph.loss is not None:
-            ends.append(self.graph.loss)
+            ends.append((self.graph.loss, 1))
         else:
-            ends += [o for o in self.graph.outputs if o in self.analysis.producers]
+            ends += [(o, 1) for o in self.graph.outputs if o in self.analysis.producers]
         whole = ((R,) * self.pricing.mesh.num_axes,)
         target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
-        for index in ends:
+        for index, num_joined in ends:
             if self.graph.values[index].fixed:
                 continue
             op, position = self.analysis.producers[index]
             supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
-            cost = self.pricing.moves(self.graph.values[index], supply, target)[:, 0]
+            moved = self.pricing.moves(
+                self.graph.values[index], supply, target, num_joined=num_joined
+            )
+            cost = moved[:, 0]
             node = self.op_node[op]
             self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
 

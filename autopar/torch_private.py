@@ -131,10 +131,16 @@ def is_composite(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    returns = target._schema.returns
-    return has_kernel(target.name(), "CompositeImplicitAutograd") and not any(
-        result.alias_info for result in returns
-    )
+    return has_kernel(target.name(), "CompositeImplicitAutograd") and not returns_views(target)
+
+
+def returns_views(target: Any) -> bool:
+    """Whether what ``target`` returns shares memory with an argument, by its schema.
+
+    ``torch._ops.OpOverload._schema`` (2.11 to 2.13).
+    """
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
 
 
 @contextlib.contextmanager

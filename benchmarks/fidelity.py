@@ -5,13 +5,14 @@
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
 a few steps, the plans of a model in turns; its rows are kept as soon as they are measured, so a run
-can be stopped and gone on with. benchmarks/results/fidelity.json has the rows with errors and, per
-model, Kendall's tau between the predicted and the measured order of its plans; fidelity.png shows
-them. With --again the plans of rows that are there are made from the prices that are there and take
-their steps once more: "repeat_error" is the same code's time by then beside its time in the row,
-the host's part in the error. Memory is compared twice:
-the tensors held at once, which is what a GPU's allocator counts too, and by how much a process on
-the CPU grows, which has the heap's holes and libraries besides.
+can be stopped and gone on with. Rows during whose steps the processors were never at their usual
+pace (`Pace`) are measured again by the next run, whatever their errors. fidelity.json in
+benchmarks/results/ has the rows with errors and, per model, Kendall's tau between the predicted and
+the measured order of its plans; fidelity.png shows them. With --again the plans of rows that are
+there are made from the prices that are there and take their steps once more: "repeat_error" is the
+same code's time by then beside its time in the row, the host's part in the error. Memory is
+compared twice: the tensors held at once, which is what a GPU's allocator counts too, and by how
+much a process on the CPU grows, which has the heap's holes and libraries besides.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PICTURE = RESULT.with_suffix(".png")
 PROFILE_LIMIT_S = 120.0
 WARM_UP = 2
 DISTURBED = 0.05
-MAX_TURNS = 2
+MAX_TURNS = 3
 TIED = 1.03
 PACE = Pace()
 TARGETS = {
@@ -51,6 +52,8 @@ TARGETS = {
     "kendall_tau": 0.8,
 }
 Row = dict[str, Any]
+Key = tuple[str, int, str]
+"""Model, processes and plan."""
 
 
 def main() -> None:
@@ -61,13 +64,14 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure rows again that are there")
     parser.add_argument("--again", action="store_true", help="only time rows that are there again")
     arguments = parser.parse_args()
-    rows = {(r["model"], r["processes"], r["plan"]): r for r in known_rows()}
+    rows = by_key(known_rows())
+    usual = set(rows) - slow_rows(rows)
     for name in arguments.models:
         for count in arguments.processes:
             wanted = [
                 plan
                 for plan in plans_of(count)
-                if arguments.fresh or ((name, count, plan) in rows) == arguments.again
+                if arguments.fresh or ((name, count, plan) in usual) == arguments.again
             ]
             for made in measured(name, count, wanted, arguments.steps):
                 key = name, count, made["plan"]
@@ -98,6 +102,16 @@ def known_rows() -> list[Row]:
         found = ", ".join(f"{k} {there.get(k)!r} for {here[k]!r}" for k in differing)
         print(f"rows of another machine are left out ({found})")
     return [] if differing else document["rows"]
+
+
+def by_key(rows: list[Row]) -> dict[Key, Row]:
+    return {(r["model"], r["processes"], r["plan"]): r for r in rows}
+
+
+def slow_rows(rows: dict[Key, Row]) -> set[Key]:
+    """Those that were measured while the processors were slow, as all steps' paces say."""
+    usual_s = SLOW * min((r["pace_s"] for r in rows.values()), default=0.0)
+    return {key for key, r in rows.items() if r["pace_s"] > usual_s}
 
 
 def plans_of(count: int) -> dict[str, list[Any]]:
@@ -245,10 +259,9 @@ def summary(rows: list[Row]) -> Row:
         own = [r for r in rows if r["model"] == name and r["processes"] > 1]
         taus[name] = kendall_tau(own)
     known = [tau for tau in taus.values() if tau is not None]
-    paces_s = [r["pace_s"] for r in rows if "pace_s" in r]
     return {
         "num_rows": len(rows),
-        "num_rows_at_slow_pace": sum(pace_s > SLOW * min(paces_s) for pace_s in paces_s),
+        "num_rows_at_slow_pace": len(slow_rows(by_key(rows))),
         "time_error": of("time_error"),
         "repeat_error": of("repeat_error"),
         "tensor_error": of("tensor_error"),

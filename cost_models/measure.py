@@ -69,7 +69,9 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
     num_sets = _num_sets(call, device, limits)
     try:
         sets = [RealCall(call, target, seed) for seed in range(num_sets)]
-        with torch.enable_grad():  # no tensor wants one yet, but an LSTM keeps its workspace
+        for tensor in (t for real in sets for t in (*real.inputs, *real.parameters)):
+            tensor.requires_grad_(True)  # operators choose their kernels by it
+        with torch.set_grad_enabled(call.name in _ONE_BACKWARD):  # an LSTM keeps its workspace
             forward = _sample(sets, target, limits)
         input_grad = _sample_gradient(sets, ("inputs",), target, limits)
         if call.name in _ONE_BACKWARD and input_grad.num_samples:
@@ -125,18 +127,11 @@ def _sample_gradient(
 ) -> Sampled:
     """The gradients of these sides alone: of the inputs, of the parameters."""
     leaves = [[tensor for side in sides for tensor in getattr(real, side)] for real in sets]
-    wanted = [tensor for of_set in leaves for tensor in of_set]
-    for tensor in wanted:
-        tensor.requires_grad_(True)
-    try:
-        found = [_gradient(real, of_set) for real, of_set in zip(sets, leaves)]
-        runs = [run for run in found if run is not None]
-        if not runs:
-            return NOTHING
-        sampled = _sample(runs, device, limits)
-    finally:
-        for tensor in wanted:
-            tensor.requires_grad_(False)
+    found = [_gradient(real, of_set) for real, of_set in zip(sets, leaves)]
+    runs = [run for run in found if run is not None]
+    if not runs:
+        return NOTHING
+    sampled = _sample(runs, device, limits)
     return Sampled(
         median_s=max(sampled.median_s - _engine_overhead_s(device), 0.0),
         spread=sampled.spread,

@@ -34,6 +34,7 @@ from autopar.runtime.direct_calls import DIRECT
 from autopar.runtime.joined import Once, start_gather, start_scatter, start_sum
 from autopar.runtime.machine import Phase
 from autopar.runtime.randomness import Dice, is_random, random_nodes, split_axes
+from autopar.torch_private import returns_views
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,6 @@ def _is_last_reader(node: fx.Node) -> bool:
 def _may_alias(node: fx.Node) -> bool:
     if node.target in RAW_OPS:
         return node.target in (SHARD, MASK)
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or is_random(node):  # getitem; dropout that drops nothing
+    if not hasattr(node.target, "_schema") or is_random(node):  # getitem; dropout of nothing
         return True
-    return any(result.alias_info is not None for result in schema.returns)
+    return returns_views(node.target)

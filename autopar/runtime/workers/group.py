@@ -45,7 +45,8 @@ class WorkerGroup:
     ``service(rank, world_size, *service_args)`` is called in each worker once the group is up.
     On ``device_type="cuda"`` rank r has device ``device_indices[r]``, by default r.
     ``threads_per_worker`` is the number of threads of torch's operators on the CPU; by default
-    the cores are shared out. Raises ``WorkerError`` if the workers are not ready in time, and
+    the cores are shared out, and where they go out exactly, each worker stays on its own
+    (`cores_by_worker`). Raises ``WorkerError`` if the workers are not ready in time, and
     ``InputError`` if the service or its arguments cannot be sent.
 
     Functions and classes from ``__main__`` are sent by value, see ``transport``.
@@ -95,6 +96,7 @@ class WorkerGroup:
             self._closing_on_error("its start was interrupted"),
         ):
             self._store, store_port = _loopback_store()
+            cores = cores_by_worker(num_workers, num_threads) if device_type == "cpu" else None
             starts = [
                 Start(
                     rank=rank,
@@ -104,6 +106,7 @@ class WorkerGroup:
                     device_type=device_type,
                     device_index=device_index,
                     num_threads=num_threads,
+                    cores=cores[rank] if cores else None,
                     start_timeout_s=start_timeout_s,
                 )
                 for rank, device_index in enumerate(indices)
@@ -340,6 +343,21 @@ def _sendable(value: object, what: str, spare: Spare | None = None) -> Iterator[
                 "service itself"
             ) from error
         yield message
+
+
+def cores_by_worker(num_workers: int, num_threads: int) -> list[tuple[int, ...]] | None:
+    """The cores of each worker where each can have its own and none is left; None elsewhere.
+
+    Two processes that wake up from a collective may be put on one core beside an idle one, and
+    stay there for milliseconds. Where cores are left, or are shares of time in a container, other
+    programs may need the choice.
+    """
+    if num_workers < 2 or not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    if not len(cores) == usable_cores() == num_workers * num_threads:
+        return None
+    return [tuple(cores[i : i + num_threads]) for i in range(0, len(cores), num_threads)]
 
 
 def _loopback_store() -> tuple[dist.TCPStore, int]:

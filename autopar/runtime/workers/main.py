@@ -53,6 +53,7 @@ class Start:
     device_type: str
     device_index: int  # without meaning on CPU
     num_threads: int
+    cores: tuple[int, ...] | None  # None: any
     start_timeout_s: float
 
 
@@ -136,6 +137,8 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
 
 
 def _join_group(start: Start) -> None:
+    if start.cores is not None:
+        os.sched_setaffinity(0, start.cores)  # and so the threads that are started from here on
     torch.set_num_threads(start.num_threads)
     device_id = None
     if start.device_type == "cuda":
