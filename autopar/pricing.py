@@ -389,8 +389,7 @@ class Pricing:
     ) -> Array:
         """Seconds of redistributing ``value``, [choices of source, choices of target]."""
         what = (value.shape, value.dtype, value.differentiable, self.num_parts(value))
-        what += (stored, num_joined)
-        key = (what, id(source), id(target))
+        key = (what, stored, num_joined, id(source), id(target))
         if key not in self._move_matrices:
             small = np.array(
                 [

@@ -12,8 +12,9 @@ from msgspec import structs
 
 from autopar.capture import capture
 from autopar.constraints import Force, narrow
+from autopar.lowering.listing import collectives_of
 from autopar.mesh import Mesh
-from autopar.microbatches import analysed
+from autopar.microbatches import analysed, lower_training
 from autopar.pipelines import strategy_times
 from autopar.planner import make_planned
 from autopar.pricing import Pricing
@@ -25,9 +26,15 @@ A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
 SLOWDOWNS = [1.0, 1.15, 2.0, 50.0]
 
 
-def candidate_of(slowdown: float, plan: str = "data_parallel", num: int = 1) -> Candidate:
-    model, make_batch = build("gpt2")
-    cluster = structs.replace(A100, overlap_slowdown=slowdown)
+def candidate_of(
+    slowdown: float,
+    plan: str = "data_parallel",
+    num: int = 1,
+    name: str = "gpt2",
+    cluster: Cluster = A100,
+) -> Candidate:
+    model, make_batch = build(name)
+    cluster = structs.replace(cluster, overlap_slowdown=slowdown)
     _, analysis, microbatches = analysed(capture(model, make_batch(0)), num)
     compute, communication = RooflineModel(cluster.device), CommunicationModel(cluster)
     mesh = Mesh(("x",), (2,))
@@ -132,3 +139,19 @@ def test_the_plan_is_the_fastest_by_the_step_it_predicts() -> None:
         assert plan.prediction.step_time_s <= min(plan.search.considered.values())
         assert plan.search.bound_s <= plan.prediction.step_time_s
         assert ("beside the computation" in str(plan)) == (plan.prediction.hidden_s > 0)
+
+
+def test_running_statistics_are_priced_as_the_message_they_travel_in() -> None:
+    """Where starting a collective is all that communication takes, its price counts them."""
+    launch_s = 1e3
+    cluster = structs.replace(A100, collective_launch_s=launch_s)
+    candidate = candidate_of(1.0, "tensor_parallel", name="resnet", cluster=cluster)
+    times = strategy_times(candidate)
+    priced_s = sum(times.move_s.values()) + sum(
+        b.forward_communication_s + b.backward_communication_s for b in times.blocks.values()
+    )
+    program = lower_training(candidate.strategy())
+    moved = [b for b in program.buffers if b.following is not None and b.following.kernel]
+    assert len(moved) > 2
+    in_program = len(list(collectives_of(program)))
+    assert priced_s / launch_s == pytest.approx(in_program + len(moved) / len(program.buffers))

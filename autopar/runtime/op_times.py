@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -51,11 +51,12 @@ CALL_LIMIT_S = 120.0
 DISTURBED, MAX_REPEATS = 0.15, 3
 """A measurement is made again, so often, when other programs had such a share of the host."""
 AGAIN = 0.25
-"""What was measured while the processors were slow is measured again for this part of the time that
-all measurements took."""
+"""What was measured while the processors were slow, and then what takes longest, is measured again
+for this part of the time that all measurements took."""
 
 
 _total_s = attrgetter("total_s")
+_DIRECTIONS = ("forward_s", "input_grad_s", "weight_grad_s")
 
 
 class OpService:
@@ -216,15 +217,33 @@ def measure_again(
     """Calls that were measured while the processors were slow, by now perhaps at their usual pace.
 
     ``paces_s`` has each call's seconds of `Pace`, which ``measure`` writes anew; in its order,
-    round by round. The shorter time stays in the store.
+    round by round. Then once all others, the costliest first: what takes a host's processor away
+    for less than a call is in no pace. The shorter time of each direction stays in the store.
     """
-    for _ in range(MAX_REPEATS):
-        for call in slow_ones(paces_s):
+
+    def again(calls: Iterable[OpCall]) -> None:
+        for call in calls:
             if time.monotonic() > deadline_s:
                 return
             with contextlib.suppress(CostError):  # what is known of it stays
                 store.put(call, _quicker(store.get(call), measure(call)))
 
+    slow: set[OpCall] = set()
+    for _ in range(MAX_REPEATS):
+        slow.update(found := slow_ones(paces_s))
+        again(found)
+    known = {call: times for call in paces_s if call not in slow and (times := store.get(call))}
+    again(sorted(known, key=lambda call: -known[call].total_s))
+
 
 def _quicker(known: OpTime | None, times: OpTime) -> OpTime:
-    return times if known is None else min(known, times, key=_total_s)
+    """The least of each direction; how far it spread is the worst of those they are from."""
+    if known is None:
+        return times
+    kept = {name: min(known, times, key=attrgetter(name)) for name in _DIRECTIONS}
+    spreads = [found.spread for name, found in kept.items() if getattr(found, name)]
+    return OpTime(
+        **{name: getattr(found, name) for name, found in kept.items()},
+        spread=max(spreads, default=times.spread),
+        num_samples=min(known.num_samples, times.num_samples),
+    )

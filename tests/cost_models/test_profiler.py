@@ -24,7 +24,7 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.detect import cpu_name
 from autopar.cost_models.inputs import RealCall
-from autopar.cost_models.measure import MeasureLimits, _one_sample, _sample
+from autopar.cost_models.measure import MeasureLimits, _one_sample, _sample, measure_call
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from op_samples import samples
@@ -97,6 +97,25 @@ def test_inputs_have_the_layout_that_was_asked_for():
 def test_indices_reach_the_whole_table_and_no_further():
     call = OpCall("aten.embedding.default", (TensorSpec((5, 2)), TensorSpec((400,), torch.int64)))
     assert set(RealCall(call, CPU).args[1].tolist()) == set(range(5))
+
+
+def test_operators_see_operands_that_want_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a graph is traced: torch folds a transposed operand of a linear layer only then."""
+    seen = set()
+    plain = RealCall.__call__
+
+    def watched(self: RealCall) -> object:
+        seen.update(tensor.requires_grad for tensor in (*self.inputs, *self.parameters))
+        return plain(self)
+
+    monkeypatch.setattr(RealCall, "__call__", watched)
+    x = TensorSpec((8, 4, 16), torch.float32, (16, 128, 1), True)
+    weight = TensorSpec((32, 16), torch.float32, None, True, True)
+    times = measure_call(
+        OpCall("aten.linear.default", (x, weight)), Cluster.detect(1).device, MeasureLimits()
+    )
+    assert seen == {True}
+    assert min(times.forward_s, times.input_grad_s, times.weight_grad_s) > 0
 
 
 @pytest.mark.parametrize("case", samples(), ids=lambda case: str(case[0]))

@@ -117,15 +117,17 @@ def test_an_operator_that_refuses_the_inputs_leaves_the_others_measured(tmp_path
 
 
 def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path: Path) -> None:
-    usual, slow, slower, broken = (relu(rows) for rows in (16, 32, 64, 128))
-    paces_s = {usual: 1.0, slow: 1.5, slower: 1.4, broken: 2.0}
+    usual, costly, slow, slower, broken = (relu(rows) for rows in (16, 256, 32, 64, 128))
+    paces_s = {usual: 1.0, costly: 1.0, slow: 1.5, slower: 1.4, broken: 2.0}
     later = {slow: iter([4.0]), slower: iter([9.0, 2.0])}  # seconds; the first of slower's: slow
+    later |= {costly: iter([6.0]), usual: iter([5.5])}
     asked = []
 
-    def times(seconds: float) -> OpTime:
+    def times(seconds: float, backward_s: float = 0.5) -> OpTime:
         return OpTime(
-            forward_s=seconds, input_grad_s=0.0, weight_grad_s=0.0, spread=0.0, num_samples=3
-        )
+            forward_s=seconds, input_grad_s=backward_s, weight_grad_s=0.0, spread=seconds,
+            num_samples=3,
+        )  # fmt: skip
 
     def measure(call: OpCall) -> OpTime:
         asked.append(call)
@@ -133,15 +135,19 @@ def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path
             raise CostError("no memory")
         seconds = next(later[call])
         paces_s[call] = 1.6 if seconds == 9.0 else 1.05
-        return times(seconds)
+        return times(seconds, backward_s=0.25 if call == usual else 0.5)
 
     store = ProfileStore(tmp_path / "times", Cluster.detect(1).device)
     for call in paces_s:
-        store.put(call, times(5.0))
+        store.put(call, times(7.0 if call == costly else 5.0))
     measure_again(measure, paces_s, store, time.monotonic() + 60)
-    kept = [found.forward_s for call in paces_s if (found := store.get(call))]
-    assert kept == [5.0, 4.0, 2.0, 5.0]
-    assert [call for call in asked if call != broken] == [slow, slower, slower]
+    kept = [(found.forward_s, found.input_grad_s) for call in paces_s if (found := store.get(call))]
+    # Of the usual one each direction has the shorter of its two times, and the worse's spread.
+    assert kept == [(5.0, 0.25), (6.0, 0.5), (4.0, 0.5), (2.0, 0.5), (5.0, 0.5)]
+    found = store.get(usual)
+    assert found is not None
+    assert found.spread == 5.5
+    assert [call for call in asked if call != broken] == [slow, slower, slower, costly, usual]
     asked.clear()
     measure_again(measure, {usual: 1.0, slow: 2.0}, store, time.monotonic() - 1)
     assert not asked  # no time left
