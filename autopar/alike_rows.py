@@ -64,20 +64,20 @@ class AlikeRows:
         own = [op for op in ops if all(o is None or o in self.fixed for o in op["outputs"])]
         for op in own:
             if not self._narrowed(op):
-                self._read(refs_in((op["args"], op["kwargs"])), is_contiguous=True)
+                self._read(inputs_of(op), is_contiguous=True)
                 self.made.append(op)
         self._read(sorted(roots), is_contiguous=True)
         known = {id(op) for op in own}
         for op in ops:
             if id(op) not in known:
-                self._read(refs_in((op["args"], op["kwargs"])), is_contiguous=False)
+                self._read(inputs_of(op), is_contiguous=False)
                 self.made.append(op)
         return self.made
 
     def _narrowed(self, op: RawOp) -> bool:
         """Whether an op that reads narrow values was added in the place of ``op``."""
         target = op["target"]
-        inputs = refs_in((op["args"], op["kwargs"]))
+        inputs = inputs_of(op)
         if len(op["outputs"]) != 1 or op["outputs"][0] is None:
             return False
         if target is _aten.expand.default:
@@ -197,6 +197,11 @@ class AlikeRows:
             self.made.append(
                 {**plain, "target": _aten.clone.default, "args": (Ref(expanded),), "kwargs": copy}
             )
+
+
+def inputs_of(op: RawOp) -> tuple[int, ...]:
+    """The values that an op reads, in the order of its arguments, repeats kept."""
+    return refs_in((op["args"], op["kwargs"]))
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...] | None:

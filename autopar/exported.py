@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.alike_rows import AlikeRows, strides_of
+from autopar.alike_rows import AlikeRows, inputs_of, strides_of
 from autopar.blocks import cut_into_blocks
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Op, Ref, Value, ValueKind, map_refs
@@ -309,7 +309,7 @@ class ProgramReader:
         ]
         used = set(roots) | mutated
         for op in ops:
-            used.update(_op_inputs(op))
+            used.update(inputs_of(op))
             used.update(o for o in op["outputs"] if o is not None)
         for index, value in enumerate(self.values):
             if value["kind"] in (ValueKind.PARAMETER, ValueKind.INPUT, ValueKind.BUFFER):
@@ -347,7 +347,7 @@ class ProgramReader:
         for op in reversed(ops):
             outputs = [o for o in op["outputs"] if o is not None]
             if any(o in reached and self.values[o]["differentiable"] for o in outputs):
-                reached.update(_op_inputs(op))
+                reached.update(inputs_of(op))
         for index, value in enumerate(self.values):
             if value["kind"] is ValueKind.ACTIVATION and index not in reached:
                 value["differentiable"] = False
@@ -359,7 +359,7 @@ class ProgramReader:
             if v["kind"] is not ValueKind.ACTIVATION and v["fixed"] and i not in mutated
         }  # fmt: skip
         for op in self.ops:
-            inputs = _op_inputs(op)
+            inputs = inputs_of(op)
             is_small = not inputs or self._made_bytes(op) <= max_bytes
             if not is_random(op["target"]) and is_small and all(i in fixed for i in inputs):
                 fixed.update(o for o in op["outputs"] if o is not None)
@@ -381,7 +381,7 @@ class ProgramReader:
         for op in reversed(self.ops):
             if any(o in live for o in op["outputs"] if o is not None):
                 kept.append(op)
-                live.update(_op_inputs(op))
+                live.update(inputs_of(op))
         dropped = [
             {**op, "outputs": tuple(o if o in live else None for o in op["outputs"])}
             for op in reversed(kept)
@@ -397,14 +397,6 @@ def loss_fn_name(name: str) -> str:
 def is_random(target: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
-def _op_inputs(op: dict[str, Any]) -> tuple[int, ...]:
-    view = Op(
-        index=0, name="", target=None, args=op["args"], kwargs=op["kwargs"], outputs=(),
-        module_path="",
-    )  # fmt: skip
-    return view.inputs
 
 
 def _renumber(op: dict[str, Any], index: int, new_index: Mapping[int, int]) -> Op:
