@@ -57,10 +57,10 @@ def allocator_of(device: DeviceSpec) -> Allocator:
 CPU_LIBRARIES_BYTES = 23 << 20
 CPU_HELD_BACK = 0.75
 CPU_HELD_COMMUNICATION = 1.55
-"""What a step's kernels and libraries touch first; and the parts of what is freed that stay with the
-process: of activations and workspaces, and of buffers of communication, more than they take (whose
-the rest is was not looked into). Fitted to the growth of the processes in all 90 rows of
-benchmarks/fidelity.py (median error 7%, worst 26%; before, without communication, 9% and 42%)."""
+"""What a step's kernels and libraries touch first; and the parts of what is freed that stay with
+the process: of activations and workspaces, and of buffers of communication, more than they take
+(why was not looked into). Fitted to the growth of processes in all 90 rows of
+benchmarks/fidelity.py: median error 7%, worst 26%; without communication 9% and 42%."""
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:

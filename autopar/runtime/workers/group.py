@@ -349,8 +349,8 @@ def cores_by_worker(num_workers: int, num_threads: int) -> list[tuple[int, ...]]
     """The cores of each worker where each can have its own and none is left; None elsewhere.
 
     Two processes that roam had steps of 120 ms and, several in a row, of 170; those that stayed on
-    cores of their own had single ones at most. Where cores are left, or are shares of time in a container, other
-    programs may need the choice.
+    cores of their own had single ones at most. Where cores are left, or are shares of time in a
+    container, other programs may need the choice.
     """
     if num_workers < 2 or not hasattr(os, "sched_getaffinity"):
         return None
