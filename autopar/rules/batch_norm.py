@@ -26,6 +26,9 @@ from autopar.rules.kernels import LocalCall, kernel_calls
 Outputs = Sequence[Value | None]
 aten = torch.ops.aten
 
+_NUM_PER_CHANNEL = 16, 7
+"""Forward and backward, how many kernels of a synchronised batch norm make a number a channel."""
+
 
 @register("aten._native_batch_norm_legit_no_training.default")
 def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
@@ -179,13 +182,14 @@ def _batch_norm_collectives(
 def _batch_norm_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """Those of `_SynchronizedBatchNorm` that go through a whole shard."""
+    """Those of `_SynchronizedBatchNorm`; what it does per channel as so many products."""
     if not _synchronized_axes(op, space, choice, mesh):
         return None
     x = replace(plain.tensor(0, "input"), requires_grad=False)
     dims = tuple(d for d in range(len(x.shape)) if d != 1)
     channels = TensorSpec(x.shape[1:2], torch.promote_types(x.dtype, torch.float32))
     each = TensorSpec((1, x.shape[1], *(1 for _ in x.shape[2:])), x.dtype)
+    per_channel = OpCall("aten.mul.Tensor", (channels, channels))
     normalized = OpCall(
         "aten._native_batch_norm_legit_no_training.default",
         (x, channels, channels, channels, channels, 0.0, 1e-5),
@@ -196,12 +200,18 @@ def _batch_norm_kernels(
         OpCall("aten.pow.Tensor_Scalar", (x, 2)),
         OpCall("aten.mean.dim", (x, dims)),
         normalized,
+        *[per_channel] * _NUM_PER_CHANNEL[0],
     ]
     sums = OpCall(
         "aten.native_batch_norm_backward.default",
         (x, x, None, channels, channels, None, None, False, 1e-5, (False, True, True)),
     )
-    backward = [sums, normalized, OpCall("aten.addcmul.default", (x, x, each))]
+    backward = [
+        sums,
+        normalized,
+        OpCall("aten.addcmul.default", (x, x, each)),
+        *[per_channel] * _NUM_PER_CHANNEL[1],
+    ]
     return kernel_calls(forward, backward)
 
 
