@@ -4,7 +4,8 @@
                                    [--fresh | --again]
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
-a few steps, the plans of a model in turns; its rows are kept as soon as they are measured, so a run
+a few steps, the plans of a model in turns (each time a step of which the caches are warm, and then
+the one that counts); its rows are kept as soon as they are measured, so a run
 can be stopped and gone on with. Rows during whose steps the processors were never at their usual
 pace (`Pace`) are measured again by the next run, whatever their errors. fidelity.json in
 benchmarks/results/ has the rows with errors and, per model, Kendall's tau between the predicted and
@@ -177,6 +178,9 @@ class Steps:
         self._usual_s = PACE()
 
     def take(self) -> None:
+        """One step after one that is not timed: training goes from step to step, while here the
+        other plans' steps have filled the caches in between."""
+        self.step()
         me = psutil.Process()
         processes = [me, *me.children(recursive=True)]
         with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in processes)) as others:
