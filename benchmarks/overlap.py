@@ -7,8 +7,7 @@ Two gloo processes hold each contender's own copy of one model and optimizer. A 
 the last step are there; the time is that of the slower process, for one step. Ours: data
 parallelism as it is without a schedule, the conventional order (a stage's reductions begin with its
 last W, its weights are updated just before its next forward) and reverse-first-k (k by the plan's
-prices). Batch normalisation is local in all of them, as DistributedDataParallel has it; it has a
-process group of its own, made after ours, whose threads have the usual priority.
+prices). Batch normalisation is local in all of them, as DistributedDataParallel has it.
 
 The link ``1gbit`` is slowed in the process (`SlowLink`): an all-reduce of 64 KiB or more is
 complete, for DistributedDataParallel (by a communication hook) and for ours alike, when the
@@ -105,9 +104,9 @@ class SlowLink:
 
         dist.all_reduce = slowed
 
-    def mean(self, tensor: Tensor, group: Any) -> torch.futures.Future[Tensor]:
+    def mean(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Begin to average in place: DistributedDataParallel's own hook, over this link."""
-        return self.start(tensor.div_(dist.get_world_size(group)), group)
+        return self.start(tensor.div_(dist.get_world_size()))
 
 
 def main() -> None:
@@ -144,13 +143,12 @@ def worker(case: str, link: str, rounds: int, out: Path) -> None:
     dist.init_process_group("gloo")
     bandwidth = LINKS[link]
     slow = None if bandwidth is None else SlowLink(bandwidth)
-    contenders = {}
+    contenders = {"DDP": ddp_steps(case, slow)}
     if slow is not None:
         slow.install()
     orders: dict[str, list[int]] = {}
     for name, schedule in OURS.items():
         contenders[name], orders[name] = our_steps(case, bandwidth, schedule)
-    contenders["DDP"] = ddp_steps(case, slow)
     # The second loss follows the first update; what rounding becomes in many steps is not asked.
     losses = {name: steps(2) for name, steps in contenders.items()}
     for name, loss in losses.items():
@@ -168,10 +166,9 @@ def ddp_steps(case: str, slow: SlowLink | None) -> Steps:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, batch = fresh(case)
     half = {name: x.chunk(size)[rank].contiguous() for name, x in batch.items()}
-    group = dist.new_group()
-    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped = DistributedDataParallel(model)
     if slow is not None:
-        wrapped.register_comm_hook(None, lambda _, bucket: slow.mean(bucket.buffer(), group))
+        wrapped.register_comm_hook(None, lambda _, bucket: slow.mean(bucket.buffer()))
     optimizer = make_optimizer(wrapped.parameters())
 
     def steps(count: int = STEPS) -> Tensor:

@@ -97,12 +97,12 @@ def main() -> None:
 
 def worker(rounds: int, out: Path) -> None:
     dist.init_process_group("gloo")
-    contenders: dict[str, Step] = {name: our_step(name) for name in SCHEDULES}
-    for name, ours in list(contenders.items()):
-        theirs = torch_step(name)
+    contenders: dict[str, Step] = {}
+    for name in SCHEDULES:
+        ours, theirs = our_step(name), torch_step(name)
         losses = [[step() for _ in range(3)] for step in (ours, theirs)]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
-        contenders[f"torch {name}"] = theirs
+        contenders[name], contenders[f"torch {name}"] = ours, theirs
     times = timed(contenders, rounds)
     bubbles = {name: bubble(contenders[name]) for name in SCHEDULES}
     if dist.get_rank() == 0:
@@ -228,11 +228,7 @@ def torch_step(name: str) -> Step:
     size = NUM_LAYERS // num_stages
     own = [rank] if per_device == 1 else [rank, 3 - rank if is_v else 2 + rank]
     parts = {s: nn.Sequential(*model.layers[s * size : (s + 1) * size]) for s in own}
-    group = dist.new_group()
-    stages = [
-        pipelining.PipelineStage(parts[s], s, num_stages, torch.device("cpu"), group=group)
-        for s in own
-    ]
+    stages = [pipelining.PipelineStage(parts[s], s, num_stages, torch.device("cpu")) for s in own]
     schedule = getattr(pipelining, class_name)(
         stages[0] if per_device == 1 else stages, NUM_MICROBATCHES, loss_fn=F.mse_loss
     )

@@ -4,10 +4,8 @@
 
 Each case starts its processes once. In every process all contenders hold their own copy of the
 same model and optimizer; each round runs one step of each, in a new order, after a barrier, so that
-what else the machine does falls on all alike. The peers have process groups of their own, made
-after ours: autopar lets the threads of the groups that it finds go first. A step's time is that of
-the slowest rank. Printed and kept in benchmarks/results/runtime.json: medians, and ours over each
-peer's, also by round.
+what else the machine does falls on all alike. A step's time is that of the slowest rank. Printed
+and kept in benchmarks/results/runtime.json: medians, and ours over each peer's, also by round.
 """
 
 from __future__ import annotations
@@ -96,32 +94,29 @@ def two_processes(case: str) -> tuple[dict[str, Step], list[str]]:
 
     Batch normalisation is local in all of them, as DistributedDataParallel has it.
     """
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     import autopar
 
     rank, size = dist.get_rank(), dist.get_world_size()
+    model, batch = fresh(case)
+    half = {name: x.chunk(size)[rank].contiguous() for name, x in batch.items()}
+    contenders = {"DDP": trainer(DistributedDataParallel(model), half)}
+    model, _ = fresh(case)
+    mesh = init_device_mesh("cpu", (size,))
+    for part in layers_of(model):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    contenders["FSDP2"] = trainer(model, half)
     plans: dict[str, list[Any]] = {
         "autopar": [],
         "autopar data parallel": [autopar.Force("data_parallel")],
         "autopar ZeRO-3": [autopar.Force("zero3")],
     }
-    contenders = {
-        name: compiled_trainer(case, constraints, batch_norm="local")
-        for name, constraints in plans.items()
-    }
-    model, batch = fresh(case)
-    half = {name: x.chunk(size)[rank].contiguous() for name, x in batch.items()}
-    wrapped = DistributedDataParallel(model, process_group=dist.new_group())
-    contenders["DDP"] = trainer(wrapped, half)
-    model, _ = fresh(case)
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    for part in layers_of(model):
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    contenders["FSDP2"] = trainer(model, half)
+    for name, constraints in plans.items():
+        contenders[name] = compiled_trainer(case, constraints, batch_norm="local")
     return contenders, list(plans)
 
 

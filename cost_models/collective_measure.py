@@ -29,7 +29,6 @@ from autopar.cost_models.communication import (
 from autopar.cost_models.estimate import CostError
 from autopar.cost_models.store import CollectiveTime, ProfileStore
 
-from autopar.prompt_threads import prompt_threads
 from autopar.reduce_scatter import start_reduce_scatter
 
 BETWEEN_S = 0.004
@@ -121,8 +120,7 @@ def measure_collectives(
     model = CommunicationModel(cluster)
     known = {row[:3] for row in _from_rank_0(_rows(cluster, store))}
     for ranks_of in _tilings(world, _sizes(world, group_sizes)):
-        with prompt_threads(cluster.device.kind):
-            groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
+        groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
         mine = next(i for i, ranks in enumerate(ranks_of) if dist.get_rank() in ranks)
         shape = json.dumps(model.group_shape(ranks_of[mine]))
         sweep = _Sweep(cluster, store, groups[mine], ranks_of[mine], shape, max_s / ROUNDS)

@@ -33,7 +33,6 @@ from autopar.collectives import (
 )
 from autopar.errors import DeviceError
 from autopar.mesh import MICROBATCH, Mesh
-from autopar.prompt_threads import make_gloo_prompt, prompt_threads
 from autopar.reduce_scatter import start_reduce_scatter
 from autopar.runtime.joined import all_gather_single
 from autopar.runtime.parts import digit_slice
@@ -130,9 +129,7 @@ class Communicator:
             if len(axes) == 1:
                 process_group = device_mesh(self.world, self.device.type).get_group(axes[0])
             else:
-                process_group = _joint_group(
-                    self.world.groups(axes), dist.get_rank(), self.device.type
-                )
+                process_group = _joint_group(self.world.groups(axes), dist.get_rank())
             self._groups[label] = Group(
                 process_group=process_group,
                 size=self.world.size(axes),
@@ -146,12 +143,12 @@ class Communicator:
         if not self.reduces_late:
             return self.group(label).process_group
         groups = self.world.groups(self.world.axes_of(label))
-        return _new_group(groups, dist.get_rank(), self.device.type, "gradients")
+        return _new_group(groups, dist.get_rank(), "gradients")
 
     def _make_device_group(self, devices: tuple[int, ...]) -> Any:
         size = self.mesh.num_devices
         groups = tuple(tuple(d * size + rank for d in devices) for rank in range(size))
-        return _joint_group(groups, dist.get_rank(), self.device.type)
+        return _joint_group(groups, dist.get_rank())
 
     def device_group(self, devices: tuple[int, ...]) -> Any:
         """The group of the ranks of this mesh position on some devices of the pipeline."""
@@ -209,31 +206,27 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """torch's mesh with our axis names. Collective the first time."""
     known = _KNOWN.of_this_world().meshes
     if (device_type, mesh) not in known:
-        with prompt_threads(device_type):
-            known[device_type, mesh] = init_device_mesh(
-                device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
-            )
+        known[device_type, mesh] = init_device_mesh(
+            device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
+        )
     return known[device_type, mesh]
 
 
-def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int, device_type: str) -> Any:
+def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
     """This rank's group among ``groups``; all ranks make all of them, in the same order."""
     if len(groups) == 1 and groups[0] == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-    return _new_group(groups, rank, device_type, "all")
+    return _new_group(groups, rank, "all")
 
 
-def _new_group(
-    groups: tuple[tuple[int, ...], ...], rank: int, device_type: str, purpose: str
-) -> Any:
+def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> Any:
     """As `_joint_group`, never that of all processes; one for each purpose."""
     known = _KNOWN.of_this_world().groups
     if (purpose, groups) not in known:
         assert all(list(group) == sorted(group) for group in groups), groups
         own = None
         for group in groups:
-            with prompt_threads(device_type):
-                made = dist.new_group(list(group))
+            made = dist.new_group(list(group))
             own = made if rank in group else own
         known[purpose, groups] = own
     return known[purpose, groups]
@@ -262,16 +255,13 @@ _MEMBERSHIP = _Membership()
 
 def initialize(device: torch.device, timeout: datetime.timedelta) -> None:
     """Join the process group that ``torchrun`` describes, unless the user has done it."""
-    if dist.is_initialized():
-        make_gloo_prompt()
-    else:
+    if not dist.is_initialized():
         is_cuda = device.type == "cuda"
-        with prompt_threads(device.type):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-                timeout=timeout,
-                device_id=device if is_cuda else None,
-            )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            timeout=timeout,
+            device_id=device if is_cuda else None,
+        )
         _MEMBERSHIP.joined_here = True
 
 

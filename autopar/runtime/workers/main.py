@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.prompt_threads import prompt_threads
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.workers.transport import Channel, Message, packed, unpack, unpack_watched
@@ -152,15 +151,14 @@ def _join_group(start: Start) -> None:
         is_master=False,
         timeout=datetime.timedelta(seconds=start.start_timeout_s),
     )
-    with prompt_threads(start.device_type):
-        dist.init_process_group(
-            start.backend,
-            store=store,
-            rank=start.rank,
-            world_size=start.world_size,
-            timeout=_COLLECTIVE_TIMEOUT,
-            device_id=device_id,
-        )
+    dist.init_process_group(
+        start.backend,
+        store=store,
+        rank=start.rank,
+        world_size=start.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device_id,
+    )
 
 
 def _reply(channel: Channel, reply: Reply) -> None:
