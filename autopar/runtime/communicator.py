@@ -31,6 +31,7 @@ from autopar.collectives import (
     assemble,
     disassemble,
 )
+from autopar.direct_exchange import DirectExchange, direct_exchange
 from autopar.errors import DeviceError
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.reduce_scatter import start_reduce_scatter
@@ -42,12 +43,16 @@ LocalFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The process group over some axes that this rank is in, and its position there."""
+    """The process group over some axes that this rank is in, and its position there.
+
+    ``direct`` makes the collectives that are waited for, on CPUs of one host.
+    """
 
     process_group: Any
     size: int
     index: int
     label: str
+    direct: DirectExchange | None
 
 
 class TimedGroup:
@@ -135,6 +140,7 @@ class Communicator:
                 size=self.world.size(axes),
                 index=self.world.index(dist.get_rank(), axes),
                 label=label,
+                direct=_direct(process_group) if self.device.type == "cpu" else None,
             )
         return self._groups[label]
 
@@ -190,6 +196,7 @@ class _Known:
         self.world: Any = None
         self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
         self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {}
+        self.direct: dict[Any, DirectExchange | None] = {}
         self.directed: tuple[Any, Any] | None = None
 
     def of_this_world(self) -> _Known:
@@ -230,6 +237,13 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> 
             own = made if rank in group else own
         known[purpose, groups] = own
     return known[purpose, groups]
+
+
+def _direct(process_group: Any) -> DirectExchange | None:
+    known = _KNOWN.of_this_world().direct
+    if process_group not in known:
+        known[process_group] = direct_exchange(process_group)
+    return known[process_group]
 
 
 def _directed_groups(device_type: str) -> tuple[Any, Any]:
@@ -280,7 +294,10 @@ def release_process_group() -> None:
 
 def _summed(x: Tensor, group: Group) -> Tensor:
     """Sum in place over the group."""
-    dist.all_reduce(x, group=group.process_group)
+    if group.direct is not None:
+        group.direct.all_reduce(x)
+    else:
+        dist.all_reduce(x, group=group.process_group)
     return x
 
 
@@ -305,8 +322,15 @@ def _all_reduce_in_place(group: Group) -> LocalFunction:
 
 
 def _maximum(x: Tensor, group: Group) -> Tensor:
-    dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
+    if group.direct is not None:
+        group.direct.all_reduce(x, _larger)
+    else:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
     return x
+
+
+def _larger(x: Tensor, other: Tensor) -> Tensor:
+    return torch.maximum(x, other, out=x)
 
 
 def _all_reduce_max(group: Group) -> LocalFunction:
@@ -326,15 +350,19 @@ def _wire(x: Tensor) -> Tensor:
 def _all_gather(group: Group, dim: int, outer: int) -> LocalFunction:
     num = group.size
 
+    def gather(whole: Tensor, own: Tensor) -> None:
+        if group.direct is not None:
+            group.direct.all_gather(whole, own)
+        else:
+            all_gather_single(whole, own, group=group.process_group)
+
     def all_gather(x: Tensor) -> Tensor:
         if dim == 0 and outer == 1:
             whole = x.new_empty((num * x.shape[0], *x.shape[1:]))
-            all_gather_single(_wire(whole), _wire(x.contiguous()), group=group.process_group)
+            gather(_wire(whole), _wire(x.contiguous()))
             return whole
         parts = x.new_empty((num, *x.shape))
-        all_gather_single(
-            _wire(parts), _wire(x.contiguous()).unsqueeze(0), group=group.process_group
-        )
+        gather(_wire(parts), _wire(x.contiguous()).unsqueeze(0))
         return assemble(parts, dim, outer)
 
     return all_gather
@@ -347,8 +375,11 @@ def _reduce_scatter(group: Group, dim: int, outer: int) -> LocalFunction:
         if x.dtype is torch.bool:
             return reduce_scatter(x.to(torch.int32)).to(torch.bool)
         parts = disassemble(x, num, dim, outer)
-        own_part = start_reduce_scatter(parts.view(-1), group.process_group, num)
-        return own_part().view(parts.shape[1:])
+        if group.direct is not None:
+            own_part = group.direct.reduce_scatter(parts.view(-1))
+        else:
+            own_part = start_reduce_scatter(parts.view(-1), group.process_group, num)()
+        return own_part.view(parts.shape[1:])
 
     return reduce_scatter
 
@@ -361,7 +392,10 @@ def _all_to_all(
     def all_to_all(x: Tensor) -> Tensor:
         sent = disassemble(x, num, dst_dim, dst_outer)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(_wire(received), _wire(sent), group=group.process_group)
+        if group.direct is not None:
+            group.direct.all_to_all(_wire(received), _wire(sent))
+        else:
+            dist.all_to_all_single(_wire(received), _wire(sent), group=group.process_group)
         return assemble(received, src_dim, src_outer)
 
     return all_to_all

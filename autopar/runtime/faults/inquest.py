@@ -18,7 +18,7 @@ from autopar.errors import WorkerError
 
 _WAITING = (
     "torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py",
-    "autopar/runtime/reductions.py",
+    "autopar/runtime/reductions.py", "autopar/direct_exchange.py",
 )  # fmt: skip
 _MAX_LISTED = 8
 

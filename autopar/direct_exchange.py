@@ -1,0 +1,211 @@
+"""Collectives between processes of one host that the thread which waits for them does itself.
+
+gloo hands every collective to threads of its own. Where all cores compute, each hand-over waits for
+the scheduler: after 4 ms of computing, two processes took 2.2 ms to sum 1 KiB, 3.4 for 1 MiB, 3.8
+for 4 MiB. What a step waits for anyway goes over a socket from each process to each other one here,
+without any hand-over: 0.15, 0.75 and 1.5 ms. Collectives beside the computation stay gloo's.
+
+In: the process group that would do it otherwise. Out: a `DirectExchange`, or None where its ranks
+are not all on one host. All ranks of a group must call the same methods in the same order with
+tensors of the same sizes. Sums add the ranks' parts in their order, the same on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_RANKS = 16
+"""Beyond, as many sockets as pairs of ranks are too many."""
+WHOLE_BYTES = 1 << 17
+"""Up to so many, every rank sends every other one all that is to be summed; then its part alone."""
+_CHUNK_BYTES = 1 << 16
+"""What is sent before as much is received: a rank is at most two chunks ahead of another, and as
+much fits into a socket."""
+_LIMIT_S = 24 * 3600
+"""Like the limit of gloo's collectives in workers: whoever watches over the job ends it sooner."""
+_CONNECT_S = 60.0
+
+_OPEN: weakref.WeakSet[DirectExchange] = weakref.WeakSet()
+
+Reduce = Callable[[Tensor, Tensor], Any]
+"""Takes the second tensor into the first."""
+
+
+class PeerGone(RuntimeError):
+    """A process of the group ended, or closed its end, before it sent what is due."""
+
+
+def direct_exchange(process_group: Any) -> DirectExchange | None:
+    """Sockets between the ranks of a gloo group; None for all where not all can have them.
+
+    Collective over the group.
+    """
+    num, index = dist.get_world_size(process_group), dist.get_rank(process_group)
+    if not 1 < num <= MAX_RANKS:
+        return None
+    folder = None
+    with contextlib.ExitStack() as stack:
+        listener, offer = None, None
+        with contextlib.suppress(OSError):
+            host = Path("/proc/sys/kernel/random/boot_id").read_text()
+            folder = tempfile.mkdtemp(prefix="autopar-")  # nobody else may enter it
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{index}")
+            listener.listen(num)
+            offer = host, f"{folder}/{index}"
+        offers: list[Any] = [None] * num
+        dist.all_gather_object(offers, offer, group=process_group)
+        if None in offers or len({host for host, _ in offers}) > 1:
+            return None
+        assert listener is not None
+        made = _connected(listener, [path for _, path in offers], index)
+        answers: list[Any] = [None] * num
+        dist.all_gather_object(answers, made is not None, group=process_group)
+        return made if all(answers) else None
+
+
+def _connected(listener: socket.socket, paths: Sequence[str], index: int) -> DirectExchange | None:
+    """To lower ranks by connecting, from higher ones by accepting."""
+    peers: list[socket.socket | None] = [None] * len(paths)
+    try:
+        for other in range(index):
+            made = socket.socket(socket.AF_UNIX)
+            peers[other] = made
+            made.settimeout(_CONNECT_S)
+            made.connect(paths[other])
+            made.sendall(struct.pack("=i", index))
+        listener.settimeout(_CONNECT_S)
+        for _ in range(index + 1, len(paths)):
+            made, _ = listener.accept()
+            made.settimeout(_CONNECT_S)
+            (other,) = struct.unpack("=i", made.recv(4, socket.MSG_WAITALL))
+            peers[other] = made
+    except (OSError, struct.error):
+        for peer in peers:
+            if peer is not None:
+                peer.close()
+        return None
+    return DirectExchange(peers, index)
+
+
+class DirectExchange:
+    """Collectives of one group, on contiguous tensors in the memory of CPUs."""
+
+    def __init__(self, peers: Sequence[socket.socket | None], index: int) -> None:
+        self.index, self.num = index, len(peers)
+        self._peers = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
+        for _, peer in self._peers:
+            peer.settimeout(None)
+            limit = struct.pack("@ll", _LIMIT_S, 0)  # by the kernel: Python would poll each time
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        for _, peer in self._peers:
+            peer.close()
+
+    def all_reduce(self, x: Tensor, reduce: Reduce = Tensor.add_) -> None:
+        """Of all ranks' ``x``, in place."""
+        flat = x.view(-1)
+        if x.nbytes <= WHOLE_BYTES:
+            whole = flat.new_empty((self.num, flat.numel()))
+            self.all_gather(whole, flat)
+            flat.copy_(self._reduced(whole.unbind(), reduce))
+            return
+        pieces = list(flat.tensor_split(self.num))
+        own = pieces[self.index]
+        parts = own.new_empty((self.num, own.numel())).unbind()
+        parts[self.index].copy_(own)
+        self._exchange(pieces, parts)
+        own.copy_(self._reduced(parts, reduce))
+        self._exchange([own] * self.num, pieces)
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """The ranks' ``own`` into ``whole``, one after the other."""
+        parts = self._parts(whole)
+        parts[self.index].copy_(own.view(-1))
+        self._exchange([own] * self.num, parts)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Part j of ``sent`` to rank j, where it becomes the part with this rank's number."""
+        parts, pieces = self._parts(received), self._parts(sent)
+        parts[self.index].copy_(pieces[self.index])
+        self._exchange(pieces, parts)
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum of all ranks' ``whole``, which has equal parts."""
+        received = torch.empty_like(whole)
+        self.all_to_all(received, whole)
+        return self._reduced(self._parts(received), Tensor.add_)
+
+    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.view(self.num, whole.numel() // self.num).unbind()
+
+    @staticmethod
+    def _reduced(parts: Sequence[Tensor], reduce: Reduce) -> Tensor:
+        """Into the first of them."""
+        first, *others = parts
+        for part in others:
+            reduce(first, part)
+        return first
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """A tensor to and a tensor from each other rank, a chunk after the other."""
+        ends = [
+            (rank, peer, _bytes_of(sent[rank]), _bytes_of(received[rank]))
+            for rank, peer in self._peers
+        ]
+        most = max(max(len(out), len(into)) for *_, out, into in ends)
+        for start in range(0, most, _CHUNK_BYTES):
+            stop = start + _CHUNK_BYTES
+            for rank, peer, out, _ in ends:
+                try:
+                    peer.sendall(out[start:stop])
+                except OSError as error:
+                    raise _gone(rank, error) from error
+            for rank, peer, _, into in ends:
+                _receive(rank, peer, into[start:stop])
+
+
+def _receive(rank: int, peer: socket.socket, into: memoryview) -> None:
+    while len(into):
+        try:
+            num = peer.recv_into(into)
+        except OSError as error:
+            raise _gone(rank, error) from error
+        if not num:
+            raise _gone(rank, "connection closed by peer")
+        into = into[num:]
+
+
+def _gone(rank: int, why: object) -> PeerGone:
+    return PeerGone(f"rank {rank} of the group sends and receives no more: {why}")
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _forget() -> None:
+    """A process that is forked is no rank: its copies would keep connections of a dead one open."""
+    for exchange in _OPEN:
+        exchange.close()
+
+
+os.register_at_fork(after_in_child=_forget)
