@@ -340,9 +340,7 @@ def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
         if mesh.size(axes) == 1:
             return 0.0
         group = mesh.group_of(0, axes)
-        return pricing.communication.joined(
-            kind, size_bytes, group, pricing.num_joined, beside=True
-        ).time_s
+        return pricing.communication.joined(kind, size_bytes, group, pricing.num_joined).time_s
 
     return seconds
 

@@ -175,10 +175,9 @@ class Combinations:
         if data > 1:
             ranks = tuple(range(0, data * tensor, tensor))
             size_bytes = math.ceil(self.parameter_bytes / share)
-            reduced = self.communication.estimate("all_reduce", size_bytes, ranks, beside=True)
-            time_s += reduced.time_s
+            time_s += self.communication.estimate("all_reduce", size_bytes, ranks).time_s
             if size_bytes * (2 + self.optimizer.num_states) > 0.8 * self.budget_bytes:
-                gather = self.communication.estimate("all_gather", size_bytes, ranks, beside=True)
+                gather = self.communication.estimate("all_gather", size_bytes, ranks)
                 time_s += num * gather.time_s
         activations = self.kept_bytes / parts / tensor
         return time_s * self._without_memory(activations / self.budget_bytes, num_devices)

@@ -2,8 +2,10 @@
 
 gloo hands every collective to threads of its own. Where all cores compute, each hand-over waits for
 the scheduler: after 4 ms of computing, two processes took 2.2 ms to sum 1 KiB, 3.4 for 1 MiB, 3.8
-for 4 MiB. What a step waits for anyway goes over a socket from each process to each other one here,
-without any hand-over: 0.15, 0.75 and 1.5 ms. Collectives beside the computation stay gloo's.
+for 4 MiB. Here the thread sends and receives over a socket from each process to each other one,
+without any hand-over: 0.15, 0.75 and 1.5 ms. That holds for reductions of gradients too, which gloo
+would make beside the computation, but on the cores that compute: steps of data parallelism on two
+processes take 3 to 10% less without.
 
 In: the process group that would do it otherwise. Out: a `DirectExchange`, or None where its ranks
 are not all on one host. All ranks of a group must call the same methods in the same order with
@@ -151,7 +153,8 @@ class DirectExchange:
         """This rank's part of the sum of all ranks' ``whole``, which has equal parts."""
         received = torch.empty_like(whole)
         self.all_to_all(received, whole)
-        return self._reduced(self._parts(received), Tensor.add_)
+        first, *others = self._parts(received)
+        return self._reduced([first.clone(), *others], Tensor.add_)  # all of them could go
 
     def _parts(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(self.num, whole.numel() // self.num).unbind()

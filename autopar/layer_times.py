@@ -173,7 +173,7 @@ def layer_durations(
         I=inputs,
         W=weights,
         G=tuple(
-            communication.estimate("all_reduce", layer.gradient_bytes, ranks, beside=True).time_s
+            communication.estimate("all_reduce", layer.gradient_bytes, ranks).time_s
             for layer in layers
         ),
         U=tuple(FUSED_ADAMW.num_passes * layer.gradient_bytes / bandwidth for layer in layers),

@@ -493,8 +493,7 @@ def _own_costs(
             local = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
             size_bytes = math.prod(local) * parameter.dtype.itemsize
             ranks = tuple(device * size for device in devices)
-            reduced = communication.estimate("all_reduce", size_bytes, ranks, beside=True)
-            move_s += reduced.time_s
+            move_s += communication.estimate("all_reduce", size_bytes, ranks).time_s
         in_stage = len(stages) == 1 or (bool(stages) and len(devices) == 1)
         if in_stage and shape.reduces:
             costs.reduce_s[min(stages)] += move_s

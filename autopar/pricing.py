@@ -274,19 +274,11 @@ class Pricing:
         )
 
     def _collective_s(
-        self,
-        kind: str,
-        size_bytes: int,
-        axes: tuple[int, ...],
-        num_joined: int = 1,
-        *,
-        beside: bool = False,
+        self, kind: str, size_bytes: int, axes: tuple[int, ...], num_joined: int = 1
     ) -> float:
         if self.mesh.size(axes) == 1:
             return 0.0
-        found = self.communication.joined(
-            kind, size_bytes, self._group[axes], num_joined, beside=beside
-        )
+        found = self.communication.joined(kind, size_bytes, self._group[axes], num_joined)
         self.communication_sources.add(found.source)
         return found.time_s
 
@@ -441,37 +433,29 @@ class Pricing:
     ) -> tuple[float, float]:
         """Seconds of one redistribution of one micro-batch's part, forward and backward.
 
-        It travels with ``num_joined`` such values; ``stored`` parameters with those of their block,
-        beside the computation.
+        It travels with ``num_joined`` such values; ``stored`` parameters with those of their block.
         """
         parts = self.num_parts(value)
         num_joined = self.num_joined if stored else num_joined
-        what = (value.shape, value.dtype, value.differentiable, parts)
-        key = (what, source, target, num_joined, stored)
+        key = (value.shape, value.dtype, value.differentiable, parts, source, target, num_joined)
         if key not in self._move_costs:
             forward_s = backward_s = 0.0
             for step in redistribute(source, target, value.shape, self.mesh):
-                there_s, back_s = self._step_s(value, step, parts, num_joined, beside=stored)
+                there_s, back_s = self._step_s(value, step, parts, num_joined)
                 forward_s += there_s
                 backward_s += back_s
             self._move_costs[key] = forward_s, backward_s
         return self._move_costs[key]
 
-    def _step_s(
-        self, value: Value, step: Step, parts: int, num_joined: int, *, beside: bool
-    ) -> tuple[float, float]:
+    def _step_s(self, value: Value, step: Step, parts: int, num_joined: int) -> tuple[float, float]:
         local = math.ceil(math.prod(step.shape) * value.dtype.itemsize / parts)
         num = self.mesh.size(step.axes)
         grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
         forward_s, backward_s = self._copy_s(step, grown), 0.0
         if step.forward is not None:
-            forward_s += self._collective_s(
-                step.forward, grown, step.axes, num_joined, beside=beside
-            )
+            forward_s += self._collective_s(step.forward, grown, step.axes, num_joined)
         if value.differentiable and step.backward is not None:
-            backward_s = self._collective_s(
-                step.backward, grown, step.axes, num_joined, beside=beside
-            )
+            backward_s = self._collective_s(step.backward, grown, step.axes, num_joined)
         return forward_s, backward_s
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:

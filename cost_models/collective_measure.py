@@ -39,9 +39,6 @@ ROUNDS = 3
 """How often all sizes are gone through. What else a host does lasts for seconds: in a single visit
 16 MiB once took 54 ms, and 9 before and after."""
 _Row = tuple[str, str, int, float]
-_BESIDE = " beside"
-_BOTH_WAYS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-"""What is also made beside the computation, on CPUs then by the backend's threads."""
 
 
 def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
@@ -59,23 +56,15 @@ def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
 
 
 def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
-    points: dict[tuple[str, str], dict[int, float]] = {}
+    points: dict[tuple[Collective, GroupShape], dict[int, float]] = {}
     for kind, shape_text, size_bytes, time_s in rows:
-        points.setdefault((kind, shape_text), {})[size_bytes] = time_s
-    curves: dict[bool, dict[tuple[Collective, GroupShape], MeasuredCurve]] = {False: {}, True: {}}
-    for (kind, shape_text), curve in points.items():
         shape: GroupShape = tuple((int(f), int(s)) for f, s in json.loads(shape_text))
-        key = Collective(kind.removesuffix(_BESIDE)), shape
-        curves[kind.endswith(_BESIDE)][key] = MeasuredCurve(
-            sizes_bytes=tuple(curve), times_s=_ascending([*curve.values()])
-        )
-    return CommunicationModel(cluster, curves[False], curves[True])
-
-
-def _kinds(cluster: Cluster, kinds: Sequence[Collective]) -> list[str]:
-    """As they are in the store: those that are waited for, and those beside the computation."""
-    beside = [kind + _BESIDE for kind in kinds if kind in _BOTH_WAYS]
-    return [*(kind.value for kind in kinds), *(beside if cluster.device.kind == "cpu" else ())]
+        points.setdefault((Collective(kind), shape), {})[size_bytes] = time_s
+    curves = {
+        key: MeasuredCurve(sizes_bytes=tuple(curve), times_s=_ascending([*curve.values()]))
+        for key, curve in points.items()
+    }
+    return CommunicationModel(cluster, curves)
 
 
 def _ascending(times_s: Sequence[float]) -> tuple[float, ...]:
@@ -104,7 +93,7 @@ def all_measured(
         json.dumps(model.group_shape(t[0])) for t in _tilings(world, _sizes(world, group_sizes))
     ]
     known = {row[:3] for row in _rows(cluster, store)}
-    wanted = itertools.product(_kinds(cluster, kinds), shapes, sizes_bytes)
+    wanted = itertools.product((kind.value for kind in kinds), shapes, sizes_bytes)
     return known.issuperset(wanted)
 
 
@@ -138,8 +127,8 @@ def measure_collectives(
         sweep = _Sweep(cluster, store, groups[mine], ranks_of[mine], shape, max_s / ROUNDS)
         missing = [
             (kind, size_bytes)
-            for kind, size_bytes in itertools.product(_kinds(cluster, kinds), sizes_bytes)
-            if (kind, shape, size_bytes) not in known
+            for kind, size_bytes in itertools.product(kinds, sizes_bytes)
+            if (kind.value, shape, size_bytes) not in known
         ]
         for kind, size_bytes in missing * ROUNDS:
             sweep.measure(kind, size_bytes)
@@ -165,19 +154,17 @@ class _Sweep:
         self.group, self.ranks = group, ranks
         self.device, self.max_s = torch.device(cluster.device.kind), max_s
         self.direct = direct_exchange(group) if cluster.device.kind == "cpu" else None
-        self.found: dict[tuple[str, int], list[CollectiveTime]] = {}
+        self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
-    def measure(self, kind: str, size_bytes: int) -> None:
+    def measure(self, kind: Collective, size_bytes: int) -> None:
         """Into the store after the last round, where the median of all stands."""
         found = self.found.setdefault((kind, size_bytes), [])
-        collective = Collective(kind.removesuffix(_BESIDE))
-        direct = None if kind.endswith(_BESIDE) else self.direct
-        run = _operation(collective, size_bytes, self.group, direct, self.ranks, self.device)
-        found.append(_measure(collective, size_bytes, run, self.device, self.max_s))
+        run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.device)
+        found.append(_measure(kind, size_bytes, run, self.device, self.max_s))
         if len(found) == ROUNDS:
             times = sorted(found, key=operator.attrgetter("time_s"))[ROUNDS // 2]
             # The same number on every rank, so stores of one file or of many agree.
-            self.store.put_collective(kind, self.shape, self.backend, times)
+            self.store.put_collective(kind.value, self.shape, self.backend, times)
 
     def close(self) -> None:
         if self.direct is not None:
@@ -313,14 +300,15 @@ def _operation(
     full = torch.zeros(shard * count, device=device)
     part = torch.zeros(shard, device=device)
     other = torch.zeros_like(full)
-    if direct is not None and kind in (*_BOTH_WAYS, Collective.ALL_TO_ALL):
-        return {
-            Collective.ALL_REDUCE: lambda: direct.all_reduce(full),
-            Collective.ALL_GATHER: lambda: direct.all_gather(full, part),
-            Collective.REDUCE_SCATTER: lambda: direct.reduce_scatter(full),
-            Collective.ALL_TO_ALL: lambda: direct.all_to_all(other, full),
-        }[kind]
     match kind:
+        case Collective.ALL_REDUCE if direct is not None:
+            return lambda: direct.all_reduce(full)
+        case Collective.ALL_GATHER if direct is not None:
+            return lambda: direct.all_gather(full, part)
+        case Collective.REDUCE_SCATTER if direct is not None:
+            return lambda: direct.reduce_scatter(full)
+        case Collective.ALL_TO_ALL if direct is not None:
+            return lambda: direct.all_to_all(other, full)
         case Collective.ALL_REDUCE:
             return lambda: dist.all_reduce(full, group=group)
         case Collective.ALL_GATHER:

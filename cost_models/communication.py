@@ -103,55 +103,39 @@ GroupShape = tuple[tuple[int, int], ...]
 """Fan-out and sharing at each level of links, innermost first: the link class of a group."""
 
 
-Curves = Mapping[tuple[Collective, GroupShape], MeasuredCurve]
-
-
 class CommunicationModel:
     """Prices collectives on ``cluster``; estimates are kept, so repeated questions are fast.
 
-    ``measured`` maps a kind and a group's shape to measured times; ``beside`` does so for
-    collectives that run beside the computation, where another way is taken for these.
+    ``measured`` maps a kind and a group's shape to measured times.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        measured: Curves | None = None,
-        beside: Curves | None = None,
+        measured: Mapping[tuple[Collective, GroupShape], MeasuredCurve] | None = None,
     ) -> None:
         self.cluster = cluster
         self._measured = dict(measured or {})
-        self._beside = {**self._measured, **(beside or {})}
         self._spans: dict[tuple[int, ...], tuple[Span, ...]] = {}
-        self._estimates: dict[tuple[str, int, tuple[int, ...], bool], Estimate] = {}
+        self._estimates: dict[tuple[str, int, tuple[int, ...]], Estimate] = {}
 
-    def estimate(
-        self, kind: str, size_bytes: int, ranks: tuple[int, ...], *, beside: bool = False
-    ) -> Estimate:
-        """Seconds of ``kind`` on ``ranks``; ``beside`` the computation, where it is not waited for.
+    def estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
+        """Seconds of ``kind`` on ``ranks``.
 
         ``size_bytes`` is the full buffer on one device: the input of all-reduce, reduce-scatter
         and all-to-all, the output of all-gather, the message of broadcast and send-recv. A group
         of one costs nothing. CostError for unknown kinds, negative sizes, and ranks that are
         repeated or not in the cluster.
         """
-        key = (kind, size_bytes, ranks, beside)
+        key = (kind, size_bytes, ranks)
         known = self._estimates.get(key)
         if known is None:
-            known = self._estimates[key] = self._estimate(kind, size_bytes, ranks, beside)
+            known = self._estimates[key] = self._estimate(kind, size_bytes, ranks)
         return known
 
-    def joined(
-        self,
-        kind: str,
-        size_bytes: int,
-        ranks: tuple[int, ...],
-        num: int,
-        *,
-        beside: bool = False,
-    ) -> Estimate:
+    def joined(self, kind: str, size_bytes: int, ranks: tuple[int, ...], num: int) -> Estimate:
         """A tensor's part of one collective of ``num`` tensors as large as it is."""
-        whole = self.estimate(kind, size_bytes * num, ranks, beside=beside)
+        whole = self.estimate(kind, size_bytes * num, ranks)
         return Estimate(whole.time_s / num, whole.source)
 
     def overlapped_s(self, compute_s: float, communication_s: float) -> float:
@@ -179,9 +163,7 @@ class CommunicationModel:
         """The link class of a group: groups of one shape cost the same."""
         return tuple((span.fanout, span.sharing) for span in self.spans(ranks))
 
-    def _estimate(
-        self, kind: str, size_bytes: int, ranks: tuple[int, ...], beside: bool
-    ) -> Estimate:
+    def _estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
         try:
             collective = Collective(kind)
         except ValueError:
@@ -194,8 +176,7 @@ class CommunicationModel:
         if len(ranks) <= 1 or size_bytes == 0:
             # Nothing moves, and that is exact: no guess is involved.
             return Estimate(0.0, Source.ANALYTICAL)
-        curves = self._beside if beside else self._measured
-        curve = curves.get((collective, self.group_shape(ranks)))
+        curve = self._measured.get((collective, self.group_shape(ranks)))
         if curve is not None:
             return curve.at(size_bytes)
         return Estimate(self._analytical_s(collective, size_bytes, spans), Source.ANALYTICAL)

@@ -42,6 +42,9 @@ _CUDA_OVERLAP_SLOWDOWN = 1.15
 _NVLINK_EFFICIENCY = 0.8
 _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
+_STANDS_STILL = 1e3
+"""How much slower a CPU computes beside a collective on its host, which the thread that computes
+makes itself (`autopar.direct_exchange`): not at all meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,8 +294,8 @@ def _cpu() -> _Preset:
         outer=outer,
         memory_reserve_bytes=256 * _MIB,
         collective_launch_s=50e-6,
-        # gloo adds and copies on the cores that compute: two processes on two cores wait for two
-        # thirds of an all-reduce of 24 MiB beside products, and beside convolutions (measured).
+        # Across hosts gloo adds and copies on the cores that compute: two processes on two cores
+        # wait for two thirds of an all-reduce of 24 MiB beside products or convolutions (measured).
         overlap_slowdown=3.0,
     )
 
@@ -334,6 +337,9 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> C
         if value < 1:
             raise ClusterError(f"{field}={value}; a cluster has at least one. Write {field}=1.")
     preset = _PRESETS[name]()
+    slowdown = preset.overlap_slowdown
+    if preset.device.kind == "cpu" and nodes == 1:
+        slowdown = _STANDS_STILL
     levels: tuple[Level, ...] = (structs.replace(preset.inner, size=devices_per_node),)
     if nodes > 1:
         levels += (structs.replace(preset.outer, size=nodes),)
@@ -342,6 +348,6 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> C
         levels=levels,
         memory_reserve_bytes=preset.memory_reserve_bytes,
         collective_launch_s=preset.collective_launch_s,
-        overlap_slowdown=preset.overlap_slowdown,
+        overlap_slowdown=slowdown,
         backend="nccl" if preset.device.kind == "cuda" else "gloo",
     )

@@ -122,13 +122,15 @@ class ProcessMachine:
         pending = []
         for (op, label, _, _), places in joined.items():
             operands = [moves[place][1] for place in places]
-            group, num = group_of(label), self.communicator.group(label).size
+            over = self.communicator.group(label)
+            num, direct = over.size, over.direct
+            group = None if direct is not None else group_of(label)
             if op is ALL_REDUCE:
-                wait = start_sum(operands, group)
+                wait = start_sum(operands, group, direct)
             elif op is ALL_GATHER:
-                wait = start_gather(operands, [digits[p] for p in places], group, num)
+                wait = start_gather(operands, [digits[p] for p in places], group, num, direct)
             else:
-                wait = start_scatter(operands, [digits[p] for p in places], group, num)
+                wait = start_scatter(operands, [digits[p] for p in places], group, num, direct)
                 wait = Once(wait)
                 self._scatters.append(wait)
             pending.append((places, wait))

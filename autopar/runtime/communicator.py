@@ -45,7 +45,7 @@ LocalFunction = Callable[[Tensor], Tensor]
 class Group:
     """The process group over some axes that this rank is in, and its position there.
 
-    ``direct`` makes the collectives that are waited for, on CPUs of one host.
+    ``direct`` makes all collectives on CPUs of one host.
     """
 
     process_group: Any
@@ -58,7 +58,7 @@ class Group:
 class TimedGroup:
     """Positions on the axis in time, and on device axes behind it; it never communicates."""
 
-    process_group = None
+    process_group = direct = None
 
     def __init__(self, communicator: Communicator, label: str) -> None:
         axes = label.partition(",")[2]
