@@ -9,7 +9,7 @@ processes take 3 to 10% less without.
 
 In: the process group that would do it otherwise. Out: a `DirectExchange`, or None where its ranks
 are not all on one host. All ranks of a group must call the same methods in the same order with
-tensors of the same sizes. Sums add the ranks' parts in their order, the same on all of them.
+tensors of the same sizes. A sum is the same on all of them, to the last bit.
 """
 
 from __future__ import annotations
@@ -131,10 +131,7 @@ class DirectExchange:
             return
         pieces = list(flat.tensor_split(self.num))
         own = pieces[self.index]
-        parts = own.new_empty((self.num, own.numel())).unbind()
-        parts[self.index].copy_(own)
-        self._exchange(pieces, parts)
-        own.copy_(self._reduced(parts, reduce))
+        self._reduce_into(own, pieces, reduce)
         self._exchange([own] * self.num, pieces)
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
@@ -151,10 +148,10 @@ class DirectExchange:
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum of all ranks' ``whole``, which has equal parts."""
-        received = torch.empty_like(whole)
-        self.all_to_all(received, whole)
-        first, *others = self._parts(received)
-        return self._reduced([first.clone(), *others], Tensor.add_)  # all of them could go
+        parts = self._parts(whole)
+        own = parts[self.index].clone()
+        self._reduce_into(own, parts, Tensor.add_)
+        return own
 
     def _parts(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(self.num, whole.numel() // self.num).unbind()
@@ -167,6 +164,21 @@ class DirectExchange:
             reduce(first, part)
         return first
 
+    def _reduce_into(self, own: Tensor, pieces: Sequence[Tensor], reduce: Reduce) -> None:
+        """Each piece to its rank; what others have for this one into ``own``, chunk by chunk."""
+        size = own.element_size()
+        step = _CHUNK_BYTES // size
+        sent = [(rank, peer, _bytes_of(pieces[rank])) for rank, peer in self._peers]
+        scratch = own.new_empty(min(step, own.numel()))
+        into = _bytes_of(scratch)
+        for start in range(0, max(piece.numel() for piece in pieces), step):
+            for rank, peer, out in sent:
+                _send(rank, peer, out[start * size : (start + step) * size])
+            target = own[start : start + step]
+            for rank, peer, _ in sent:
+                _receive(rank, peer, into[: target.nbytes])
+                reduce(target, scratch[: target.numel()])
+
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """A tensor to and a tensor from each other rank, a chunk after the other."""
         ends = [
@@ -177,12 +189,16 @@ class DirectExchange:
         for start in range(0, most, _CHUNK_BYTES):
             stop = start + _CHUNK_BYTES
             for rank, peer, out, _ in ends:
-                try:
-                    peer.sendall(out[start:stop])
-                except OSError as error:
-                    raise _gone(rank, error) from error
+                _send(rank, peer, out[start:stop])
             for rank, peer, _, into in ends:
                 _receive(rank, peer, into[start:stop])
+
+
+def _send(rank: int, peer: socket.socket, out: memoryview) -> None:
+    try:
+        peer.sendall(out)
+    except OSError as error:
+        raise _gone(rank, error) from error
 
 
 def _receive(rank: int, peer: socket.socket, into: memoryview) -> None:

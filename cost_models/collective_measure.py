@@ -47,10 +47,14 @@ def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
 
 
 def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
-    """Kind, group shape, bytes and seconds of what the store holds, in order."""
+    """Kind, group shape, bytes and seconds of what the store holds, in order.
+
+    A kind that a later version may have put there is left out.
+    """
     return [
         (kind, shape, times.size_bytes, times.time_s)
         for (kind, shape), curve in store.collectives(cluster.backend).items()
+        if kind in tuple(Collective)
         for times in curve
     ]
 

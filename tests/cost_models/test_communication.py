@@ -206,6 +206,17 @@ def test_a_large_message_is_not_free_where_the_largest_two_were_disturbed():
         assert found.time_s == pytest.approx(times * 11e-3, rel=0.02)
 
 
+def test_a_kind_of_collective_that_is_not_known_is_left_out():
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    shape = json.dumps(CommunicationModel(cluster).group_shape((0, 1)))
+    time = CollectiveTime(size_bytes=1 << 10, time_s=1e-3, spread=0.0, num_samples=9)
+    with ProfileStore(None, cluster.device) as store:
+        for kind in ("all_to_some", "all_reduce"):
+            store.put_collective(kind, shape, cluster.backend, time)
+        model = measured_model(cluster, store)
+    assert model.estimate("all_reduce", 1 << 10, (0, 1)).time_s == 1e-3
+
+
 def test_equal_times_say_that_bytes_cost_what_the_last_did():
     curve = MeasuredCurve(sizes_bytes=(1 << 10, 1 << 20), times_s=(1e-3, 1e-3))
     assert curve.at(1 << 15).time_s == 1e-3
