@@ -26,9 +26,6 @@ from autopar.rules.kernels import LocalCall, kernel_calls
 Outputs = Sequence[Value | None]
 aten = torch.ops.aten
 
-_NUM_PER_CHANNEL = 16, 7
-"""Forward and backward, how many kernels of a synchronised batch norm make a number a channel."""
-
 
 @register("aten._native_batch_norm_legit_no_training.default")
 def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
@@ -182,14 +179,16 @@ def _batch_norm_collectives(
 def _batch_norm_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """Those of `_SynchronizedBatchNorm`; what it does per channel as so many products."""
+    """Those of `_SynchronizedBatchNorm`, and most of the small ones, which make a number each
+    channel."""
     if not _synchronized_axes(op, space, choice, mesh):
         return None
     x = replace(plain.tensor(0, "input"), requires_grad=False)
     dims = tuple(d for d in range(len(x.shape)) if d != 1)
     channels = TensorSpec(x.shape[1:2], torch.promote_types(x.dtype, torch.float32))
     each = TensorSpec((1, x.shape[1], *(1 for _ in x.shape[2:])), x.dtype)
-    per_channel = OpCall("aten.mul.Tensor", (channels, channels))
+    product = OpCall("aten.mul.Tensor", (channels, channels))
+    total = OpCall("aten.add.Tensor", (channels, channels))
     normalized = OpCall(
         "aten._native_batch_norm_legit_no_training.default",
         (x, channels, channels, channels, channels, 0.0, 1e-5),
@@ -200,7 +199,8 @@ def _batch_norm_kernels(
         OpCall("aten.pow.Tensor_Scalar", (x, 2)),
         OpCall("aten.mean.dim", (x, dims)),
         normalized,
-        *[per_channel] * _NUM_PER_CHANNEL[0],
+        *[product] * 5,
+        *[total] * 3,
     ]
     sums = OpCall(
         "aten.native_batch_norm_backward.default",
@@ -210,7 +210,9 @@ def _batch_norm_kernels(
         sums,
         normalized,
         OpCall("aten.addcmul.default", (x, x, each)),
-        *[per_channel] * _NUM_PER_CHANNEL[1],
+        OpCall("aten.rsqrt.default", (channels,)),
+        OpCall("aten.neg.default", (channels,)),
+        product,
     ]
     return kernel_calls(forward, backward)
 
