@@ -21,7 +21,7 @@ import socket
 import struct
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +171,14 @@ class DirectExchange:
         sent = [(rank, peer, _bytes_of(pieces[rank])) for rank, peer in self._peers]
         scratch = own.new_empty(min(step, own.numel()))
         into = _bytes_of(scratch)
-        for start in range(0, max(piece.numel() for piece in pieces), step):
-            for rank, peer, out in sent:
-                _send(rank, peer, out[start * size : (start + step) * size])
-            target = own[start : start + step]
-            for rank, peer, _ in sent:
-                _receive(rank, peer, into[: target.nbytes])
-                reduce(target, scratch[: target.numel()])
+        with self._all_or_closed():
+            for start in range(0, max(piece.numel() for piece in pieces), step):
+                for rank, peer, out in sent:
+                    _send(rank, peer, out[start * size : (start + step) * size])
+                target = own[start : start + step]
+                for rank, peer, _ in sent:
+                    _receive(rank, peer, into[: target.nbytes])
+                    reduce(target, scratch[: target.numel()])
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """A tensor to and a tensor from each other rank, a chunk after the other."""
@@ -186,12 +187,23 @@ class DirectExchange:
             for rank, peer in self._peers
         ]
         most = max(max(len(out), len(into)) for *_, out, into in ends)
-        for start in range(0, most, _CHUNK_BYTES):
-            stop = start + _CHUNK_BYTES
-            for rank, peer, out, _ in ends:
-                _send(rank, peer, out[start:stop])
-            for rank, peer, _, into in ends:
-                _receive(rank, peer, into[start:stop])
+        with self._all_or_closed():
+            for start in range(0, most, _CHUNK_BYTES):
+                stop = start + _CHUNK_BYTES
+                for rank, peer, out, _ in ends:
+                    _send(rank, peer, out[start:stop])
+                for rank, peer, _, into in ends:
+                    _receive(rank, peer, into[start:stop])
+
+    @contextlib.contextmanager
+    def _all_or_closed(self) -> Iterator[None]:
+        """What is broken off (by Ctrl-C, say) is the end: the next messages would be taken for the
+        rest of these."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def _send(rank: int, peer: socket.socket, out: memoryview) -> None:

@@ -4,8 +4,8 @@ Every rank of the world calls ``measure_collectives`` at the same place. Groups 
 are made so that they tile the world, as the groups of a mesh axis do, and all of them run the same
 collective at once: what is measured is what a plan will meet, shared links included. On CPUs the
 ranks also compute before each collective, as in a step: their caches are then full of other things,
-and the backend's threads sleep, or find every core taken. Two processes on gloo then took two to
-three times as long for a few MiB and less as for the same collective again and again.
+and threads that a collective needs sleep, or find every core taken. Where the runtime makes
+collectives over sockets (`autopar.direct_exchange`), so are they here.
 """
 
 import itertools

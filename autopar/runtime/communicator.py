@@ -304,7 +304,7 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 def _all_reduce(group: Group) -> LocalFunction:
     def all_reduce(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:  # a sum of truth values is "any"; as bytes it would be 2
-            return _maximum(x.to(torch.uint8), group).to(torch.bool)
+            return _maximum(_as_bytes(x), group).to(torch.bool)
         return _summed(x.clone(memory_format=torch.contiguous_format), group)
 
     return all_reduce
@@ -329,6 +329,10 @@ def _maximum(x: Tensor, group: Group) -> Tensor:
     return x
 
 
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.to(torch.uint8, memory_format=torch.contiguous_format)
+
+
 def _larger(x: Tensor, other: Tensor) -> Tensor:
     return torch.maximum(x, other, out=x)
 
@@ -336,7 +340,7 @@ def _larger(x: Tensor, other: Tensor) -> Tensor:
 def _all_reduce_max(group: Group) -> LocalFunction:
     def all_reduce_max(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:
-            return _maximum(x.to(torch.uint8), group).to(torch.bool)
+            return _maximum(_as_bytes(x), group).to(torch.bool)
         return _maximum(x.clone(memory_format=torch.contiguous_format), group)
 
     return all_reduce_max

@@ -132,6 +132,22 @@ def test_the_rank_that_is_gone_is_named(size: int) -> None:
     exchange.close()
 
 
+def test_what_is_broken_off_is_the_end() -> None:
+    """Nobody takes the next message for the rest of this one."""
+    here, there = socket.socketpair()
+    exchange, other = DirectExchange([None, here], index=0), DirectExchange([there, None], index=1)
+
+    def interrupted(own: Tensor, _: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    there.sendall(bytes(1 << 16))
+    with pytest.raises(KeyboardInterrupt):
+        exchange.all_reduce(torch.ones(1 << 16), interrupted)
+    for each in (exchange, other):
+        with pytest.raises(PeerGone):
+            each.all_reduce(torch.ones(1 << 16))
+
+
 def test_a_forked_process_is_no_rank() -> None:
     with WorkerGroup(2, service=Peer, threads_per_worker=1) as group:
         assert group.call("child_lets_go") == [True, True]
