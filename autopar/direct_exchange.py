@@ -229,8 +229,9 @@ def _gone(rank: int, why: object) -> PeerGone:
 
 
 def _bytes_of(x: Tensor) -> memoryview:
+    """Of contiguous memory; the stride of a single number may be any."""
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().view(-1).view(torch.uint8).numpy().data
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _forget() -> None:

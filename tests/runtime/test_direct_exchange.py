@@ -64,10 +64,14 @@ class Peer:
         self.exchange.all_to_all(received, sent)
         return received, self.exchange.reduce_scatter(sent)
 
-    def scalar(self) -> Tensor:
-        x = torch.tensor(float(self.rank))
-        self.exchange.all_reduce(x)
-        return x
+    def single(self) -> list[Tensor]:
+        """No dimension; and one number whose stride is not 1, which counts as contiguous."""
+        found = [torch.tensor(float(self.rank)), torch.full((8,), float(self.rank))[::8]]
+        for x in found:
+            self.exchange.all_reduce(x)
+        whole = found[1].new_empty(self.num)
+        self.exchange.all_gather(whole, found[1])
+        return [*found, whole]
 
     def rounding(self) -> Tensor:
         x = torch.randn(100_000, generator=torch.Generator().manual_seed(self.rank))
@@ -110,7 +114,8 @@ def test_collectives_are_those_of_all_parts(num: int) -> None:
                     torch.testing.assert_close(own, total, rtol=0, atol=0)
         largest = torch.stack([part(rank, 1000, torch.float32) for rank in range(num)]).amax(0)
         assert all(torch.equal(found, largest) for found in group.call("largest", 1000))
-        assert [x.item() for x in group.call("scalar")] == [sum(range(num))] * num
+        for found in group.call("single"):
+            assert torch.cat([x.view(-1) for x in found]).tolist() == [sum(range(num))] * (num + 2)
         first, *others = group.call("rounding")
         assert all(torch.equal(first, other) for other in others)
 
