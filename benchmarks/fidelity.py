@@ -4,9 +4,9 @@
                                    [--fresh | --again]
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
-a few steps, the plans of a model in turns (each time a step of which the caches are warm, and then
-the one that counts); its rows are kept as soon as they are measured, so a run
-can be stopped and gone on with. Rows during whose steps the processors were never at their usual
+a few steps, the plans of a model in turns (each time a step that warms the caches, and then the one
+that counts); its rows are kept as soon as they are measured, so a run can be stopped and gone on
+with. Rows during whose steps the processors were never at their usual
 pace (`Pace`) are measured again by the next run, whatever their errors. fidelity.json in
 benchmarks/results/ has the rows with errors and, per model, Kendall's tau between the predicted and
 the measured order of its plans; fidelity.png shows them. With --again the plans of rows that are
