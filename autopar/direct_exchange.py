@@ -4,8 +4,8 @@ gloo hands every collective to threads of its own. Where all cores compute, each
 the scheduler: after 4 ms of computing, two processes took 2.2 ms to sum 1 KiB, 3.4 for 1 MiB, 3.8
 for 4 MiB. Here the thread sends and receives over a socket from each process to each other one,
 without any hand-over: 0.15, 0.75 and 1.5 ms. That holds for reductions of gradients too, which gloo
-would make beside the computation, but on the cores that compute: steps of data parallelism on two
-processes take 3 to 10% less without.
+would make beside the computation, but on the cores that compute. Of eight pairs of runs of data
+parallelism and ZeRO-3 on two processes, six were 4 to 16% faster without it, one was 5% slower.
 
 In: the process group that would do it otherwise. Out: a `DirectExchange`, or None where its ranks
 are not all on one host. All ranks of a group must call the same methods in the same order with
@@ -58,7 +58,6 @@ def direct_exchange(process_group: Any) -> DirectExchange | None:
     num, index = dist.get_world_size(process_group), dist.get_rank(process_group)
     if not 1 < num <= MAX_RANKS:
         return None
-    folder = None
     with contextlib.ExitStack() as stack:
         listener, offer = None, None
         with contextlib.suppress(OSError):
@@ -77,7 +76,11 @@ def direct_exchange(process_group: Any) -> DirectExchange | None:
         made = _connected(listener, [path for _, path in offers], index)
         answers: list[Any] = [None] * num
         dist.all_gather_object(answers, made is not None, group=process_group)
-        return made if all(answers) else None
+        if all(answers):
+            return made
+        if made is not None:
+            made.close()
+        return None
 
 
 def _connected(listener: socket.socket, paths: Sequence[str], index: int) -> DirectExchange | None:

@@ -60,7 +60,8 @@ CPU_HELD_COMMUNICATION = 1.55
 """What a step's kernels and libraries touch first; and the parts of what is freed that stay with
 the process: of activations and workspaces, and of buffers of communication, more than they take
 (why was not looked into). Fitted to the growth of processes in all 90 rows of
-benchmarks/fidelity.py: median error 7%, worst 26%; without communication 9% and 42%."""
+benchmarks/fidelity.py, when collectives on one host still were gloo's: median error 7%, worst 26%;
+without communication 9% and 42%."""
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:

@@ -43,8 +43,8 @@ _NVLINK_EFFICIENCY = 0.8
 _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
 _STANDS_STILL = 1e3
-"""How much slower a CPU computes beside a collective on its host, which the thread that computes
-makes itself (`autopar.direct_exchange`): not at all meanwhile."""
+"""A CPU computes nothing beside a collective on its host, which the thread that computes makes
+itself (`autopar.direct_exchange`): a slow-down so large that nothing is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
