@@ -4,9 +4,9 @@
                                    [--fresh | --again]
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
-a few steps, the plans of a model in turns (each time a step that warms the caches, and then the one
-that counts); its rows are kept as soon as they are measured, so a run can be stopped and gone on
-with. Rows during whose steps the processors were never at their usual
+a few steps, one plan after the other, as a user trains one: plans that live together and take turns
+find each other's data in the caches. A row is kept as soon as it is measured, so a run can be
+stopped and gone on with. Rows during whose steps the processors were never at their usual
 pace (`Pace`) are measured again by the next run, whatever their errors. fidelity.json in
 benchmarks/results/ has the rows with errors and, per model, Kendall's tau between the predicted and
 the measured order of its plans; fidelity.png shows them. With --again the plans of rows that are
@@ -19,7 +19,6 @@ much a process on the CPU grows, which has the heap's holes and libraries beside
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -42,7 +41,7 @@ from setting import setting
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 PICTURE = RESULT.with_suffix(".png")
 PROFILE_LIMIT_S = 120.0
-WARM_UP = 2
+WARM_UP = 4
 DISTURBED = 0.05
 MAX_TURNS = 3
 TIED = 1.03
@@ -74,8 +73,11 @@ def main() -> None:
                 for plan in plans_of(count)
                 if arguments.fresh or ((name, count, plan) in usual) == arguments.again
             ]
-            for made in measured(name, count, wanted, arguments.steps):
-                key = name, count, made["plan"]
+            for plan in wanted:
+                made = measured(name, count, plan, arguments.steps)
+                if made is None:
+                    continue
+                key = name, count, plan
                 if arguments.again:
                     again_s, first_s = made["measured_s"], rows[key]["measured_s"]
                     rows[key] |= {
@@ -126,42 +128,33 @@ def plans_of(count: int) -> dict[str, list[Any]]:
     return {"searched": [], **{name: [Force(what)] for name, what in known.items()}}
 
 
-def measured(name: str, count: int, wanted: list[str], num_steps: int) -> list[Row]:
-    """Rows of one model on so many processes, whose plans take their steps in turns."""
+def measured(name: str, count: int, plan: str, num_steps: int) -> Row | None:
+    """The row of one plan, whose processes have the machine to themselves; None where there is no
+    such plan."""
     import autopar
     from autopar.errors import ConstraintError
 
-    found: dict[str, tuple[Any, float, Steps]] = {}
-    with contextlib.ExitStack() as stack:
-        for plan in wanted:
-            model, batch = fresh(name)
-            start = time.perf_counter()
-            try:
-                compiled = stack.enter_context(
-                    autopar.compile(
-                        model, count, example_inputs=batch, constraints=plans_of(count)[plan],
-                        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
-                        profile_limit_s=PROFILE_LIMIT_S, mesh={"x": count},
-                    )
-                )  # fmt: skip
-            except ConstraintError as error:
-                print(f"{name} on {count}, {plan}: {error}")
-                continue
-            compiled_s = time.perf_counter() - start
-            for _ in range(WARM_UP):
-                compiled.train_step(**batch)
-            steps = Steps(functools.partial(compiled.train_step, **batch))
-            found[plan] = compiled, compiled_s, steps
-        everyone = [steps for *_, steps in found.values()]
+    model, batch = fresh(name)
+    start = time.perf_counter()
+    try:
+        compiled = autopar.compile(
+            model, count, example_inputs=batch, constraints=plans_of(count)[plan],
+            optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
+            profile_limit_s=PROFILE_LIMIT_S, mesh={"x": count},
+        )  # fmt: skip
+    except ConstraintError as error:
+        print(f"{name} on {count}, {plan}: {error}")
+        return None
+    with compiled:
+        compiled_s = time.perf_counter() - start
+        for _ in range(WARM_UP):
+            compiled.train_step(**batch)
+        steps = Steps(functools.partial(compiled.train_step, **batch))
         for turn in range(MAX_TURNS * num_steps):
-            if turn >= num_steps and all(steps.num_quiet >= num_steps for steps in everyone):
+            if turn >= num_steps and steps.num_quiet >= num_steps:
                 break
-            for steps in everyone:
-                steps.take()
-        return [
-            row(name, count, plan, compiled, steps.best(num_steps), compiled_s, batch)
-            for plan, (compiled, compiled_s, steps) in found.items()
-        ]
+            steps.take()
+        return row(name, count, plan, compiled, steps.best(num_steps), compiled_s, batch)
 
 
 class Steps:
@@ -178,9 +171,6 @@ class Steps:
         self._usual_s = PACE()
 
     def take(self) -> None:
-        """One step after one that is not timed: training goes from step to step, while here the
-        other plans' steps have filled the caches in between."""
-        self.step()
         me = psutil.Process()
         processes = [me, *me.children(recursive=True)]
         with watched(lambda: sum(sum(p.cpu_times()[:2]) for p in processes)) as others:

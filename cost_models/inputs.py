@@ -6,6 +6,7 @@ between 0 and 1. Floating-point values are otherwise normal.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,6 +79,22 @@ class RealCall:
         if position in self._positive:
             values = values.abs() + 0.5
         return values.to(dtype)
+
+
+def normal_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Normal numbers in a tensor of the same shape, type and layout; the same ones each time."""
+    values = torch.empty_like(tensor)
+    block = _drawn(tensor.device)
+    memory = values.as_strided((values.numel(),), (1,))
+    whole = len(memory) // _NUM_DRAWN * _NUM_DRAWN
+    memory[:whole].view(-1, _NUM_DRAWN).copy_(block)
+    memory[whole:].copy_(block[: len(memory) - whole])
+    return values
+
+
+@lru_cache(maxsize=8)
+def _drawn(device: torch.device) -> torch.Tensor:
+    return torch.randn(_NUM_DRAWN, device=device)
 
 
 def _normal(length: int, options: dict[str, Any]) -> torch.Tensor:

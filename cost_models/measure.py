@@ -1,12 +1,15 @@
 """Times one call on the device at hand: forward, input gradients and weight gradients apart.
 
-Each direction is run on several sets of tensors in turn, so that none finds its data in the cache
-only because it has just been used, and the results of as many runs are held, so that none writes
-where the last one wrote: a step keeps what it computes. After a warm-up, in blocks long enough for
-the clock, until enough samples or the time allowed; the median is kept. A spread that is too large
-is measured again, and what remains is reported with the time.
+Each direction is run on several sets of tensors in turn, as many as a step's other tensors would
+fill the cache with, so that none finds its data there only because it has just been used, and the
+results of as many runs are held, so that none writes where the last one wrote: a step keeps what it
+computes. After a warm-up, in blocks long enough for the clock, until enough samples or the time
+allowed; the median is kept. Samples in which the process got new memory from the kernel do not
+count where there are others: a step works in the memory of the one before. A spread that is too
+large is measured again, and what remains is reported with the time.
 """
 
+import resource
 import statistics
 import time
 from collections import deque
@@ -19,7 +22,7 @@ import torch
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError, OpEstimate
-from autopar.cost_models.inputs import RealCall
+from autopar.cost_models.inputs import RealCall, normal_like
 from autopar.cost_models.shapes import outputs
 from autopar.cost_models.store import OpTime
 
@@ -32,6 +35,8 @@ class MeasureLimits:
     first, but at least three times. Blocks last ``block_s`` or one run. A spread over
     ``max_spread`` is measured again, ``max_repeats`` times at most. What takes longer than
     ``long_s`` is run twice, the second time counts, and how far the first is from it is the spread.
+    Sets are ``min_sets`` where the cache is large enough, and up to ``max_sets`` as long as they
+    take no more than ``sets_bytes`` together.
     """
 
     max_direction_s: float = 0.04
@@ -39,12 +44,16 @@ class MeasureLimits:
     block_s: float = 0.0005
     max_spread: float = 0.2
     max_repeats: int = 2
-    max_sets: int = 4
+    min_sets: int = 4
+    max_sets: int = 64
+    sets_bytes: int = 128 << 20
     long_s: float = 0.1
 
 
-_ASIDE_S = 0.03
-"""What a call costs beside its runs, roughly: to make its tensors (measured: 3 to 15 ms on the
+_NUM_TRIES = 9
+"""Samples that are taken at most, past the time, to have three without new memory."""
+_ASIDE_S = 0.08
+"""What a call costs beside its runs, roughly: to make its tensors (measured: 30 to 60 ms on the
 average of a model), to ask the workers, to run it again where it spreads."""
 
 
@@ -57,8 +66,13 @@ class Sampled:
     num_samples: int
 
 
-_ONE_BACKWARD = frozenset({"lstm"})
-"""One kernel makes the gradients of inputs and of parameters, whichever are asked for."""
+_KEEPS_WORKSPACE = frozenset({"lstm"})
+"""What its forward pass computes depends on whether there will be a backward pass."""
+_ONE_BACKWARD = _KEEPS_WORKSPACE | {
+    "_native_batch_norm_legit_functional", "batch_norm", "group_norm", "layer_norm",
+    "native_batch_norm", "native_group_norm", "native_layer_norm", "prelu", "rms_norm",
+}  # fmt: skip
+"""One kernel makes the gradients of inputs and of parameters: the latter cost what is more."""
 
 NOTHING = Sampled(median_s=0.0, spread=0.0, num_samples=0)
 
@@ -71,7 +85,7 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
         sets = [RealCall(call, target, seed) for seed in range(num_sets)]
         for tensor in (t for real in sets for t in (*real.inputs, *real.parameters)):
             tensor.requires_grad_(True)  # operators choose their kernels by it
-        with torch.set_grad_enabled(call.name in _ONE_BACKWARD):  # an LSTM keeps its workspace
+        with torch.set_grad_enabled(call.name in _KEEPS_WORKSPACE):
             forward = _sample(sets, target, limits)
         input_grad = _sample_gradient(sets, ("inputs",), target, limits)
         if call.name in _ONE_BACKWARD and input_grad.num_samples:
@@ -106,7 +120,7 @@ def _direction_s(once_s: float, limits: MeasureLimits) -> float:
         return 2 * once_s
     block_s = max(once_s, limits.block_s)
     num_samples = min(limits.max_samples, max(3, limits.max_direction_s / block_s))
-    return (limits.max_sets + 1) * once_s + num_samples * block_s
+    return (limits.min_sets + 1) * once_s + num_samples * block_s
 
 
 def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
@@ -119,7 +133,8 @@ def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
         )
     wanted = 1 + 2 * device.cache_bytes // one_bytes
     affordable = device.memory_bytes // (8 * one_bytes)
-    return max(1, min(wanted, limits.max_sets, affordable))
+    most = min(limits.max_sets, max(limits.min_sets, limits.sets_bytes // one_bytes))
+    return max(1, min(wanted, most, affordable))
 
 
 def _sample_gradient(
@@ -148,7 +163,7 @@ def _gradient(real: RealCall, leaves: list[torch.Tensor]) -> Callable[[], Any] |
     outs = tuple(out for out in every if isinstance(out, torch.Tensor) and out.requires_grad)
     if not outs:
         return None
-    grads = tuple(torch.randn_like(out) for out in outs)
+    grads = tuple(normal_like(out) for out in outs)
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True, allow_unused=True)
 
 
@@ -203,20 +218,31 @@ def _pairs(first_s: float, run: Callable[[], Any], device: torch.device) -> Call
 def _one_sample(
     runs: Sequence[Callable[[], Any]], num_inner: int, device: torch.device, limits: MeasureLimits
 ) -> Sampled:
-    samples: list[float] = []
+    every: list[float] = []
+    undisturbed: list[float] = []
     end = time.perf_counter() + limits.max_direction_s
     position = 0
     kept: deque[Any] = deque(maxlen=len(runs))
-    while len(samples) < limits.max_samples:
-        if len(samples) >= 3 and time.perf_counter() > end:
+    while len(every) < limits.max_samples:
+        enough = len(undisturbed) >= 3 or len(every) >= _NUM_TRIES
+        if enough and time.perf_counter() > end:
             break
         block = [runs[(position + i) % len(runs)] for i in range(num_inner)]
         position += num_inner
-        samples.append(_timed(_all_of(block, kept), device) / num_inner)
+        faults_before = _num_page_faults()
+        every.append(_timed(_all_of(block, kept), device) / num_inner)
+        if _num_page_faults() == faults_before:
+            undisturbed.append(every[-1])
+    samples = undisturbed if len(undisturbed) >= 3 else every
     median_s = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4)
     spread = (high - low) / median_s if median_s else 0.0
     return Sampled(median_s=median_s, spread=spread, num_samples=len(samples))
+
+
+def _num_page_faults() -> int:
+    """How often this process has touched memory that the kernel had yet to find for it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _all_of(block: Sequence[Callable[[], Any]], kept: deque[Any]) -> Callable[[], None]:

@@ -27,7 +27,7 @@ from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _APPLICATION_ID = 0x61707263
 _BUSY_TIMEOUT_S = 60.0
 
