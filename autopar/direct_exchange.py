@@ -15,110 +15,40 @@ tensors of the same sizes. A sum is the same on all of them, to the last bit.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import socket
-import struct
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_RANKS = 16
-"""Beyond, as many sockets as pairs of ranks are too many."""
+from autopar.local_sockets import Peers, byte_tensor, close_in_children, connected, receive, send
+
 WHOLE_BYTES = 1 << 17
 """Up to so many, every rank sends every other one all that is to be summed; then its part alone."""
 _CHUNK_BYTES = 1 << 16
 """What is sent before as much is received: a rank is at most two chunks ahead of another, and as
 much fits into a socket."""
-_LIMIT_S = 24 * 3600
-"""Like the limit of gloo's collectives in workers: whoever watches over the job ends it sooner."""
-_CONNECT_S = 60.0
-
-_OPEN: weakref.WeakSet[DirectExchange] = weakref.WeakSet()
 
 Reduce = Callable[[Tensor, Tensor], Any]
 """Takes the second tensor into the first."""
 
 
-class PeerGone(RuntimeError):
-    """A process of the group ended, or closed its end, before it sent what is due."""
-
-
 def direct_exchange(process_group: Any) -> DirectExchange | None:
-    """Sockets between the ranks of a gloo group; None for all where not all can have them.
+    """Of the ranks of a gloo group; None for all where not all can have it.
 
     Collective over the group.
     """
-    num, index = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if not 1 < num <= MAX_RANKS:
-        return None
-    with contextlib.ExitStack() as stack:
-        listener, offer = None, None
-        with contextlib.suppress(OSError):
-            host = Path("/proc/sys/kernel/random/boot_id").read_text()
-            folder = tempfile.mkdtemp(prefix="autopar-")  # nobody else may enter it
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(f"{folder}/{index}")
-            listener.listen(num)
-            offer = host, f"{folder}/{index}"
-        offers: list[Any] = [None] * num
-        dist.all_gather_object(offers, offer, group=process_group)
-        if None in offers or len({host for host, _ in offers}) > 1:
-            return None
-        assert listener is not None
-        made = _connected(listener, [path for _, path in offers], index)
-        answers: list[Any] = [None] * num
-        dist.all_gather_object(answers, made is not None, group=process_group)
-        if all(answers):
-            return made
-        if made is not None:
-            made.close()
-        return None
-
-
-def _connected(listener: socket.socket, paths: Sequence[str], index: int) -> DirectExchange | None:
-    """To lower ranks by connecting, from higher ones by accepting."""
-    peers: list[socket.socket | None] = [None] * len(paths)
-    try:
-        for other in range(index):
-            made = socket.socket(socket.AF_UNIX)
-            peers[other] = made
-            made.settimeout(_CONNECT_S)
-            made.connect(paths[other])
-            made.sendall(struct.pack("=i", index))
-        listener.settimeout(_CONNECT_S)
-        for _ in range(index + 1, len(paths)):
-            made, _ = listener.accept()
-            made.settimeout(_CONNECT_S)
-            (other,) = struct.unpack("=i", made.recv(4, socket.MSG_WAITALL))
-            peers[other] = made
-    except (OSError, struct.error):
-        for peer in peers:
-            if peer is not None:
-                peer.close()
-        return None
-    return DirectExchange(peers, index)
+    peers = connected(process_group)
+    return None if peers is None else DirectExchange(peers, dist.get_rank(process_group))
 
 
 class DirectExchange:
     """Collectives of one group, on contiguous tensors in the memory of CPUs."""
 
-    def __init__(self, peers: Sequence[socket.socket | None], index: int) -> None:
+    def __init__(self, peers: Peers, index: int) -> None:
         self.index, self.num = index, len(peers)
         self._peers = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
-        for _, peer in self._peers:
-            peer.settimeout(None)
-            limit = struct.pack("@ll", _LIMIT_S, 0)  # by the kernel: Python would poll each time
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        _OPEN.add(self)
+        close_in_children(self)
 
     def close(self) -> None:
         for _, peer in self._peers:
@@ -177,10 +107,10 @@ class DirectExchange:
         with self._all_or_closed():
             for start in range(0, max(piece.numel() for piece in pieces), step):
                 for rank, peer, out in sent:
-                    _send(rank, peer, out[start * size : (start + step) * size])
+                    send(rank, peer, out[start * size : (start + step) * size])
                 target = own[start : start + step]
                 for rank, peer, _ in sent:
-                    _receive(rank, peer, into[: target.nbytes])
+                    receive(rank, peer, into[: target.nbytes])
                     reduce(target, scratch[: target.numel()])
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
@@ -194,9 +124,9 @@ class DirectExchange:
             for start in range(0, most, _CHUNK_BYTES):
                 stop = start + _CHUNK_BYTES
                 for rank, peer, out, _ in ends:
-                    _send(rank, peer, out[start:stop])
+                    send(rank, peer, out[start:stop])
                 for rank, peer, _, into in ends:
-                    _receive(rank, peer, into[start:stop])
+                    receive(rank, peer, into[start:stop])
 
     @contextlib.contextmanager
     def _all_or_closed(self) -> Iterator[None]:
@@ -209,38 +139,5 @@ class DirectExchange:
             raise
 
 
-def _send(rank: int, peer: socket.socket, out: memoryview) -> None:
-    try:
-        peer.sendall(out)
-    except OSError as error:
-        raise _gone(rank, error) from error
-
-
-def _receive(rank: int, peer: socket.socket, into: memoryview) -> None:
-    while len(into):
-        try:
-            num = peer.recv_into(into)
-        except OSError as error:
-            raise _gone(rank, error) from error
-        if not num:
-            raise _gone(rank, "connection closed by peer")
-        into = into[num:]
-
-
-def _gone(rank: int, why: object) -> PeerGone:
-    return PeerGone(f"rank {rank} of the group sends and receives no more: {why}")
-
-
 def _bytes_of(x: Tensor) -> memoryview:
-    """Of contiguous memory; the stride of a single number may be any."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _forget() -> None:
-    """A process that is forked is no rank: its copies would keep connections of a dead one open."""
-    for exchange in _OPEN:
-        exchange.close()
-
-
-os.register_at_fork(after_in_child=_forget)
+    return byte_tensor(x).numpy().data

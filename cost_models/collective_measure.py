@@ -30,6 +30,7 @@ from autopar.cost_models.estimate import CostError
 from autopar.cost_models.store import CollectiveTime, ProfileStore
 
 from autopar.direct_exchange import DirectExchange, direct_exchange
+from autopar.direct_messages import DirectMessages, direct_messages
 from autopar.reduce_scatter import start_reduce_scatter
 
 BETWEEN_S = 0.004
@@ -157,13 +158,18 @@ class _Sweep:
         self.store, self.backend, self.shape = store, cluster.backend, shape
         self.group, self.ranks = group, ranks
         self.device, self.max_s = torch.device(cluster.device.kind), max_s
-        self.direct = direct_exchange(group) if cluster.device.kind == "cpu" else None
+        on_cpu = cluster.device.kind == "cpu"
+        self.direct = direct_exchange(group) if on_cpu else None
+        self.messages = direct_messages(group) if on_cpu else None
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
         """Into the store after the last round, where the median of all stands."""
         found = self.found.setdefault((kind, size_bytes), [])
-        run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.device)
+        if kind is Collective.SEND_RECV and self.messages is not None:
+            run = _messages_on(size_bytes, self.messages, self.ranks)
+        else:
+            run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.device)
         found.append(_measure(kind, size_bytes, run, self.device, self.max_s))
         if len(found) == ROUNDS:
             times = sorted(found, key=operator.attrgetter("time_s"))[ROUNDS // 2]
@@ -171,8 +177,9 @@ class _Sweep:
             self.store.put_collective(kind.value, self.shape, self.backend, times)
 
     def close(self) -> None:
-        if self.direct is not None:
-            self.direct.close()
+        for sockets in (self.direct, self.messages):
+            if sockets is not None:
+                sockets.close()
 
 
 def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
@@ -325,6 +332,23 @@ def _operation(
             return lambda: dist.broadcast(full, src=ranks[0], group=group)
         case Collective.SEND_RECV:
             return lambda: _shift(full, other, group, ranks)
+
+
+def _messages_on(
+    size_bytes: int, messages: DirectMessages, ranks: tuple[int, ...]
+) -> Callable[[], None]:
+    """As `_shift`, through shared memory."""
+    full = torch.zeros(max(1, size_bytes // 4))
+    other = torch.zeros_like(full)
+    position = ranks.index(dist.get_rank())
+
+    def run() -> None:
+        if position + 1 < len(ranks):
+            messages.send(position + 1, [full])
+        if position > 0:
+            messages.receive(position - 1, [other])()
+
+    return run
 
 
 def _shift(

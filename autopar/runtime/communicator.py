@@ -32,6 +32,7 @@ from autopar.collectives import (
     disassemble,
 )
 from autopar.direct_exchange import DirectExchange, direct_exchange
+from autopar.direct_messages import DirectMessages, direct_messages
 from autopar.errors import DeviceError
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.reduce_scatter import start_reduce_scatter
@@ -118,12 +119,15 @@ class Communicator:
         self._groups: dict[str, AnyGroup] = {}
         self._device_groups: dict[tuple[int, ...], Any] = {}
         self._directed: tuple[Any, Any] = (None, None)
+        self.messages: DirectMessages | None = None
         for label in sorted(set(labels)):
             self.group(label)
         if num_devices > 1:
             for devices in sorted({tuple(range(num_devices)), *device_sets}):
                 self._device_groups[devices] = self._make_device_group(devices)
             self._directed = _directed_groups(device.type)
+            if device.type == "cpu":
+                self.messages = _messages()
 
     def group(self, label: str) -> AnyGroup:
         """The group of a label; collective where it is new."""
@@ -198,6 +202,7 @@ class _Known:
         self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {}
         self.direct: dict[Any, DirectExchange | None] = {}
         self.directed: tuple[Any, Any] | None = None
+        self.messages: list[DirectMessages | None] = []
 
     def of_this_world(self) -> _Known:
         if self.world is not dist.group.WORLD:
@@ -244,6 +249,13 @@ def _direct(process_group: Any) -> DirectExchange | None:
     if process_group not in known:
         known[process_group] = direct_exchange(process_group)
     return known[process_group]
+
+
+def _messages() -> DirectMessages | None:
+    known = _KNOWN.of_this_world().messages
+    if not known:
+        known.append(direct_messages(dist.group.WORLD))
+    return known[0]
 
 
 def _directed_groups(device_type: str) -> tuple[Any, Any]:

@@ -1,9 +1,10 @@
-"""Point-to-point messages between the devices of a pipeline, over ``torch.distributed``.
+"""Point-to-point messages between the devices of a pipeline.
 
 In: tensors and the device they go to. Out: on the rank of the same mesh position there, the same
-tensors, whose shapes it knows. Messages up and down the pipeline travel in groups of their own,
-so that on NCCL, where the messages of a group between two ranks are in one queue, a receive that
-waits never holds up a send.
+tensors, whose shapes it knows. Between CPU processes of one host they go through memory that both
+share (`autopar.direct_messages`), else over ``torch.distributed``. There, messages up and down the
+pipeline travel in groups of their own, so that on NCCL, where the messages of a group between two
+ranks are in one queue, a receive that waits never holds up a send.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ class ProcessLinks:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self.messages = communicator.messages
+        if self.messages is not None:
+            self.messages.drop_unused()
 
     def send(self, device: int, values: Sequence[Tensor]) -> Callable[[], None]:
         communicator = self.communicator
         peer, group = communicator.peer(device), communicator.link_to(device)
         sent = [_on_wire(value.contiguous()) for value in values]
+        if self.messages is not None:
+            self.messages.send(peer, sent)
+            return _nothing
         works = [dist.isend(tensor, peer, group=group) for tensor in sent]
 
         def wait() -> None:
@@ -43,6 +50,14 @@ class ProcessLinks:
         communicator = self.communicator
         peer, group = communicator.peer(device), communicator.link_from(device)
         tensors = [torch.empty(m.shape, dtype=m.dtype, device=communicator.device) for m in metas]
+        if self.messages is not None:
+            arrive = self.messages.receive(peer, tensors)
+
+            def received() -> Sequence[Tensor]:
+                arrive()
+                return tensors
+
+            return received
         works = [dist.irecv(_on_wire(tensor), peer, group=group) for tensor in tensors]
 
         def wait() -> Sequence[Tensor]:
@@ -78,15 +93,26 @@ class ProcessLinks:
         if communicator.num_devices == 1:
             assert value is not None
             return value
-        first = devices[0]
-        if communicator.pipeline_device == first:
+        first, own = devices[0], communicator.pipeline_device
+        if own == first:
             assert value is not None
             shared = value.contiguous()
+        elif self.messages is not None:
+            return self.receive(first, [meta])()[0]
         else:
             shared = torch.empty(meta.shape, dtype=meta.dtype, device=communicator.device)
+        if self.messages is not None:
+            for device in range(communicator.num_devices):
+                if device != own:
+                    self.send(device, [shared])
+            return shared
         group = communicator.device_group(tuple(range(communicator.num_devices)))
         dist.broadcast(_on_wire(shared), communicator.peer(first), group=group)
         return shared
+
+
+def _nothing() -> None:
+    """Nothing is waited for: the message has been copied."""
 
 
 def _on_wire(tensor: Tensor) -> Tensor:

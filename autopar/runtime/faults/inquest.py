@@ -18,7 +18,8 @@ from autopar.errors import WorkerError
 
 _WAITING = (
     "torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py",
-    "autopar/runtime/reductions.py", "autopar/direct_exchange.py",
+    "autopar/runtime/reductions.py", "autopar/direct_exchange.py", "autopar/direct_messages.py",
+    "autopar/local_sockets.py",
 )  # fmt: skip
 _MAX_LISTED = 8
 

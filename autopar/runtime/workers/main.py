@@ -140,6 +140,7 @@ def _join_group(start: Start) -> None:
     if start.cores is not None:
         os.sched_setaffinity(0, start.cores)  # and so the threads that are started from here on
     torch.set_num_threads(start.num_threads)
+    torch.set_flush_denormal(True)  # also of the threads that torch starts from here on
     device_id = None
     if start.device_type == "cuda":
         torch.cuda.set_device(start.device_index)

@@ -1,0 +1,152 @@
+"""Sockets between the processes of one host, for what goes past the process group's own threads.
+
+In: a process group. Out: a connected Unix socket to each other rank, or None where its ranks are
+not all on one host. Who waits at one waits for the other rank: where that ends, `PeerGone` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_RANKS = 16
+"""Beyond, as many sockets as pairs of ranks are too many."""
+LIMIT_S = 24 * 3600
+"""Like the limit of gloo's collectives in workers: whoever watches over the job ends it sooner."""
+_CONNECT_S = 60.0
+
+Peers = Sequence[socket.socket | None]
+"""By rank of the group; None is this rank's own place."""
+
+
+class PeerGone(RuntimeError):
+    """A process of the group ended, or closed its end, before it sent what is due."""
+
+    @classmethod
+    def because(cls, rank: int, why: object) -> PeerGone:
+        return cls(f"rank {rank} of the group sends and receives no more: {why}")
+
+
+def connected(process_group: Any, *, able: bool = True) -> Peers | None:
+    """Sockets between the ranks of a gloo group; None for all where not all can have them.
+
+    Collective over the group. A rank that is not ``able`` to use them has none, nor have others.
+    """
+    num, index = dist.get_world_size(process_group), dist.get_rank(process_group)
+    if not 1 < num <= MAX_RANKS:
+        return None
+    with contextlib.ExitStack() as stack:
+        listener, offer = None, None
+        with contextlib.suppress(OSError):
+            if not able:
+                raise OSError("this rank has no use for sockets")
+            host = Path("/proc/sys/kernel/random/boot_id").read_text()
+            folder = tempfile.mkdtemp(prefix="autopar-")  # nobody else may enter it
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{index}")
+            listener.listen(num)
+            offer = host, f"{folder}/{index}"
+        offers: list[Any] = [None] * num
+        dist.all_gather_object(offers, offer, group=process_group)
+        if None in offers or len({host for host, _ in offers}) > 1:
+            return None
+        assert listener is not None
+        peers = _connected(listener, [path for _, path in offers], index)
+        answers: list[Any] = [None] * num
+        dist.all_gather_object(answers, peers is not None, group=process_group)
+        if peers is not None and not all(answers):
+            _close(peers)
+        return peers if all(answers) else None
+
+
+def _connected(listener: socket.socket, paths: Sequence[str], index: int) -> Peers | None:
+    """To lower ranks by connecting, from higher ones by accepting."""
+    peers: list[socket.socket | None] = [None] * len(paths)
+    try:
+        for other in range(index):
+            made = socket.socket(socket.AF_UNIX)
+            peers[other] = made
+            made.settimeout(_CONNECT_S)
+            made.connect(paths[other])
+            made.sendall(struct.pack("=i", index))
+        listener.settimeout(_CONNECT_S)
+        for _ in range(index + 1, len(paths)):
+            made, _ = listener.accept()
+            made.settimeout(_CONNECT_S)
+            (other,) = struct.unpack("=i", made.recv(4, socket.MSG_WAITALL))
+            peers[other] = made
+        limit = struct.pack("@ll", LIMIT_S, 0)  # by the kernel: Python would poll each time
+        for peer in peers:
+            if peer is not None:
+                peer.settimeout(None)
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    except (OSError, struct.error):
+        _close(peers)
+        return None
+    return peers
+
+
+def _close(peers: Peers) -> None:
+    for peer in peers:
+        if peer is not None:
+            peer.close()
+
+
+def send(rank: int, peer: socket.socket, out: memoryview) -> None:
+    """All of it; waits where the other rank does not receive."""
+    try:
+        peer.sendall(out)
+    except OSError as error:
+        raise PeerGone.because(rank, error) from error
+
+
+def receive(rank: int, peer: socket.socket, into: memoryview) -> None:
+    """As much as there is room for."""
+    while len(into):
+        try:
+            num = peer.recv_into(into)
+        except OSError as error:
+            raise PeerGone.because(rank, error) from error
+        if not num:
+            raise PeerGone.because(rank, "connection closed by peer")
+        into = into[num:]
+
+
+def byte_tensor(x: Tensor) -> Tensor:
+    """The bytes of contiguous memory; the stride of a single number may be any."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_OPEN: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_in_children(user: _Closable) -> None:
+    """A process that is forked is no rank: its copies would keep connections of a dead one open."""
+    _OPEN.add(user)
+
+
+def _forget() -> None:
+    for user in _OPEN:
+        user.close()
+
+
+os.register_at_fork(after_in_child=_forget)
