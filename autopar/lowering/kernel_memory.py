@@ -14,6 +14,7 @@ from autopar.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
 from autopar.fused_lstm import scratch_bytes
+from autopar.local_sockets import MAX_RANKS
 from autopar.lowering.differentiate import Kernel
 
 aten = torch.ops.aten
@@ -178,18 +179,19 @@ def _collective_bytes(node: fx.Node, *, is_cpu: bool) -> int:
     """What a collective inside a graph needs besides its operand and its result.
 
     Parts that do not lie one behind the other are brought there, and back; a reduce-scatter on
-    gloo receives as much as it sends (see `autopar.reduce_scatter`).
+    gloo, of more ranks than have sockets, receives as much as it sends (`autopar.reduce_scatter`).
     """
     if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
         return 0
-    operand, _, _, *digits = node.args
+    operand, _, num, *digits = node.args
     assert isinstance(operand, fx.Node)
+    assert isinstance(num, int)
     sent_bytes, made_bytes = _size(operand), _size(node)
     if node.target is ALL_GATHER:
         return 0 if _is_outermost(digits) else made_bytes
     rearranged_bytes = 0 if _is_outermost(digits[-2:]) else sent_bytes
     if node.target is REDUCE_SCATTER:
-        return rearranged_bytes + (sent_bytes if is_cpu else 0)
+        return rearranged_bytes + (sent_bytes if is_cpu and num > MAX_RANKS else 0)
     return rearranged_bytes + (0 if _is_outermost(digits[:2]) else made_bytes)
 
 

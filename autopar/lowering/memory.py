@@ -20,6 +20,7 @@ from autopar.collectives import (
 )
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
+from autopar.local_sockets import MAX_RANKS
 from autopar.lowering.kernel_memory import InputGradient, KernelMemory, kernel_memory, made_bytes
 from autopar.lowering.program import ParameterProgram, RankProgram, Role
 from autopar.lowering.route import Route, routes_of
@@ -374,27 +375,30 @@ class _Play:
         """Reductions send copies, or whole gradients for the parts that are stored; of the latter
         a few are on their way at a time. Small ones are joined, which copies them.
 
-        On gloo each has as much that is received, and the part is made in the end; elsewhere the
-        part is what is received.
+        Over sockets none is on its way when this one is done. On gloo each has as much that is
+        received, and the part is made in the end; elsewhere the part is what is received.
         """
         found = [self.parameter_bytes[v] for v in values if self.parameter_of[v].kernel is not None]
         copied = sum(size.used for size in found if size.used <= size.stored)
         whole = [size for size in found if size.used > size.stored]
         joined = [size for size in whole if size.used <= ALONE_BYTES]
         alone = [[size] for size in whole if size.used > ALONE_BYTES]
+        on_cpu = self.device.kind == "cpu"
+        direct = on_cpu and self.program.mesh.num_devices <= MAX_RANKS
         for sizes in [joined, *alone] if joined else alone:
             sent, made = sum(size.used for size in sizes), 0
-            if self.device.kind == "cpu":
+            if on_cpu and not direct:
                 sent, made = 2 * sent, sum(size.stored for size in sizes)
             self.scattering.append((sent, made))
             self.live[Category.COMMUNICATION] += sent
             self.live[Category.GRADIENTS] -= made
         beside = sum(size.used for size in joined) if len(joined) > 1 else 0
         self._at(f"G {name}", copied + beside)
-        while len(self.scattering) > MAX_SCATTERS:
+        while len(self.scattering) > (0 if direct else MAX_SCATTERS):
             sent, made = self.scattering.popleft()
             self.live[Category.GRADIENTS] += made
-            self._at(f"G {name}", copied)
+            if not direct:
+                self._at(f"G {name}", copied)
             self.live[Category.COMMUNICATION] -= sent
 
     def _take(self, key: Key, size_bytes: int) -> _Buffer:
