@@ -289,7 +289,8 @@ class Search:
         try:
             made = self.schedule(name, num_stages, num, num_devices)
             choice = PipelineChoice(schedule=recomputed(made) if recompute else made)
-            priced = replace(candidate.priced, residence=residence_of(choice.schedule))
+            residence = residence_of(choice.schedule, candidate.priced.pricing.analysis)
+            priced = replace(candidate.priced, residence=residence)
             candidate = replace(candidate, priced=priced)
             stages = choose_stages(candidate, choice, self.setting.communication)
             times = pipeline_times(candidate, stages, choice.schedule, self.setting.communication)

@@ -164,6 +164,26 @@ def kept_bytes(analysis: Analysis) -> float:
     return total
 
 
+@lru_cache(maxsize=4)
+def late_share(analysis: Analysis) -> float:
+    """What W reads, of the unsplit bytes that I and W read: weights' operands, which stay, and the
+    gradients of their results, which come."""
+    values, operands, results_bytes = analysis.graph.values, set[int](), 0
+    for op in analysis.graph.ops:
+        weights = [i for i in op.inputs if _is_weight(values[i])]
+        if weights:
+            operands.update(i for i in op.inputs if values[i].kind is ValueKind.ACTIVATION)
+            results_bytes += sum(values[o].size_bytes for o in op.outputs if o is not None)
+    late_bytes = results_bytes + sum(values[i].size_bytes for i in operands)
+    return late_bytes / max(kept_bytes(analysis), 1.0)
+
+
+def _is_weight(value: Value) -> bool:
+    """Gradients of norms and biases are made with those of inputs, or from these alone."""
+    is_parameter = value.kind is ValueKind.PARAMETER
+    return is_parameter and value.differentiable and len(value.shape) >= 2
+
+
 class _Reads:
     """What derivatives read, which is a matter of the graph alone: by op, and relayed values."""
 

@@ -17,6 +17,7 @@ from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
 from autopar.lowering.pipeline import with_replica_sums
+from autopar.node_memory import late_share
 from autopar.placement import local_shape
 from autopar.pricing import OpTable, Pricing
 from autopar.problem import Candidate, NodeKind, Residence
@@ -35,7 +36,7 @@ from autopar.schedules.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.stages import Stages, staged_blocks, stages_from_cuts
-from autopar.strategy import Strategy
+from autopar.strategy import Analysis, Strategy
 
 DEFAULT_SCHEDULE = "1f1b"
 
@@ -154,22 +155,28 @@ def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) 
         ) from error
 
 
-def residence_of(schedule: Schedule) -> Residence:
+def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
     """What the pipeline device that holds most holds under a schedule, by stages of equal size.
 
-    A recomputed stage keeps its activations from R on; what enters it is left out.
+    A recomputed stage keeps its activations from R on; what enters it is left out. Between I and W
+    a stage holds what W reads.
     """
+    late = late_share(analysis)
     shape = schedule.shape
     weights = max(len(shape.stages_on(device)) for device in range(shape.num_devices))
-    most = 0
+    most = 0.0
     for row in schedule.devices:
-        held = 0
+        held = 0.0
         for item in row:
             action = item.action
             recomputed = action.stage in shape.recomputed
             if action.kind is Kind.R or (action.kind is Kind.F and not recomputed):
                 held += action.span
-            elif action.kind in (Kind.B, Kind.W):
+            elif action.kind is Kind.I:
+                held -= (1 - late) * action.span
+            elif action.kind is Kind.W:
+                held -= late * action.span
+            elif action.kind is Kind.B:
                 held -= action.span
             most = max(most, held)
     return Residence(weights=weights / shape.num_stages, activations=most / shape.num_stages)

@@ -152,7 +152,7 @@ def make_planned(
         cluster,
         candidate_meshes(cluster, mesh, num_pipeline_devices=num_devices),
         microbatches=microbatches,
-        residence=WHOLE if pipeline is None else residence_of(pipeline.schedule),
+        residence=WHOLE if pipeline is None else residence_of(pipeline.schedule, analysis),
         constraints=constraints,
         compute=compute,
         communication=communication,

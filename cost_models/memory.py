@@ -54,22 +54,17 @@ def allocator_of(device: DeviceSpec) -> Allocator:
     return CPU_ALLOCATOR if device.kind == "cpu" else CUDA_ALLOCATOR
 
 
-CPU_LIBRARIES_BYTES = 23 << 20
-CPU_HELD_BACK = 0.75
-CPU_HELD_COMMUNICATION = 1.55
-"""What a step's kernels and libraries touch first; and the parts of what is freed that stay with
-the process: of activations and workspaces, and of buffers of communication, more than they take
-(why was not looked into). Fitted to the growth of processes in all 90 rows of
-benchmarks/fidelity.py, when collectives on one host still were gloo's: median error 7%, worst 26%;
-without communication 9% and 42%."""
+CPU_LIBRARIES_BYTES = 30 << 20
+CPU_HELD_BACK = 0.55
+"""What a step's kernels and libraries touch first; and the part of freed activations and workspaces
+that stays with the process. Fitted to the growth of processes in the rows of
+benchmarks/results/fidelity.json, whose summary has the error."""
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:
     """By how much a CPU process grows whose tensors take ``by_category`` at the peak."""
     freed = by_category.get(Category.ACTIVATIONS, 0) + by_category.get(Category.WORKSPACE, 0)
-    held_back = CPU_HELD_BACK * freed
-    held_back += CPU_HELD_COMMUNICATION * by_category.get(Category.COMMUNICATION, 0)
-    return sum(by_category.values()) + CPU_LIBRARIES_BYTES + int(held_back)
+    return sum(by_category.values()) + CPU_LIBRARIES_BYTES + int(CPU_HELD_BACK * freed)
 
 
 def device_bytes(by_category: Mapping[str, int], device: DeviceSpec) -> int:

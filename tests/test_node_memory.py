@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from autopar.capture import capture
 from autopar.lowering import lower
 from autopar.lowering.memory import program_memory
 from autopar.mesh import Mesh
+from autopar.node_memory import late_share
+from autopar.pipelines import residence_of
 from autopar.pricing import Pricing
 from autopar.problem import NodeKind, price_graph
+from autopar.schedules import Kind
+from autopar.schedules import build as schedule
 from autopar.strategy import Analysis
 from tests.models.zoo import build
 
@@ -61,6 +66,30 @@ def test_the_count_by_node_is_near_the_count_by_liveness(sizes):
         program = lower(candidate.strategy())
         memory = program_memory(program, device, num_optimizer_states=2)
         assert candidate.estimated_bytes == pytest.approx(memory.peak_bytes, rel=0.25)
+
+
+def test_weight_gradients_read_the_operands_and_the_gradients_of_the_results():
+    """Of three layers; the logits count three times where the passes meet."""
+    analysis = priced_on("mlp", 1).pricing.analysis
+    hidden, logits, loss = 4 * 32 * 4, 4 * 8 * 4, 4
+    operands, results = 2 * hidden, 2 * hidden + logits
+    kept = 2 * hidden + 3 * logits
+    assert late_share(analysis) == pytest.approx((operands + results) / kept, rel=loss / kept)
+
+
+def test_what_waits_for_its_weight_gradients_is_held():
+    """Two stages, I as early and W as late as they may be, counted by hand."""
+    analysis = priced_on("mlp", 1).pricing.analysis
+    late = late_share(analysis)
+    made = schedule("zb_h1", num_stages=2, num_microbatches=4)
+    most = 0.0
+    for row in made.devices:
+        kinds = [item.action.kind for item in row]
+        for end in range(len(kinds) + 1):
+            done = Counter(kinds[:end])
+            waiting = done[Kind.I] - done[Kind.W]
+            most = max(most, done[Kind.F] - done[Kind.I] - done[Kind.B] + late * waiting)
+    assert residence_of(made, analysis).activations == pytest.approx(most / 2)
 
 
 class Fork(nn.Module):
