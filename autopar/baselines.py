@@ -337,10 +337,7 @@ def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
     pricing = candidate.priced.pricing
 
     def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
-        if mesh.size(axes) == 1:
-            return 0.0
-        group = mesh.group_of(0, axes)
-        return pricing.communication.joined(kind, size_bytes, group, pricing.num_joined).time_s
+        return pricing.joined_s(kind, size_bytes, mesh.group_of(0, axes), pricing.num_joined)
 
     return seconds
 
