@@ -1,5 +1,7 @@
 """Measured prices: real measurements, kept, interpolated, and never repeated."""
 
+import itertools
+import mmap
 import multiprocessing
 import os
 import signal
@@ -23,8 +25,14 @@ from autopar.cost_models import (
     TensorSpec,
 )
 from autopar.cost_models.detect import cpu_name
-from autopar.cost_models.inputs import RealCall
-from autopar.cost_models.measure import MeasureLimits, _one_sample, _sample, measure_call
+from autopar.cost_models.inputs import RealCall, normal_like
+from autopar.cost_models.measure import (
+    MeasureLimits,
+    _num_sets,
+    _one_sample,
+    _sample,
+    measure_call,
+)
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from op_samples import samples
@@ -81,6 +89,52 @@ def test_runs_in_turn_do_not_write_to_the_same_memory():
     _one_sample([run] * 4, 8, CPU, QUICK)
     assert len(written) >= 24
     assert all(len(set(written[i : i + 4])) == 4 for i in range(len(written) - 3))
+
+
+def test_a_small_call_runs_on_as_many_sets_as_fill_the_cache():
+    """No more than are affordable, and where nothing is cached a single one."""
+    call, limits = _linear(256, 256), MeasureLimits()
+    one_bytes = 3 * 256 * 256 * 4
+    caching = {
+        size: _num_sets(call, msgspec.structs.replace(HERE, cache_bytes=size), limits)
+        for size in (0, 8 << 20, 16 << 20, 1 << 30)
+    }
+    assert caching[0] == 1
+    assert caching[8 << 20] * one_bytes > 8 << 20
+    assert caching[8 << 20] < caching[16 << 20] < caching[1 << 30] <= limits.max_sets
+    assert caching[1 << 30] * one_bytes <= limits.sets_bytes
+
+
+def test_samples_in_which_memory_was_found_do_not_count():
+    """Every second run touches memory that the kernel has yet to find, and is slow."""
+    turns = itertools.count()
+
+    def run() -> None:
+        if next(turns) % 2:
+            with mmap.mmap(-1, 1 << 20) as memory:
+                memory.write(bytes(1 << 20))
+            time.sleep(0.02)
+        else:
+            time.sleep(0.002)
+
+    limits = MeasureLimits(max_direction_s=0.01, max_samples=9)
+    sampled = _one_sample([run], 1, CPU, limits)
+    assert sampled.num_samples >= 3
+    assert sampled.median_s < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (300, 500), (0, 3)])
+def test_gradients_have_the_layout_of_what_they_are_for(shape, dtype):
+    tensor = torch.empty(shape, dtype=dtype)
+    for tensor in (tensor, tensor.permute([*reversed(range(tensor.dim()))])):
+        made = normal_like(tensor)
+        assert (made.shape, made.dtype) == (tensor.shape, dtype)
+        assert made.stride() == torch.empty_like(tensor).stride()
+        assert made.isfinite().all()
+    if made.numel() > 1000:
+        assert made.float().std() == pytest.approx(1, rel=0.05)
+        assert abs(made.float().mean()) < 0.02
 
 
 def test_inputs_have_the_layout_that_was_asked_for():
