@@ -336,7 +336,7 @@ def _operation(
 
 def _messages_on(
     size_bytes: int, messages: DirectMessages, ranks: tuple[int, ...]
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """As `_shift`, through shared memory."""
     full = torch.zeros(max(1, size_bytes // 4))
     other = torch.zeros_like(full)

@@ -126,8 +126,8 @@ def test_samples_in_which_memory_was_found_do_not_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (7,), (300, 500), (0, 3)])
 def test_gradients_have_the_layout_of_what_they_are_for(shape, dtype):
-    tensor = torch.empty(shape, dtype=dtype)
-    for tensor in (tensor, tensor.permute([*reversed(range(tensor.dim()))])):
+    straight = torch.empty(shape, dtype=dtype)
+    for tensor in (straight, straight.permute([*reversed(range(straight.dim()))])):
         made = normal_like(tensor)
         assert (made.shape, made.dtype) == (tensor.shape, dtype)
         assert made.stride() == torch.empty_like(tensor).stride()
