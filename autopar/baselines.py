@@ -337,7 +337,9 @@ def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
     pricing = candidate.priced.pricing
 
     def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
-        return pricing.joined_s(kind, size_bytes, mesh.group_of(0, axes), pricing.num_joined)
+        if mesh.size(axes) == 1:
+            return 0.0
+        return pricing.joined(kind, size_bytes, mesh.group_of(0, axes), pricing.num_joined).time_s
 
     return seconds
 

@@ -274,8 +274,14 @@ class Pricing:
             if i is not None and any(dim in factors for factors in layout)
         )
 
-    def _collective_s(self, kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
-        return self.joined_s(kind, size_bytes, self._group[axes], 1)
+    def _collective_s(
+        self, kind: str, size_bytes: int, axes: tuple[int, ...], num_joined: int = 1
+    ) -> float:
+        if self.mesh.size(axes) == 1:
+            return 0.0
+        found = self.joined(kind, size_bytes, self._group[axes], num_joined)
+        self.communication_sources.add(found.source)
+        return found.time_s
 
     def local_bytes(self, value: Value, placements: Placements) -> int:
         shape = local_shape(value.shape, placements, self.mesh)
@@ -448,28 +454,26 @@ class Pricing:
         grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
         forward_s, backward_s = self._copy_s(step, grown), 0.0
         if step.forward is not None:
-            forward_s += self.joined_s(step.forward, grown, self._group[step.axes], num_joined)
+            forward_s += self._collective_s(step.forward, grown, step.axes, num_joined)
         if value.differentiable and step.backward is not None:
-            backward_s = self.joined_s(step.backward, grown, self._group[step.axes], num_joined)
+            backward_s = self._collective_s(step.backward, grown, step.axes, num_joined)
         return forward_s, backward_s
 
-    def joined_s(
+    def joined(
         self, kind: str, size_bytes: int, group: tuple[int, ...], num_joined: int
-    ) -> float:
-        """A part of a collective of a ``group`` of ranks that several values travel in (see
-        `autopar.runtime.joined`): what is sent is copied into one buffer, what is gathered out of
-        one. A large value that is not summed travels alone."""
-        if len(group) == 1:
-            return 0.0
+    ) -> Estimate:
+        """A part of a collective that several values travel in (see `autopar.runtime.joined`): what
+        is sent is copied into one buffer, what is gathered out of one. A large value that is not
+        summed travels alone."""
         found = self.communication.joined(kind, size_bytes, group, num_joined)
-        self.communication_sources.add(found.source)
         is_alone = kind != "all_reduce" and size_bytes > ALONE_BYTES
         if num_joined == 1 or is_alone:
-            return found.time_s
+            return found
         copied = size_bytes
         if kind == "all_gather":
             copied += size_bytes // len(group)
-        return found.time_s + 2 * copied / self.cluster.device.memory_bandwidth_bytes_per_s
+        copy_s = 2 * copied / self.cluster.device.memory_bandwidth_bytes_per_s
+        return Estimate(found.time_s + copy_s, found.source)
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:
         """Slices, masks and pads read and write memory."""

@@ -237,10 +237,11 @@ def row(
 
 
 def recounted(made: Row) -> Row:
-    """With a process's growth as today's formula has it for the row's tensors."""
+    """With what a process grows by, or a GPU holds, as today's formula has it for the tensors."""
     from autopar.cost_models.memory import resident_bytes
 
-    predicted, grown = resident_bytes(made["predicted_memory_bytes"]), made["measured_bytes"]
+    counted, grown = made["predicted_memory_bytes"], made["measured_bytes"]
+    predicted = sum(counted.values()) if torch.cuda.is_available() else resident_bytes(counted)
     error = round(predicted / grown - 1, 4) if grown else None
     return made | {"predicted_bytes": predicted, "memory_error": error}
 
