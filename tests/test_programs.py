@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.constraints import Force, Pin
-from autopar.lowering.differentiate import TensorMeta, trace_kernel
+from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
 from autopar.planner import Planned, make_planned
 from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 
@@ -171,6 +171,68 @@ def test_fewer_key_heads_than_devices_leave_no_query_head_computed_twice(
     assert query[1] == heads // 4
 
 
+def kernel_results(
+    kernel: Kernel, operands: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """F, I and W run: the one output, the gradient it was given, and those of the operands."""
+    output, *saved = kernel.forward(*operands)
+    cotangent = torch.randn_like(output)
+    known = {"operand": operands, "saved": saved, "cotangent": [cotangent]}
+    assert kernel.backward_input is not None
+    made = kernel.backward_input(*(known[kind][i] for kind, i in kernel.input_sources))
+    got = dict(zip(kernel.input_grads, made))
+    if kernel.backward_weight is not None:
+        known["handed"] = list(made[len(kernel.input_grads) :])
+        late = kernel.backward_weight(*(known[kind][i] for kind, i in kernel.weight_sources))
+        got.update(zip(kernel.weight_grads, late))
+    return output, cotangent, got
+
+
+def test_attention_makes_its_mask_again_and_keeps_the_truth_values() -> None:
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        *projected, mask = operands
+        return (F.scaled_dot_product_attention(*projected, attn_mask=mask),)
+
+    shape = (2, 3, 16, 8)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril().expand(2, 1, 16, 16)
+    operands = [*(torch.randn(shape, dtype=torch.float64) for _ in range(3)), mask]
+    kernel = trace_kernel(
+        function, [TensorMeta.of(x) for x in operands], [True] * 3 + [False], [False] * 4,
+        torch.device("cpu"),
+    )  # fmt: skip
+    _, *saved = kernel.forward(*operands)
+    assert sorted({tuple(x.shape) for x in saved}) == [(2, 3, 16), shape], "no (2, 1, 16, 16)"
+    assert ("operand", 3) in kernel.input_sources
+    output, cotangent, got = kernel_results(kernel, operands)
+    leaves = [*(x.clone().requires_grad_() for x in operands[:3]), mask]
+    expected = function(leaves)[0]
+    torch.testing.assert_close(output, expected)
+    for place, gradient in enumerate(torch.autograd.grad(expected, leaves[:3], cotangent)):
+        torch.testing.assert_close(got[place], gradient)
+
+
+def test_what_is_drawn_or_smaller_than_its_operand_is_kept() -> None:
+    """Noise, drawn again, would be other noise; a truth value takes an eighth of the operand."""
+
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, fixed = operands
+        return ((x * torch.rand_like(fixed)).masked_fill(fixed > 0, 0.0),)
+
+    operands = [torch.randn(64, 8, dtype=torch.float64) for _ in range(2)]
+    kernel = trace_kernel(
+        function, [TensorMeta.of(x) for x in operands], [True, False], [False] * 2,
+        torch.device("cpu"),
+    )  # fmt: skip
+    _, *saved = kernel.forward(*operands)
+    assert sorted(str(x.dtype) for x in saved) == ["torch.bool", "torch.float64"]
+    output, cotangent, got = kernel_results(kernel, operands)
+    noise = output / operands[0]
+    kept = operands[1] <= 0
+    assert noise[kept].min() > 0
+    assert not noise[~kept].any()
+    assert got[0].shape == cotangent.shape
+
+
 def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
     """Both kinds of convolution: I makes the inputs' gradients alone, W all others, as autograd."""
 
@@ -185,22 +247,15 @@ def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
         function, [TensorMeta.of(x) for x in operands], [True] * 4, [False, True, True, True],
         torch.device("cpu"),
     )  # fmt: skip
-    assert kernel.backward_input is not None
-    assert kernel.backward_weight is not None
-    output, *saved = kernel.forward(*operands)
-    cotangent = torch.randn_like(output)
-    known = {"operand": operands, "saved": saved, "cotangent": [cotangent]}
-    made = kernel.backward_input(*(known[kind][i] for kind, i in kernel.input_sources))
-    known["handed"] = list(made[len(kernel.input_grads) :])
-    late = kernel.backward_weight(*(known[kind][i] for kind, i in kernel.weight_sources))
+    _, cotangent, got = kernel_results(kernel, operands)
     leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(leaves)[0], leaves, cotangent)
-    got = dict([*zip(kernel.input_grads, made), *zip(kernel.weight_grads, late)])
     for place, gradient in enumerate(expected):
         torch.testing.assert_close(got[place], gradient)
     masks = [
         list(node.args[10])
         for module in (kernel.backward_input, kernel.backward_weight)
+        if module is not None
         for node in module.graph.nodes
         if node.target is torch.ops.aten.convolution_backward.default
     ]

@@ -9,7 +9,9 @@ fake tensors; by reachability from the cotangents it falls apart into
 - ``W``: saved values, cotangents and what ``I`` hands over to the gradients of the parameters
   (these can wait).
 
-Few values are saved: views, and what only the backward pass needs, are made again there.
+Few values are saved: views, what only the backward pass needs, and cheap functions of operands
+without gradient (the numbers that attention makes of a mask of truth values, which every layer
+would otherwise keep for itself) are made again there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.collectives import SHARD
 from autopar.torch_private import FakeTensorMode, trace_fx
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -216,6 +219,21 @@ def _is_view(node: fx.Node) -> bool:
     return node.target in _VIEWS
 
 
+def _is_cheap(node: fx.Node) -> bool:
+    """A constant, a part of a tensor, or one pass over tensors; the same each time."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    is_pass = torch.Tag.pointwise in tags or node.target is SHARD
+    return is_pass or not node.all_input_nodes
+
+
+def _size_bytes(node: fx.Node) -> int:
+    """Of the memory that a value lies in."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
 class _Cut:
     """The joint graph, cut at the cotangents."""
 
@@ -232,6 +250,7 @@ class _Cut:
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.operands = placeholders[:num_operands]
         self.cotangents = placeholders[num_operands:]
+        self.fixed = [n for i, n in enumerate(self.operands) if i not in sources]
         results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
         self.outputs = results[:num_outputs]
         grads = dict(zip(sources, results[num_outputs:]))
@@ -243,7 +262,7 @@ class _Cut:
         self.late = self._reach(self.cotangents)
 
     def kernel(self) -> Kernel:
-        forward_nodes = _ancestors(self.outputs)
+        forward_nodes = _ancestors(self.outputs) - self._cheap()
         input_results = [self.grads[i] for i in self.input_grads]
         weight_results = [self.grads[i] for i in self.weight_grads]
         in_input = _ancestors(input_results) & self.late
@@ -277,6 +296,19 @@ class _Cut:
             input_grads=self.input_grads,
             weight_grads=self.weight_grads,
         )
+
+    def _cheap(self) -> set[fx.Node]:
+        """Element-wise calls on fixed operands, no larger than what they make of them."""
+        read: dict[fx.Node, set[fx.Node]] = {n: {n} for n in self.fixed}
+        found: set[fx.Node] = set()
+        for node in self._sorted(set(self.module.graph.nodes)):
+            of_fixed = all(a in read for a in node.all_input_nodes)
+            if not of_fixed or not (_is_view(node) or _is_cheap(node)):
+                continue
+            read[node] = set().union(*(read[a] for a in node.all_input_nodes))
+            if _size_bytes(node) >= sum(_size_bytes(n) for n in read[node]):
+                found.add(node)
+        return found
 
     def _reach(self, roots: Sequence[fx.Node]) -> set[fx.Node]:
         reached = set(roots)

@@ -61,9 +61,8 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     for phase, module in graphs.items():
         if module is None:
             continue
-        inputs = sum(
-            allocator.rounded(_size(n)) for n in module.graph.nodes if n.op == "placeholder"
-        )
+        given = [n for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = sum(_storages(given, allocator).values())
         found = graph_memory(module.graph, workspace_bytes=working, allocator=allocator)
         memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
     outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -203,14 +202,17 @@ def _is_outermost(digit: Sequence[Any]) -> bool:
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:
     """Of a graph's results, those that lie in no memory of its operands."""
 
-    def storages(nodes: Iterable[Any]) -> dict[int, int]:
-        values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
-        found = [value.untyped_storage() for value in values]
-        return {id(storage): allocator.rounded(storage.nbytes()) for storage in found}
-
     results: Any = graph.output_node().args[0]
-    given = storages(node for node in graph.nodes if node.op == "placeholder")
-    return sum(size for key, size in storages(results).items() if key not in given)
+    given = _storages((node for node in graph.nodes if node.op == "placeholder"), allocator)
+    made = _storages(results, allocator)
+    return sum(size for key, size in made.items() if key not in given)
+
+
+def _storages(nodes: Iterable[fx.Node], allocator: Allocator) -> dict[int, int]:
+    """Bytes of each storage that values lie in."""
+    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    found = [value.untyped_storage() for value in values]
+    return {id(storage): allocator.rounded(storage.nbytes()) for storage in found}
 
 
 def _size(node: fx.Node) -> int:

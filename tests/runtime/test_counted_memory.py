@@ -61,6 +61,24 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0].square().mean()
 
 
+class Masked(nn.Module):
+    """Layers of attention in the style of LLMs: one mask of truth values for all of them."""
+
+    def __init__(self, width: int = 64, num_layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        size = x.shape[1]
+        place = torch.arange(size)
+        mask = (place[:, None] >= place) & (place < lengths[:, None, None, None])
+        for layer in self.layers:
+            heads = layer(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask)
+            x = x + mixed.movedim(1, 2).flatten(2)
+        return x.square().mean()
+
+
 def images() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
@@ -77,7 +95,17 @@ def sequences() -> dict[str, Tensor]:
     return {"x": torch.randn(16, 40, 96, generator=torch.Generator().manual_seed(0))}
 
 
+def padded() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(4, 512, 64, generator=generator),
+        "lengths": torch.tensor([512, 400, 300, 500]),
+    }
+
+
 CASES = {
+    "masked, alone": (Masked, padded, 1, []),
+    "masked, data parallel": (Masked, padded, 2, [Force("data_parallel")]),
     "recurrent, alone": (Recurrent, sequences, 1, []),
     "branches, alone": (Branches, images, 1, []),
     "deep, alone": (Deep, rows, 1, []),
