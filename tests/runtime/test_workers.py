@@ -153,32 +153,33 @@ class TestCalls:
         assert "autopar-message" in first[1]
 
     def test_what_a_worker_writes_is_seen_by_nobody_else(self, group: WorkerGroup) -> None:
-        batch = torch.zeros(1000)
+        batch = torch.zeros(10_000)
         filled = group.call("fill", batch, per_rank_args=[(1.0,), (2.0,)])
         assert [float(tensor.mean()) for tensor in filled] == [1.0, 2.0]
         assert not batch.any()
 
     def test_a_tensor_outlives_its_call(self, group: WorkerGroup) -> None:
-        group.call("keep", torch.ones(1000))
-        group.call("fill", torch.zeros(1000), 5.0)
-        assert group.call("kept_sum") == [1000.0, 1000.0]
+        group.call("keep", torch.ones(10_000))
+        group.call("fill", torch.zeros(10_000), 5.0)
+        assert group.call("kept_sum") == [10_000.0, 10_000.0]
 
     def test_shared_memory_serves_call_after_call_until_a_worker_keeps_a_tensor(
         self, group: WorkerGroup
     ) -> None:
-        first, again = (group.call("mapping_of", torch.zeros(1000))[0] for _ in range(2))
+        first, again = (group.call("mapping_of", torch.zeros(10_000))[0] for _ in range(2))
         assert first == again
-        assert group.call("mapping_of", torch.zeros(10_000))[0] != first  # too small for it
-        group.call("keep", torch.ones(1000))
+        assert group.call("mapping_of", torch.zeros(100_000))[0] != first  # too small for it
+        group.call("keep", torch.ones(10_000))
+        group.call("add", 1)  # which uses no shared memory and does not free any
         for value in (2.0, 3.0):
-            filled = group.call("fill", torch.zeros(1000), value)
-            assert [float(tensor.sum()) for tensor in filled] == [1000 * value] * 2
-        assert group.call("kept_sum") == [1000.0, 1000.0]
+            filled = group.call("fill", torch.zeros(10_000), value)
+            assert [float(tensor.sum()) for tensor in filled] == [10_000 * value] * 2
+        assert group.call("kept_sum") == [10_000.0, 10_000.0]
         group.call("keep", torch.ones(1))  # lets the other one go
 
     def test_training_steps_find_the_shared_memory_free(self) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
-        batch = {"input": torch.randn(32, 64), "target": torch.randn(32, 64)}
+        batch = {"input": torch.randn(128, 64), "target": torch.randn(128, 64)}
         loss_fn = torch.nn.functional.mse_loss
         with autopar.compile(
             model, 2, example_inputs=batch, loss_fn=loss_fn, optimizer=torch.optim.SGD

@@ -12,6 +12,7 @@ killed at interpreter exit, and notice by themselves the death of a parent that 
 
 import contextlib
 import datetime
+import itertools
 import multiprocessing.connection
 import os
 import socket
@@ -146,8 +147,8 @@ class WorkerGroup:
         cannot be sent; ``WorkerError``, closed from then on, if a worker dies or raises, or if
         the results are not there after ``timeout_s`` (by default the group's).
         """
-        rank_args = [()] * self._world_size if per_rank_args is None else list(per_rank_args)
-        if len(rank_args) != self._world_size:
+        rank_args = list(per_rank_args or ())
+        if per_rank_args is not None and len(rank_args) != self._world_size:
             raise InputError(
                 f"per_rank_args has {len(rank_args)} entries for {self._world_size} workers: "
                 "pass one tuple of arguments for each"
@@ -157,18 +158,20 @@ class WorkerGroup:
         what = f"{method}()"
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._turn(deadline_s, what))
-            call = Call(method=method, args=args)
+            call = Call(method=method, args=args, by_rank=bool(rank_args))
             common = stack.enter_context(_sendable(call, f"the arguments of {what}", self._spare))
             by_rank = [
                 stack.enter_context(_sendable(tuple(own), f"per_rank_args[{rank}] of {what}"))
                 for rank, own in enumerate(rank_args)
             ]
             stack.enter_context(self._closing_on_error(f"{what} was interrupted"))
-            for worker, own_message in zip(self._workers, by_rank, strict=True):
+            for worker, own in itertools.zip_longest(self._workers, by_rank):
                 self._send(worker, common, deadline_s)
-                self._send(worker, own_message, deadline_s)
+                if own is not None:
+                    self._send(worker, own, deadline_s)
             answers = self._replies(deadline_s, f"{what}, within timeout_s={limit_s:g}")
-            self._spare.free = all(answer.let_go for answer in answers)
+            if common.segment_fd is not None:
+                self._spare.free = all(answer.let_go for answer in answers)
             return [answer.value for answer in answers]
 
     def close(self, timeout_s: float = 10.0) -> None:

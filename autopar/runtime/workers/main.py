@@ -67,10 +67,11 @@ class Build:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Call a method of the service; a message with this rank's further arguments follows."""
+    """Call a method of the service; ``by_rank``: a message with further arguments follows."""
 
     method: str
     args: tuple[Any, ...]
+    by_rank: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
         request, common = unpack_watched(inbox.get())
         if isinstance(request, Stop):
             break
-        rank_args, own = unpack_watched(inbox.get())
+        rank_args, own = unpack_watched(inbox.get()) if request.by_rank else ((), lambda: None)
         value = getattr(service, request.method)(*request.args, *rank_args)
         with packed(Reply(value=value)) as message:
             del request, rank_args, value  # a batch is not kept while waiting for the next
