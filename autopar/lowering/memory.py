@@ -136,6 +136,7 @@ class _Play:
         self.late: dict[tuple[int, int], list[_Buffer]] = {}
         self.remaining = self.route.contributions.copy()
         self.scattering: deque[tuple[int, int]] = deque()
+        self.joined: dict[int, int] = {}
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
             if route.device in p.devices:
@@ -251,6 +252,8 @@ class _Play:
             self._fetch(position)
             if following is not None:
                 self._fetch(following)  # beside the computation of this block
+            block = self.program.blocks[position]
+            self._at(f"F {block.name}", self.joined.pop(position, 0))
             self._run(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)
@@ -291,12 +294,21 @@ class _Play:
                 yield key, category
 
     def _fetch(self, position: int) -> None:
-        """Parameters that are gathered; one that a kernel only views takes no memory of its own."""
+        """Parameters that are gathered; one that a kernel only views takes no memory of its own.
+
+        Small ones come joined, and are copied out when the block begins.
+        """
+        joined = []
         for value in self.program.blocks[position].interface.parameters:
             key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
             if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
                 continue
-            self._hold(key, "env", self.parameter_bytes[value].used, Category.COMMUNICATION)
+            size = self.parameter_bytes[value]
+            self._hold(key, "env", size.used, Category.COMMUNICATION)
+            if size.stored <= ALONE_BYTES:
+                joined.append(size.used)
+        if len(joined) > 1:
+            self.joined[position] = sum(joined)
 
     # --- backward --------------------------------------------------------------------------
     def _input(self, position: int, microbatch: int) -> None:
@@ -375,8 +387,9 @@ class _Play:
         """Reductions send copies, or whole gradients for the parts that are stored; of the latter
         a few are on their way at a time. Small ones are joined, which copies them.
 
-        Over sockets none is on its way when this one is done. On gloo each has as much that is
-        received, and the part is made in the end; elsewhere the part is what is received.
+        Over sockets they are sent one after the other, and each is let go before the next. On gloo
+        each has as much that is received, and the part is made in the end; elsewhere the part is
+        what is received.
         """
         found = [self.parameter_bytes[v] for v in values if self.parameter_of[v].kernel is not None]
         copied = sum(size.used for size in found if size.used <= size.stored)
@@ -384,21 +397,36 @@ class _Play:
         joined = [size for size in whole if size.used <= ALONE_BYTES]
         alone = [[size] for size in whole if size.used > ALONE_BYTES]
         on_cpu = self.device.kind == "cpu"
-        direct = on_cpu and self.program.mesh.num_devices <= MAX_RANKS
-        for sizes in [joined, *alone] if joined else alone:
+        groups = [joined, *alone] if joined else alone
+        if on_cpu and self.program.mesh.num_devices <= MAX_RANKS:
+            self._reduce_in_turn(copied, groups, name)
+            return
+        for sizes in groups:
             sent, made = sum(size.used for size in sizes), 0
-            if on_cpu and not direct:
+            if on_cpu:
                 sent, made = 2 * sent, sum(size.stored for size in sizes)
             self.scattering.append((sent, made))
             self.live[Category.COMMUNICATION] += sent
             self.live[Category.GRADIENTS] -= made
         beside = sum(size.used for size in joined) if len(joined) > 1 else 0
         self._at(f"G {name}", copied + beside)
-        while len(self.scattering) > (0 if direct else MAX_SCATTERS):
+        while len(self.scattering) > MAX_SCATTERS:
             sent, made = self.scattering.popleft()
             self.live[Category.GRADIENTS] += made
-            if not direct:
-                self._at(f"G {name}", copied)
+            self._at(f"G {name}", copied)
+            self.live[Category.COMMUNICATION] -= sent
+
+    def _reduce_in_turn(
+        self, copied: int, groups: Sequence[Sequence[_ParameterBytes]], name: str
+    ) -> None:
+        every = list(itertools.chain(*groups))
+        self.live[Category.COMMUNICATION] += sum(size.used for size in every)
+        self.live[Category.GRADIENTS] -= sum(size.stored for size in every)
+        self._at(f"G {name}", copied)
+        for sizes in groups:
+            sent = sum(size.used for size in sizes)
+            self.live[Category.GRADIENTS] += sum(size.stored for size in sizes)
+            self._at(f"G {name}", sent if len(sizes) > 1 else 0)
             self.live[Category.COMMUNICATION] -= sent
 
     def _take(self, key: Key, size_bytes: int) -> _Buffer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,25 @@ class _Call:
     op: Any
     label: str
     digit: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Operands of one collective, by their places among all that is moved."""
+
+    places: list[int] = field(default_factory=list)
+    operands: list[Tensor] = field(default_factory=list)
+    digits: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, place: int, operand: Tensor, digit: tuple[int, int]) -> None:
+        self.places.append(place)
+        self.operands.append(operand)
+        self.digits.append(digit)
+
+    def let_go(self) -> list[Tensor]:
+        """The operands, which are the caller's alone from now on."""
+        operands, self.operands = self.operands, []
+        return operands
 
 
 class ProcessMachine:
@@ -91,53 +110,61 @@ class ProcessMachine:
         return torch.full(meta.shape, fill, dtype=meta.dtype, device=self.device)
 
     def start_moves(
-        self, moves: Sequence[tuple[fx.GraphModule, Tensor]]
+        self, moves: list[tuple[fx.GraphModule, Tensor]]
     ) -> Callable[[], Sequence[Tensor]]:
         return self._start(moves, lambda label: self.communicator.group(label).process_group)
 
     def start_gradients(
-        self, moves: Sequence[tuple[fx.GraphModule, Tensor]]
+        self, moves: list[tuple[fx.GraphModule, Tensor]]
     ) -> Callable[[], Sequence[Tensor]]:
-        return self._start(moves, self.communicator.gradient_group)
+        return self._start(moves, self.communicator.gradient_group, own_memory=True)
 
     def _start(
         self,
-        moves: Sequence[tuple[fx.GraphModule, Tensor]],
+        moves: list[tuple[fx.GraphModule, Tensor]],
         group_of: Callable[[str], Any],
+        *,
+        own_memory: bool = False,
     ) -> Callable[[], Sequence[Tensor]]:
-        """Collectives of one kind, group and dtype travel as one, beside what is computed next."""
+        """Collectives of one kind, group and dtype travel as one, beside what is computed next.
+
+        With ``own_memory`` no result keeps the whole of which it is a part.
+        """
+        num_moves = len(moves)
         results: dict[int, Tensor] = {}
-        digits: dict[int, tuple[int, int]] = {}
-        joined: dict[tuple[Any, str, torch.dtype, int], list[int]] = {}
-        for place, (module, operand) in enumerate(moves):
+        joined: dict[tuple[Any, str, torch.dtype, int], _Joined] = {}
+        for place in range(num_moves):
+            module, operand = moves.pop(0)
             call = self._single_call(module)
             if call is None or operand.dtype is torch.bool:
-                results[place] = self.run(module, [operand])[0]
+                (result,) = self.run(module, [operand])
+                is_part = result.nbytes < result.untyped_storage().nbytes()
+                results[place] = result.clone() if own_memory and is_part else result
+                del operand, result
                 continue
             size_bytes = operand.numel() * operand.element_size()
             is_alone = call.op is not ALL_REDUCE and size_bytes > ALONE_BYTES
             key = (call.op, call.label, operand.dtype, place if is_alone else -1)
-            joined.setdefault(key, []).append(place)
-            digits[place] = call.digit
+            joined.setdefault(key, _Joined()).add(place, operand, call.digit)
+            del operand
         pending = []
-        for (op, label, _, _), places in joined.items():
-            operands = [moves[place][1] for place in places]
+        for (op, label, _, _), together in joined.items():
             over = self.communicator.group(label)
             num, direct = over.size, over.direct
             group = None if direct is not None else group_of(label)
+            operands, digits = together.let_go(), together.digits
             if op is ALL_REDUCE:
                 wait = start_sum(operands, group, direct)
             elif op is ALL_GATHER:
-                wait = start_gather(operands, [digits[p] for p in places], group, num, direct)
+                wait = start_gather(operands, digits, group, num, direct)
             else:
-                wait = start_scatter(operands, [digits[p] for p in places], group, num, direct)
+                wait = start_scatter(operands, digits, group, num, direct)
                 wait = Once(wait)
                 self._scatters.append(wait)
-            pending.append((places, wait))
+            del operands
+            pending.append((together.places, wait))
         while len(self._scatters) > MAX_SCATTERS:
             self._scatters.popleft()()
-
-        num_moves = len(moves)  # the operands themselves must not live until the end
 
         def finish() -> Sequence[Tensor]:
             for places, wait in pending:

@@ -189,9 +189,10 @@ class LockstepMachine:
         return [x.contiguous() for x in value]
 
     def start_moves(
-        self, moves: Sequence[tuple[fx.GraphModule, Shards]]
+        self, moves: list[tuple[fx.GraphModule, Shards]]
     ) -> Callable[[], Sequence[Shards]]:
         results = [self.run(module, [operand])[0] for module, operand in moves]
+        moves.clear()
         return lambda: results
 
     start_gradients = start_moves

@@ -54,18 +54,17 @@ class Machine(Protocol[T]):
 
     def filled(self, meta: TensorMeta, fill: float) -> T: ...
 
-    def start_moves(self, moves: Sequence[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+    def start_moves(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
         """Begin to run graphs of one operand and one result each; the returned call finishes.
 
-        The machine may join what it communicates.
+        The machine may join what it communicates. It empties the list: an operand that nobody else
+        holds is let go of as soon as it has been sent.
         """
         ...
 
-    def start_gradients(
-        self, moves: Sequence[tuple[fx.GraphModule, T]]
-    ) -> Callable[[], Sequence[T]]:
-        """As `start_moves`; where reductions last into the next step, none of its collectives
-        queues behind them."""
+    def start_gradients(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+        """As `start_moves`, with results in memory of their own; where reductions last into the
+        next step, none of its collectives queues behind them."""
         ...
 
 

@@ -119,9 +119,10 @@ class Reductions(Generic[T]):
             assert backward is not None
             moved.append(value)
             moves.append((backward, gradient))
-        if moves:
+            del gradient
+        if moved:
             self._rounds.append(_Round(tuple(moved), self.machine.start_gradients(moves)))
-        return bool(moves)
+        return bool(moved)
 
     def _sum_replicas(self) -> None:
         for stage in self._to_sum:
