@@ -108,15 +108,16 @@ class Prediction(_Struct, frozen=True):
     analytical prices may be off, up or down: the median of the stated errors of their families by
     time (None where every op is measured). Communication has the weakest source among its
     collectives (none where nothing is communicated), ``update_source`` is that of the updates (none
-    where nothing is trained), input copies are analytical, and memory is counted over the lowered
-    graphs, with ``num_optimizer_states`` tensors of state for each parameter. ``communication_s``
-    is what the step takes longer for it, ``hidden_s`` what runs beside the computation besides (see
-    `autopar.step_time`; 0 of pipelines). Of a pipeline the step is simulated, the other times are
-    those of the device that computes most, and ``bubble_share`` is the idle share of all devices.
-    ``resident_bytes``, on CPUs, is by how much the process itself grows: those tensors, what the
-    allocator keeps of freed ones, and libraries. ``model_flops`` are those of
-    `autopar.utilisation`, and ``model_flops_utilisation`` is the share of the step that all devices
-    need for them at their peak; ``tokens_per_s`` is None without token ids.
+    where nothing is trained), ``communication_is_noisy`` says that measurements of collectives
+    which were priced spread too far, input copies are analytical, and memory is counted over the
+    lowered graphs, with ``num_optimizer_states`` tensors of state for each parameter.
+    ``communication_s`` is what the step takes longer for it, ``hidden_s`` what runs beside the
+    computation besides (see `autopar.step_time`; 0 of pipelines). Of a pipeline the step is
+    simulated, the other times are those of the device that computes most, and ``bubble_share`` is
+    the idle share of all devices. ``resident_bytes``, on CPUs, is by how much the process itself
+    grows: those tensors, what the allocator keeps of freed ones, and libraries. ``model_flops`` are
+    those of `autopar.utilisation`, and ``model_flops_utilisation`` is the share of the step that
+    all devices need for them at their peak; ``tokens_per_s`` is None without token ids.
     """
 
     step_time_s: float
@@ -138,6 +139,7 @@ class Prediction(_Struct, frozen=True):
     tokens_per_s: float | None = None
     analytical_factor: float | None = None
     num_noisy: int = 0
+    communication_is_noisy: bool = False
     update_source: str = "analytical"
     num_optimizer_states: int = 2
 

@@ -179,6 +179,11 @@ def check_trainable(captured: Captured) -> None:
             "loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
             "example_inputs=(inputs, targets), or labels that make the model return .loss"
         )
+    if all(captured.graph.loss not in op.outputs for op in captured.graph.ops):
+        raise InputError(
+            "the loss is an input, a parameter or a constant as it is: the model computes nothing, "
+            "so there is nothing to plan. Return a loss that is computed from the inputs"
+        )
 
 
 def listed(constraints: object) -> list[Constraint]:

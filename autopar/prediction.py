@@ -53,6 +53,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         update_s=_round(parts.update_s),
         sources=dict(sorted(sources.items())),
         communication_source=str(weakest(used)) if used else "none",
+        communication_is_noisy=pricing.communication_is_noisy,
         unpriced=dict(sorted(pricing.unpriced.items())),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,

@@ -123,6 +123,7 @@ class Pricing:
         self.optimizer = optimizer or adamw(cluster.device)
         self.unpriced: dict[str, str] = {}
         self.communication_sources: set[Source] = set()
+        self.communication_is_noisy = False
         self._op_tables: dict[Any, OpTable] = {}
         self._value_tables: dict[Any, ValueTable] = {}
         self._move_costs: dict[Any, tuple[float, float]] = {}
@@ -281,6 +282,7 @@ class Pricing:
             return 0.0
         found = self.joined(kind, size_bytes, self._group[axes], num_joined)
         self.communication_sources.add(found.source)
+        self.communication_is_noisy |= found.is_noisy
         return found.time_s
 
     def local_bytes(self, value: Value, placements: Placements) -> int:
@@ -473,7 +475,7 @@ class Pricing:
         if kind == "all_gather":
             copied += size_bytes // len(group)
         copy_s = 2 * copied / self.cluster.device.memory_bandwidth_bytes_per_s
-        return Estimate(found.time_s + copy_s, found.source)
+        return Estimate(found.time_s + copy_s, found.source, found.is_noisy)
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:
         """Slices, masks and pads read and write memory."""

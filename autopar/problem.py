@@ -260,7 +260,7 @@ class _Builder:
         whole = ((R,) * self.pricing.mesh.num_axes,)
         target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
         for index, num_joined in ends:
-            if self.graph.values[index].fixed:
+            if self.graph.values[index].fixed or index not in self.analysis.producers:
                 continue
             op, position = self.analysis.producers[index]
             supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]

@@ -35,6 +35,7 @@ from setting import num_cores, setting
 from torch import Tensor, nn
 
 from autopar.schedules import Action, Durations, Kind, Links, simulate
+from autopar.schedules.action import SEND_KINDS
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
@@ -44,6 +45,7 @@ SCHEDULES = {
     "interleaved": ("ScheduleInterleaved1F1B", 2, False),
     "zb_v": ("ScheduleZBVZeroBubble", 2, True),
 }
+COMPUTING = (Kind.F, Kind.I, Kind.W, Kind.B)
 make_optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
 Step = Callable[[], Any]
 
@@ -186,20 +188,20 @@ def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
 
 
 def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
-    """Seconds of each computing action, with the handling of messages behind it (before the first
-    one, ahead of it)."""
+    """Seconds of each computing action, with the handling of messages: what is sent, behind it;
+    what is received, which can only be handled once it has come, ahead of the next one."""
     found: list[tuple[Action, float]] = []
     ahead_s = 0.0
     for item in times:
         taken_s = item.end_s - item.start_s
-        if item.action.kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
-            if found:
-                found[-1] = (found[-1][0], found[-1][1] + taken_s)
-            else:
-                ahead_s += taken_s
-        else:
+        if item.action.kind in COMPUTING:
             found.append((item.action, taken_s + ahead_s))
             ahead_s = 0.0
+        elif item.action.kind in SEND_KINDS and found:
+            found[-1] = (found[-1][0], found[-1][1] + taken_s)
+        else:
+            ahead_s += taken_s
+    found[-1] = (found[-1][0], found[-1][1] + ahead_s)
     return found
 
 

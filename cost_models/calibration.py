@@ -19,6 +19,7 @@ from autopar.cost_models.efficiency import (
     FamilyEfficiency,
     kernel_time_s,
 )
+from autopar.cost_models.estimate import CostError
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family, Work
@@ -91,7 +92,10 @@ def _by_family(
 ) -> dict[Family, list[_Sample]]:
     found: dict[Family, list[_Sample]] = {}
     for call, times in measured:
-        todo = work(call)
+        try:
+            todo = work(call)
+        except CostError:  # of an operation that is not known in this process
+            continue
         peak = peak_flops_per_s(todo, device)
         directions = (
             (todo.forward, times.forward_s),

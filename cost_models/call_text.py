@@ -30,8 +30,8 @@ def call_from_text(text: str) -> OpCall:
             raise TypeError("the target is not a string")
         pairs = tuple((str(name), _decode(value)) for name, value in kwargs)
         return OpCall(target, tuple(_decode(value) for value in args), pairs)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CostError(f"{text[:80]!r} is not a call: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CostError(f"{str(text)[:80]!r} is not a call: {error}") from error
 
 
 def _encode(value: Any) -> Any:
@@ -64,12 +64,18 @@ def _decode(value: Any) -> Any:
         raise ValueError(f"unknown kind {kind!r}")
     shape, dtype, stride, requires_grad, is_parameter = content
     return TensorSpec(
-        tuple(shape),
+        _sizes(shape),
         _constant(dtype),
-        None if stride is None else tuple(stride),
+        None if stride is None else _sizes(stride),
         bool(requires_grad),
         bool(is_parameter),
     )
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value} are no sizes")
+    return tuple(value)
 
 
 def _name(constant: Any) -> str:

@@ -81,6 +81,11 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "peak_flops_per_s.float32": self.peak_flops_per_s.float32,
                 "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
                 "memory_bytes": self.memory_bytes,
+            },
+        )
+        _require_counts(
+            self.name,
+            {
                 "num_units": self.num_units,
                 "num_threads": self.num_threads,
                 "num_processes": self.num_processes,
@@ -135,10 +140,10 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
+        _require_counts(f"level {self.name!r}", {"size": self.size})
         _require_positive(
             f"level {self.name!r}",
             {
-                "size": self.size,
                 "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
                 "efficiency": self.efficiency,
             },
@@ -182,6 +187,17 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 "collective_launch_s": self.collective_launch_s,
             },
         )
+        _require_numbers("the cluster", {"overlap_slowdown": self.overlap_slowdown})
+        if not isinstance(self.levels, tuple):
+            raise ClusterError(
+                f"levels is a {type(self.levels).__name__}; a cluster can be a key, so it is a "
+                "tuple. Write levels=(Level(...),)."
+            )
+        if self.levels and self.device.kind == "cpu" and self.backend == "nccl":
+            raise ClusterError(
+                "backend='nccl' moves nothing between CPUs; write backend='gloo', and with it "
+                "overlap_slowdown: Cluster.preset('cpu') has usual figures."
+            )
         if not (math.isfinite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
             raise ClusterError(
                 f"overlap_slowdown is {self.overlap_slowdown}; it is the factor by which compute "
@@ -256,7 +272,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
             raise ClusterError(
                 f"no cluster description can be read from {str(source)!r}: {error}. "
                 "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
@@ -274,13 +290,29 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from error
 
 
+def _require_counts(owner: str, values: dict[str, int]) -> None:
+    for field, value in values.items():
+        if type(value) is not int or value < 1:
+            raise ClusterError(
+                f"{owner} has {field}={value!r}; it is a count, a whole number of at least 1."
+            )
+
+
+def _require_numbers(owner: str, values: dict[str, float]) -> None:
+    for field, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ClusterError(f"{owner} has {field}={value!r}; it must be a number.")
+
+
 def _require_positive(owner: str, values: dict[str, float]) -> None:
+    _require_numbers(owner, values)
     for field, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ClusterError(f"{owner} has {field}={value}; it must be positive and finite.")
 
 
 def _require_not_negative(owner: str, values: dict[str, float]) -> None:
+    _require_numbers(owner, values)
     for field, value in values.items():
         if not (math.isfinite(value) and value >= 0):
             raise ClusterError(f"{owner} has {field}={value}; it must be finite and at least 0.")

@@ -14,7 +14,9 @@ import math
 import operator
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from autopar.cost_models.communication import (
     MeasuredCurve,
 )
 from autopar.cost_models.estimate import CostError
-from autopar.cost_models.store import CollectiveTime, ProfileStore
+from autopar.cost_models.store import CollectiveTime, ProfileStore, StoreWarning
 
 from autopar.direct_exchange import DirectExchange, direct_exchange
 from autopar.direct_messages import DirectMessages, direct_messages
@@ -39,7 +41,10 @@ DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 3
 """How often all sizes are gone through. What else a host does lasts for seconds: in a single visit
 16 MiB once took 54 ms, and 9 before and after."""
-_Row = tuple[str, str, int, float]
+MAX_SPREAD, MAX_REPEATS = 0.3, 2
+"""Where the rounds differ by more (the interquartile range over the median), there are more rounds;
+what then still does is flagged."""
+_Row = tuple[str, str, int, float, float]
 
 
 def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
@@ -48,12 +53,12 @@ def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
 
 
 def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
-    """Kind, group shape, bytes and seconds of what the store holds, in order.
+    """Kind, group shape, bytes, seconds and spread of what the store holds, in order.
 
     A kind that a later version may have put there is left out.
     """
     return [
-        (kind, shape, times.size_bytes, times.time_s)
+        (kind, shape, times.size_bytes, times.time_s, times.spread)
         for (kind, shape), curve in store.collectives(cluster.backend).items()
         if kind in tuple(Collective)
         for times in curve
@@ -62,14 +67,39 @@ def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
 
 def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
     points: dict[tuple[Collective, GroupShape], dict[int, float]] = {}
-    for kind, shape_text, size_bytes, time_s in rows:
-        shape: GroupShape = tuple((int(f), int(s)) for f, s in json.loads(shape_text))
-        points.setdefault((Collective(kind), shape), {})[size_bytes] = time_s
+    noisy: dict[tuple[Collective, GroupShape], set[int]] = {}
+    for kind, shape_text, size_bytes, time_s, spread in rows:
+        shape = _shape_of(shape_text)
+        if shape is None:
+            warnings.warn(
+                f"a time of {kind} for the groups {shape_text!r} is left out: they cannot be read",
+                StoreWarning,
+                stacklevel=3,
+            )
+            continue
+        key = Collective(kind), shape
+        points.setdefault(key, {})[size_bytes] = time_s
+        if spread > MAX_SPREAD:
+            noisy.setdefault(key, set()).add(size_bytes)
     curves = {
-        key: MeasuredCurve(sizes_bytes=tuple(curve), times_s=_ascending([*curve.values()]))
+        key: MeasuredCurve(
+            sizes_bytes=tuple(curve),
+            times_s=_ascending([*curve.values()]),
+            noisy_bytes=frozenset(noisy.get(key, ())),
+        )
         for key, curve in points.items()
     }
     return CommunicationModel(cluster, curves)
+
+
+def _shape_of(text: str) -> GroupShape | None:
+    """The inverse of ``json.dumps``; None for what is no shape."""
+    try:
+        found = tuple((fanout, sharing, link) for fanout, sharing, link in json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    sizes = (size for fanout, sharing, _ in found for size in (fanout, sharing))
+    return found if all(isinstance(size, int) and size > 0 for size in sizes) else None
 
 
 def _ascending(times_s: Sequence[float]) -> tuple[float, ...]:
@@ -115,7 +145,8 @@ def measure_collectives(
 
     Called by every rank of the default process group. ``group_sizes`` are those to measure, each a
     divisor of the world (all of them by default), in blocks of neighbouring ranks and with the
-    stride that spreads them furthest. Each time is the median of `ROUNDS` over all sizes; of each
+    stride that spreads them furthest. Each time is the median of `ROUNDS` over all sizes, and of
+    more where these differ; of each
     round the mean over repetitions but the slowest quarter (a step pays for slow ones too) and over
     the ranks, so that waiting for the last rank to come is in it; of messages in one direction,
     that of the slowest rank. ``max_s`` bounds each size, but three repetitions a round are always
@@ -137,6 +168,9 @@ def measure_collectives(
         ]
         for kind, size_bytes in missing * ROUNDS:
             sweep.measure(kind, size_bytes)
+        for _ in range(MAX_REPEATS):
+            for kind, size_bytes in sweep.unsteady():
+                sweep.measure(kind, size_bytes)
         sweep.close()
         for group in groups:
             dist.destroy_process_group(group)
@@ -164,17 +198,29 @@ class _Sweep:
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
-        """Into the store after the last round, where the median of all stands."""
+        """Into the store from the last round on, as the median of all and how far they differ."""
         found = self.found.setdefault((kind, size_bytes), [])
         if kind is Collective.SEND_RECV and self.messages is not None:
             run = _messages_on(size_bytes, self.messages, self.ranks)
         else:
             run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.device)
         found.append(_measure(kind, size_bytes, run, self.device, self.max_s))
-        if len(found) == ROUNDS:
-            times = sorted(found, key=operator.attrgetter("time_s"))[ROUNDS // 2]
+        if len(found) >= ROUNDS:
+            middle = sorted(found, key=operator.attrgetter("time_s"))[len(found) // 2]
+            times = replace(middle, spread=self._spread(found))
             # The same number on every rank, so stores of one file or of many agree.
             self.store.put_collective(kind.value, self.shape, self.backend, times)
+
+    def unsteady(self) -> list[tuple[Collective, int]]:
+        """What differs from round to round by too much."""
+        return [key for key, found in self.found.items() if self._spread(found) > MAX_SPREAD]
+
+    @staticmethod
+    def _spread(rounds: Sequence[CollectiveTime]) -> float:
+        low, median_s, high = statistics.quantiles(
+            [times.time_s for times in rounds], n=4, method="inclusive"
+        )
+        return (high - low) / median_s if median_s else 0.0
 
     def close(self) -> None:
         for sockets in (self.direct, self.messages):

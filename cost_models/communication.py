@@ -55,11 +55,13 @@ class Span:
 class MeasuredCurve:
     """Measured times of one kind of collective on one shape of group, by size.
 
-    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes and never fall.
+    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes and never fall;
+    ``noisy_bytes`` are the sizes whose measurements spread too far.
     """
 
     sizes_bytes: tuple[int, ...]
     times_s: tuple[float, ...]
+    noisy_bytes: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.sizes_bytes or len(self.sizes_bytes) != len(self.times_s):
@@ -74,17 +76,20 @@ class MeasuredCurve:
         sizes, times = self.sizes_bytes, self.times_s
         for size, time_s in zip(sizes, times):
             if size == size_bytes:
-                return Estimate(time_s, Source.MEASURED)
+                return Estimate(time_s, Source.MEASURED, self._is_noisy(size))
         if size_bytes < sizes[0]:
-            return Estimate(times[0], Source.INTERPOLATED)
+            return Estimate(times[0], Source.INTERPOLATED, self._is_noisy(sizes[0]))
         if size_bytes > sizes[-1]:
             time_s = times[-1] + self._last_slope() * (size_bytes - sizes[-1])
-            return Estimate(time_s, Source.INTERPOLATED)
+            return Estimate(time_s, Source.INTERPOLATED, self._is_noisy(*sizes[-2:]))
         upper = next(i for i, size in enumerate(sizes) if size > size_bytes)
         lower = upper - 1
         slope = (times[upper] - times[lower]) / (sizes[upper] - sizes[lower])
         time_s = times[lower] + slope * (size_bytes - sizes[lower])
-        return Estimate(time_s, Source.INTERPOLATED)
+        return Estimate(time_s, Source.INTERPOLATED, self._is_noisy(sizes[lower], sizes[upper]))
+
+    def _is_noisy(self, *sizes_bytes: int) -> bool:
+        return not self.noisy_bytes.isdisjoint(sizes_bytes)
 
     def _last_slope(self) -> float:
         """Seconds a byte beyond the last size: of the last two, but at least those of all.
@@ -99,8 +104,8 @@ class MeasuredCurve:
         return max(mean, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
 
 
-GroupShape = tuple[tuple[int, int], ...]
-"""Fan-out and sharing at each level of links, innermost first: the link class of a group."""
+GroupShape = tuple[tuple[int, int, str], ...]
+"""Fan-out, sharing and link at each level, innermost first: the link class of a group."""
 
 
 class CommunicationModel:
@@ -136,7 +141,7 @@ class CommunicationModel:
     def joined(self, kind: str, size_bytes: int, ranks: tuple[int, ...], num: int) -> Estimate:
         """A tensor's part of one collective of ``num`` tensors as large as it is."""
         whole = self.estimate(kind, size_bytes * num, ranks)
-        return Estimate(whole.time_s / num, whole.source)
+        return Estimate(whole.time_s / num, whole.source, whole.is_noisy)
 
     def overlapped_s(self, compute_s: float, communication_s: float) -> float:
         """Seconds until both are done when they start together."""
@@ -161,7 +166,10 @@ class CommunicationModel:
 
     def group_shape(self, ranks: tuple[int, ...]) -> GroupShape:
         """The link class of a group: groups of one shape cost the same."""
-        return tuple((span.fanout, span.sharing) for span in self.spans(ranks))
+        return tuple(
+            (span.fanout, span.sharing, f"{level.name}, {level.bandwidth_bytes_per_s:g} B/s")
+            for level, span in zip(self.cluster.levels, self.spans(ranks))
+        )
 
     def _estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
         try:

@@ -60,8 +60,10 @@ def cpu_name() -> str:
 
 def detect_cluster(num_devices: int | None = None) -> Cluster:
     """The machine at hand with ``num_devices`` of its devices; see ``Cluster.detect``."""
-    if num_devices is not None and num_devices < 1:
-        raise ClusterError(f"num_devices={num_devices}; a cluster has at least one device.")
+    if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
+        raise ClusterError(
+            f"num_devices={num_devices!r}; a cluster has a whole number of devices, at least one."
+        )
     if torch.cuda.is_available():
         return _detect_cuda(num_devices)
     return _detect_cpu(num_devices)

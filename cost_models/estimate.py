@@ -15,6 +15,10 @@ class CostError(AutoparError, ValueError):
     """An operation or a collective that cannot be priced, and why."""
 
 
+class NotNowError(CostError):
+    """A call that cannot be measured while so much memory is taken, or allowed; later it may."""
+
+
 class Source(StrEnum):
     """Where a number comes from, strongest first."""
 
@@ -33,13 +37,18 @@ def weakest(sources: Iterable[Source]) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A time in seconds with its source."""
+    """A time in seconds with its source; ``is_noisy``: a measurement in it spread too far."""
 
     time_s: float
     source: Source
+    is_noisy: bool = False
 
     def __add__(self, other: "Estimate") -> "Estimate":
-        return Estimate(self.time_s + other.time_s, weakest((self.source, other.source)))
+        return Estimate(
+            self.time_s + other.time_s,
+            weakest((self.source, other.source)),
+            self.is_noisy or other.is_noisy,
+        )
 
 
 @dataclass(frozen=True, slots=True)

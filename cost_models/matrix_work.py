@@ -12,10 +12,14 @@ from autopar.cost_models.work import NO_WORK, Family, MatrixShape, OpWork, Work,
 def _product(
     call: OpCall, a: TensorSpec, b: TensorSpec, shape: MatrixShape, bias: TensorSpec | None
 ) -> OpWork:
-    """``a @ b`` with its two gradients, each a product of the same three sizes."""
-    out_bytes = output_bytes(call)
+    """``a @ b`` with its two gradients, each a product of the same three sizes.
+
+    A complex multiply-add is four real ones.
+    """
+    out_bytes, is_complex = output_bytes(call), a.dtype.is_complex
+    num_real = 4 if is_complex else 1
     forward = Work(
-        flops=shape.flops,
+        flops=num_real * shape.flops,
         size_bytes=a.size_bytes + b.size_bytes + out_bytes + (bias.size_bytes if bias else 0),
         num_kernels=1,
         matrix=shape,
@@ -29,7 +33,7 @@ def _product(
     for operand, other, grad_shape in grad_shapes:
         if operand.requires_grad:
             sides[operand.is_parameter] += Work(
-                flops=grad_shape.flops,
+                flops=num_real * grad_shape.flops,
                 size_bytes=out_bytes + other.size_bytes + operand.size_bytes,
                 num_kernels=1,
                 matrix=grad_shape,
@@ -38,7 +42,7 @@ def _product(
         sides[bias.is_parameter] += Work(size_bytes=out_bytes + bias.size_bytes, num_kernels=1)
     return OpWork(
         family=Family.MATMUL,
-        dtype=a.dtype,
+        dtype=a.dtype.to_real() if is_complex else a.dtype,
         forward=forward,
         input_grad=sides[False],
         weight_grad=sides[True],

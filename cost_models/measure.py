@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
-from autopar.cost_models.estimate import CostError, OpEstimate
+from autopar.cost_models.estimate import CostError, NotNowError, OpEstimate
 from autopar.cost_models.inputs import RealCall, normal_like
 from autopar.cost_models.shapes import outputs
 from autopar.cost_models.store import OpTime
@@ -95,6 +95,8 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
         else:
             weight_grad = _sample_gradient(sets, ("parameters",), target, limits)
     except Exception as error:
+        if _lacks_memory(error):
+            raise NotNowError(f"{call.target} finds no memory on {device.name}: {error}") from error
         # Whatever torch (no kernel for a dtype, no memory) or a user's operator refuses is priced
         # without a measurement.
         raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
@@ -106,6 +108,12 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
         spread=max(part.spread for part in parts),
         num_samples=min(part.num_samples for part in parts),
     )
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """torch's allocator for CPUs says so in words alone."""
+    is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_known or "DefaultCPUAllocator" in str(error)
 
 
 def measuring_s(expected: OpEstimate, share: float, limits: MeasureLimits) -> float:
@@ -127,7 +135,7 @@ def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
     tensors = (*call.tensors(), *outputs(call))
     one_bytes = max(1, sum(t.size_bytes for t in tensors))
     if 4 * one_bytes > device.memory_bytes:
-        raise CostError(
+        raise NotNowError(
             f"{call.target} moves {one_bytes} bytes, too many to be measured in the "
             f"{device.memory_bytes} bytes of {device.name}."
         )

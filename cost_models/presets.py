@@ -328,14 +328,16 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> C
 
     ClusterError for an unknown name (the known ones are listed) or a count below one.
     """
-    if name not in _PRESETS:
+    if not isinstance(name, str) or name not in _PRESETS:
         raise ClusterError(
             f"there is no preset {name!r}; there are {', '.join(PRESET_NAMES)}. Describe other "
             "hardware as JSON: start from Cluster.preset('h100-sxm').to_json('cluster.json')."
         )
     for field, value in (("nodes", nodes), ("devices_per_node", devices_per_node)):
-        if value < 1:
-            raise ClusterError(f"{field}={value}; a cluster has at least one. Write {field}=1.")
+        if type(value) is not int or value < 1:
+            raise ClusterError(
+                f"{field}={value!r}; a cluster has a whole number, at least one. Write {field}=1."
+            )
     preset = _PRESETS[name]()
     slowdown = preset.overlap_slowdown
     if preset.device.kind == "cpu" and nodes == 1:

@@ -16,7 +16,7 @@ import torch
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.compute import ComputeModel, RooflineModel
-from autopar.cost_models.estimate import CostError, OpEstimate, Source
+from autopar.cost_models.estimate import CostError, NotNowError, OpEstimate, Source
 from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.op_work import work
 from autopar.cost_models.patterns import pattern, position_of
@@ -156,7 +156,7 @@ class Profiler:
         try:
             times = self._measure_call(call)
         except CostError as error:
-            self.store.put_failure(call, str(error))
+            self.store.put_failure(call, str(error), for_now=isinstance(error, NotNowError))
             warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
             return None
         self.num_measurements += 1
@@ -200,7 +200,10 @@ class Profiler:
         if target not in self._tables:
             table: dict[OpCall, list[_Neighbour]] = {}
             for call, times in self.store.of_op(target):
-                base = self.fallback.estimate(call)
+                try:
+                    base = self.fallback.estimate(call)
+                except CostError:  # of an operation that is not known here, or no call of it
+                    continue
                 neighbour = _Neighbour(
                     position=position_of(call),
                     log_ratios=(

@@ -1,8 +1,9 @@
 """Measured times on disk: one SQLite file, written by many processes, never trusted blindly.
 
-A time belongs to a call, a device's name (with the number of processes that shared the host), a
-torch version and a number of threads; a collective's also to its kind, the shape of its group, its
-size and its backend. A call that cannot be measured is kept with the reason. Every time is
+A time belongs to a call, a device's name (with the number of processes that shared the host, and
+whether products run in TF32), a torch version and a number of threads; a collective's also to its
+kind, the shape of its group and its links, its size and its backend. A call that cannot be measured
+is kept with the reason. Every time is
 committed on its own, so a process killed at any moment loses at most the measurement in flight.
 What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
 
@@ -11,6 +12,7 @@ What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
 - a file that cannot be written is read; new times are kept in memory.
 """
 
+import contextlib
 import math
 import os
 import sqlite3
@@ -27,7 +29,7 @@ from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 _APPLICATION_ID = 0x61707263
 _BUSY_TIMEOUT_S = 60.0
 
@@ -117,7 +119,8 @@ class CollectiveTime:
     def is_sane(self) -> bool:
         """Whether every number can be a time."""
         numbers = (self.size_bytes, self.time_s, self.spread)
-        return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers)
+        are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
+        return are_numbers and self.size_bytes > 0 and self.time_s > 0 and self.spread >= 0
 
 
 class _NotUsable(Exception):
@@ -127,14 +130,16 @@ class _NotUsable(Exception):
 class ProfileStore:
     """The times measured on one kind of device with one version of torch.
 
-    ``path`` None keeps them in memory. Forked processes open the file anew.
+    ``path`` None keeps them in memory. Forked processes open the file anew; what is in memory alone
+    stays with the parent. Threads may share a store.
     """
 
     def __init__(self, path: str | Path | None, device: DeviceSpec) -> None:
         self.path = None if path is None else Path(path)
         # Processes beside each other share the host's memory, so their times are others.
         beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
-        self._owner = (device.name + beside, torch.__version__, device.num_threads)
+        name = device.name + beside + _products(device)
+        self._owner = (name, torch.__version__, device.num_threads)
         self._pid = os.getpid()
         self._read_only = False
         self._connection = self._open()
@@ -188,9 +193,12 @@ class ProfileStore:
         )
         return str(rows[0][0]) if rows else None
 
-    def put_failure(self, call: OpCall, reason: str) -> None:
-        """Keeps why ``call`` cannot be measured, so that no later run tries it again."""
-        written = self._write(
+    def put_failure(self, call: OpCall, reason: str, *, for_now: bool = False) -> None:
+        """Keeps why ``call`` cannot be measured, so that no later run tries it again.
+
+        ``for_now``: nor does anybody who has this store open, but later runs do.
+        """
+        written = not for_now and self._write(
             "INSERT OR REPLACE INTO op_failures VALUES (?,?,?,?,?)",
             (call_to_text(call), *self._owner, reason),
         )
@@ -320,7 +328,7 @@ class ProfileStore:
             return self._open_file(self.path)
         except _NotUsable as reason:
             self._say(f"{reason}; times are kept in memory")
-        except (OSError, sqlite3.OperationalError) as error:
+        except (OSError, ValueError, sqlite3.OperationalError) as error:
             opened = _open_for_reading(self.path)
             if opened is not None:
                 self._say(f"it cannot be written, new times are kept in memory: {error}")
@@ -334,7 +342,7 @@ class ProfileStore:
         num_rebuilt = 0
         while num_rebuilt < 3:
             inode = path.stat().st_ino if path.exists() else None
-            connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            connection = _connect(path)
             try:
                 problem = _prepare(connection)
             except sqlite3.OperationalError as error:
@@ -366,8 +374,29 @@ def default_store_path() -> Path:
     return cache_folder() / "profile.sqlite3"
 
 
+def _products(device: DeviceSpec) -> str:
+    """What of a CUDA device's settings changes the time of a product, as part of its name."""
+    if device.kind != "cuda":
+        return ""
+    allowed = {
+        "products": device.allow_tensor_float32,
+        "convolutions": device.allow_tensor_float32_in_cudnn,
+    }
+    names = [name for name, is_allowed in allowed.items() if is_allowed]
+    return f", TF32 in {' and '.join(names)}" if names else ""
+
+
+def _connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
+    """Text that is not UTF-8 is read with replacements: no call has such a text."""
+    connection = sqlite3.connect(
+        database, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri
+    )
+    connection.text_factory = lambda raw: raw.decode(errors="replace")
+    return connection
+
+
 def _in_memory() -> sqlite3.Connection:
-    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection = _connect(":memory:")
     connection.executescript(_SCHEMA)
     return connection
 
@@ -394,9 +423,9 @@ def _prepare(connection: sqlite3.Connection) -> str | None:
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         return f"it is damaged ({verdict})"
-    wanted = {"op_times", "op_failures", "collective_times"}
-    if not wanted <= _table_names(connection):
-        return "it is damaged (tables are missing)"
+    with contextlib.closing(_in_memory()) as fresh:
+        if any(_columns(fresh, t) != _columns(connection, t) for t in _table_names(fresh)):
+            return "it is damaged (tables or columns are missing)"
     connection.execute("PRAGMA journal_mode=WAL")
     # A crash of the machine may lose the last times; a crash of the process may not.
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -414,6 +443,12 @@ def _table_names(connection: sqlite3.Connection) -> set[str]:
     return {name for (name,) in rows}
 
 
+def _columns(connection: sqlite3.Connection, table: str) -> list[tuple[str, str]]:
+    """Names and types, in order; none where there is no such table."""
+    rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,))
+    return [(name, kind) for name, kind in rows]
+
+
 def _set_aside(path: Path) -> Path:
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
     for suffix in ("-wal", "-shm"):
@@ -427,7 +462,7 @@ def _open_for_reading(path: Path) -> sqlite3.Connection | None:
     """A usable file that cannot be written: read as it is, or None."""
     for mode in ("mode=ro", "mode=ro&immutable=1"):
         try:
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
+            connection = _connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
         except sqlite3.OperationalError:  # it is not there, or may not be read
             continue
         try:

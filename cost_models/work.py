@@ -81,9 +81,10 @@ class OpWork:
 
 
 def arithmetic_dtype(call: OpCall) -> torch.dtype:
-    """The dtype of the first floating-point tensor; float32 where there is none."""
-    specs = call.tensors()
-    return next((s.dtype for s in specs if s.dtype.is_floating_point), torch.float32)
+    """The real dtype of the first floating-point or complex tensor; float32 where there is none."""
+    dtypes = (spec.dtype for spec in call.tensors())
+    found = next((d for d in dtypes if d.is_floating_point or d.is_complex), torch.float32)
+    return found.to_real()
 
 
 def output_bytes(call: OpCall) -> int:
@@ -93,7 +94,9 @@ def output_bytes(call: OpCall) -> int:
 
 def sides(specs: tuple[TensorSpec, ...]) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """The tensors whose gradients are input gradients, and those that are weight gradients."""
-    wanted = [s for s in specs if s.requires_grad and s.dtype.is_floating_point]
+    wanted = [
+        s for s in specs if s.requires_grad and (s.dtype.is_floating_point or s.dtype.is_complex)
+    ]
     return [s for s in wanted if not s.is_parameter], [s for s in wanted if s.is_parameter]
 
 

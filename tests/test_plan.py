@@ -11,7 +11,7 @@ from autopar.cost_models import Cluster, Profiler, ProfileStore, RooflineModel
 from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import autopar
@@ -136,6 +136,16 @@ def test_an_impossible_choice_names_the_op(plan, captured):
     ops["addmm"] = "h -"
     with pytest.raises(PlanError, match="op 'addmm' cannot be split as 'h -'"):
         strategy_of(Plan.from_json(edited(plan, ops=ops)), captured)
+
+
+class Returned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_loss_that_nothing_computes_is_refused():
+    with pytest.raises(InputError, match="computes nothing"):
+        autopar.plan(Returned(), Cluster.preset("cpu"), (torch.tensor(1.0),))
 
 
 def test_model_without_loss_names_the_fix():

@@ -125,7 +125,8 @@ def _times(plan: Plan) -> Rows:
 
 def _communication(p: Prediction) -> str:
     hidden = f", {format_seconds(p.hidden_s)} more beside the computation" if p.hidden_s else ""
-    return f"{format_seconds(p.communication_s)}  ({p.communication_source}){hidden}"
+    source = p.communication_source + ", some spread too far" * p.communication_is_noisy
+    return f"{format_seconds(p.communication_s)}  ({source}){hidden}"
 
 
 def _roofline(factor: float | None) -> Rows:

@@ -75,9 +75,9 @@ class OpService:
         start_s = time.process_time()
         pace_s = self.pace()
         try:
-            found: OpTime | str = measure_call(call, device, MeasureLimits())
+            found: OpTime | CostError = measure_call(call, device, MeasureLimits())
         except CostError as error:
-            found = str(error)
+            found = type(error)(str(error))  # without its cause, which may be too much to send
         pace_s = max(pace_s, self.pace())
         return _Reply(found=found, cpu_s=time.process_time() - start_s, pace_s=pace_s)
 
@@ -87,7 +87,7 @@ class _Reply:
     """The times of a call, or why it has none; the processor seconds that it took, and how long a
     fixed piece of arithmetic did before or after it."""
 
-    found: OpTime | str
+    found: OpTime | CostError
     cpu_s: float
     pace_s: float
 
@@ -187,7 +187,7 @@ def _measure_in_workers(
                 cpu_s += sum(reply.cpu_s for reply in replies)
             times = [reply.found for reply in replies if isinstance(reply.found, OpTime)]
             if len(times) < len(replies):
-                raise CostError(next(r.found for r in replies if isinstance(r.found, str)))
+                raise next(r.found for r in replies if isinstance(r.found, CostError))
             best = _quicker(best, max(times, key=_total_s))
             if others.share < DISTURBED:
                 break

@@ -78,6 +78,12 @@ def test_families_measured_too_seldom_keep_what_they_had():
     assert fitted.table == CPU
 
 
+def test_operations_that_are_not_known_here_are_left_out():
+    measured = list(_measured(4, 40, noise=0.0))
+    foreign = (OpCall("mylib.foo.default", (TensorSpec((4,)),)), measured[0][1])
+    assert calibrate(DEVICE, [foreign, *measured]).table == calibrate(DEVICE, measured).table
+
+
 def test_a_fitted_roofline_never_promises_more_than_the_peaks():
     fast = [(call, _scaled(times, 1e-3)) for call, times in _measured(5, 20, noise=0.0)]
     for curve in calibrate(DEVICE, fast).table.families.values():

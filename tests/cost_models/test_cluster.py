@@ -95,6 +95,7 @@ def _broken(change):
         (lambda d: d["levels"][0].update(latency_s=-1), "latency_s=-1"),
         (lambda d: d.update(memory_reserve_bytes=1 << 50), "Lower it"),
         (lambda d: d.update(overlap_slowdown=0.5), "overlap_slowdown"),
+        (lambda d: d["device"].update(kind="cpu"), "backend='gloo'"),
     ],
 )
 def test_a_wrong_description_is_refused_by_the_field_that_is_wrong(change, message):
@@ -113,6 +114,24 @@ def test_a_peak_that_is_no_rate_is_refused_by_its_field(field, peak):
         msgspec.structs.replace(device, peak_flops_per_s=peaks)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": "8"}, "size='8'"),
+        ({"size": 2.5}, "size=2.5"),
+        ({"latency_s": "1us"}, "latency_s='1us'"),
+        ({"bandwidth_bytes_per_s": True}, "bandwidth_bytes_per_s=True"),
+    ],
+    ids=str,
+)
+def test_numbers_of_another_type_are_refused_by_their_field(change, message):
+    cluster = Cluster.preset("h200")
+    with pytest.raises(ClusterError, match=message):
+        msgspec.structs.replace(cluster.levels[0], **change)
+    with pytest.raises(ClusterError, match="levels is a list"):
+        msgspec.structs.replace(cluster, levels=list(cluster.levels))
+
+
 def test_what_is_no_description_at_all_is_refused(tmp_path):
     with pytest.raises(ClusterError, match="to_json"):
         Cluster.from_json(tmp_path / "missing.json")
@@ -120,8 +139,16 @@ def test_what_is_no_description_at_all_is_refused(tmp_path):
         Cluster.from_json("{]")
     with pytest.raises(ClusterError, match="h100-sxm"):
         Cluster.preset("h100-sxn")
-    with pytest.raises(ClusterError, match="nodes=1"):
-        Cluster.preset("h200", nodes=0)
+    for source in (None, "\0"):
+        with pytest.raises(ClusterError, match="to_json"):
+            Cluster.from_json(source)
+    with pytest.raises(ClusterError, match="h100-sxm"):
+        Cluster.preset(["h200"])
+    for count in (0, "2", 1.5):
+        with pytest.raises(ClusterError, match="nodes=1"):
+            Cluster.preset("h200", nodes=count)
+        with pytest.raises(ClusterError, match="num_devices="):
+            Cluster.detect(count)
     with pytest.raises(ClusterError, match="from 0 to 7"):
         Cluster.preset("h200").node_of(8)
 
@@ -146,7 +173,7 @@ def test_a_cluster_of_one_device_needs_no_links():
     )
     assert Cluster(device=device).num_devices == 1
     level = Level(name="bus", size=3, latency_s=0.0, bandwidth_bytes_per_s=1.0)
-    assert Cluster(device=device, levels=(level, level)).num_devices == 9
+    assert Cluster(device=device, levels=(level, level), backend="gloo").num_devices == 9
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")

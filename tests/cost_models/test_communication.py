@@ -23,7 +23,7 @@ from autopar.cost_models import (
     measured_model,
 )
 from autopar.cost_models.communication import MeasuredCurve
-from autopar.cost_models.store import CollectiveTime
+from autopar.cost_models.store import CollectiveTime, StoreWarning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +215,80 @@ def test_a_kind_of_collective_that_is_not_known_is_left_out():
             store.put_collective(kind, shape, cluster.backend, time)
         model = measured_model(cluster, store)
     assert model.estimate("all_reduce", 1 << 10, (0, 1)).time_s == 1e-3
+
+
+@pytest.mark.parametrize(
+    "text", ["garbage", "[[2]]", '{"a":1}', '[["x",1,"link"]]', "null", "[" * 20_000]
+)
+def test_groups_that_cannot_be_read_are_left_out(text):
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    time = CollectiveTime(size_bytes=1 << 10, time_s=1e-3, spread=0.0, num_samples=9)
+    with ProfileStore(None, cluster.device) as store:
+        store.put_collective("all_reduce", text, cluster.backend, time)
+        with pytest.warns(StoreWarning, match="cannot be read"):
+            model = measured_model(cluster, store)
+    assert model.estimate("all_reduce", 1 << 10, (0, 1)).source == Source.ANALYTICAL
+
+
+def test_times_over_one_kind_of_link_say_nothing_of_another():
+    fast = Cluster.preset("a100-80", devices_per_node=2)
+    slow = msgspec.structs.replace(fast, levels=Cluster.preset("2080ti", devices_per_node=2).levels)
+    shape = json.dumps(CommunicationModel(fast).group_shape((0, 1)))
+    time = CollectiveTime(size_bytes=1 << 24, time_s=8e-5, spread=0.0, num_samples=9)
+    wanted = {"kinds": (Collective.ALL_REDUCE,), "sizes_bytes": (1 << 24,)}
+    with ProfileStore(None, fast.device) as store:
+        store.put_collective("all_reduce", shape, fast.backend, time)
+        assert all_measured(fast, store, **wanted)
+        assert not all_measured(slow, store, **wanted)
+        found = measured_model(slow, store).estimate("all_reduce", 1 << 24, (0, 1))
+    assert found == CommunicationModel(slow).estimate("all_reduce", 1 << 24, (0, 1))
+
+
+def test_measurements_that_spread_are_flagged_where_they_are_used():
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    shape = json.dumps(CommunicationModel(cluster).group_shape((0, 1)))
+    with ProfileStore(None, cluster.device) as store:
+        for power, spread in ((10, 0.0), (12, 0.0), (14, 0.9), (16, 0.0), (18, 0.0)):
+            time = CollectiveTime(
+                size_bytes=1 << power, time_s=power / 1e3, spread=spread, num_samples=9
+            )
+            store.put_collective("all_reduce", shape, cluster.backend, time)
+        model = measured_model(cluster, store)
+    noisy = [
+        power for power in range(9, 20) if model.estimate("all_reduce", 1 << power, (0, 1)).is_noisy
+    ]
+    assert noisy == [13, 14, 15]
+    assert model.joined("all_reduce", 1 << 13, (0, 1), 2).is_noisy
+
+
+def _measure_with_a_disturbance(rank, world, port, path):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    cluster = Cluster.preset("cpu", devices_per_node=world)
+    times_s = {1 << 10: [1.0, 1.1, 1.0], 1 << 12: [1.0, 2.0, 9.0, 1.0, 1.1]}
+    visits = []
+
+    def disturbed(kind, size_bytes, *_):
+        visits.append(size_bytes)
+        time_s = times_s[size_bytes].pop(0)
+        return CollectiveTime(size_bytes=size_bytes, time_s=time_s, spread=0.0, num_samples=3)
+
+    collective_measure._measure = disturbed
+    with ProfileStore(path, cluster.device) as store:
+        measure_collectives(
+            cluster, store, kinds=(Collective.ALL_REDUCE,), sizes_bytes=tuple(times_s)
+        )
+        (curve,) = store.collectives("gloo").values()
+    assert visits == [1 << 10, 1 << 12] * 3 + [1 << 12] * 2
+    assert [times.time_s for times in curve] == [1.0, 1.1]
+    assert [times.spread > collective_measure.MAX_SPREAD for times in curve] == [False, True]
+    dist.destroy_process_group()
+
+
+def test_rounds_that_differ_are_repeated(tmp_path):
+    arguments = (2, _free_port(), tmp_path / "store.sqlite3")
+    mp.spawn(_measure_with_a_disturbance, arguments, nprocs=2)
 
 
 def test_equal_times_say_that_bytes_cost_what_the_last_did():

@@ -23,8 +23,10 @@ from autopar.cost_models import (
     Source,
     StoreWarning,
     TensorSpec,
+    measure,
 )
 from autopar.cost_models.detect import cpu_name
+from autopar.cost_models.estimate import NotNowError
 from autopar.cost_models.inputs import RealCall, normal_like
 from autopar.cost_models.measure import (
     MeasureLimits,
@@ -270,6 +272,36 @@ def test_what_cannot_be_run_is_priced_by_the_roofline_and_listed():
     assert profiler.estimate(product) == RooflineModel(HERE).estimate(product)
     with pytest.raises(CostError, match="without its data"):
         profiler.estimate(hidden)
+
+
+def test_what_found_no_memory_is_tried_again_by_a_later_run(tmp_path):
+    def no_memory(call):
+        raise NotNowError(f"{call.target} finds no memory")
+
+    path, call = tmp_path / "store.sqlite3", _linear(4)
+    first = _profiler(path, measure=no_memory)
+    with pytest.warns(UserWarning, match="finds no memory"):
+        assert len(first.profile([call], progress=False).failed) == 1
+    assert first.missing([call]) == []
+    assert _profiler(path).profile([call], progress=False).num_measured == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError(), "DefaultCPUAllocator: not enough memory"]
+)
+def test_a_lack_of_memory_is_told_from_other_failures(monkeypatch, error):
+    def fail(*_):
+        raise RuntimeError(error) if isinstance(error, str) else error
+
+    monkeypatch.setattr(measure, "_sample", fail)
+    with pytest.raises(NotNowError, match="finds no memory"):
+        measure_call(_linear(4), HERE, MeasureLimits())
+
+
+def test_stored_calls_that_have_no_price_here_do_not_stand_in_for_others():
+    profiler = _profiler(measuring=False)
+    profiler.store.put(OpCall("aten.linear.default", ()), _off_by(1.0, _linear(4)))
+    assert profiler.estimate(_linear(8)) == RooflineModel(HERE).estimate(_linear(8))
 
 
 def test_what_could_not_be_run_is_not_tried_again(tmp_path):

@@ -5,6 +5,7 @@ import os
 import signal
 import sqlite3
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -180,6 +181,78 @@ def test_rows_that_make_no_sense_are_left_out(tmp_path):
             assert store.get(_call()) is None
         with pytest.warns(StoreWarning):
             assert list(store.of_op("aten.relu.default")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["aten.relu.default",[{"tensor":[["a"],"float32",null,0,0]}],[]]',
+        '["aten.relu.default",[{"tensor":[[-4,8],"float32",null,0,0]}],[]]',
+        "[" * 20_000,
+        b"\xff\xfe",
+    ],
+    ids=["a word for a size", "a negative size", "too deep", "not UTF-8"],
+)
+def test_a_row_that_is_no_call_does_not_hide_the_others(tmp_path, text):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), _times())
+        store.put(_call(2), _times())
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "UPDATE op_times SET call=CAST(? AS TEXT) WHERE call=?", (text, call_to_text(_call(2)))
+        )
+    connection.close()
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="is not a call"):
+        assert list(store.everything()) == [(_call(), _times())]
+
+
+@pytest.mark.parametrize("change", ["size_bytes=0", "size_bytes=-8", "time_s=0"])
+def test_a_collective_that_takes_no_time_or_moves_nothing_is_left_out(tmp_path, change):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put_collective("all_reduce", "[]", "gloo", _collective(8))
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE collective_times SET {change}")
+    connection.close()
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="cannot be one"):
+        assert store.collectives("gloo") == {}
+
+
+def test_a_table_of_other_columns_is_rebuilt_once(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    ProfileStore(path, DEVICE).close()
+    with sqlite3.connect(path) as connection:
+        connection.executescript("DROP TABLE op_times; CREATE TABLE op_times(x)")
+    connection.close()
+    with pytest.warns(StoreWarning, match="columns are missing"):
+        store = ProfileStore(path, DEVICE)
+    with store:
+        store.put(_call(), _times())
+    with ProfileStore(path, DEVICE) as store:
+        assert store.get(_call()) == _times()
+
+
+def test_times_of_products_in_tensor_float32_are_others(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    a100 = Cluster.preset("a100-80").device
+    allowed = msgspec.structs.replace(a100, allow_tensor_float32=True)
+    with ProfileStore(path, allowed) as store:
+        store.put(_call(), _times())
+    with ProfileStore(path, a100) as store:
+        assert store.get(_call()) is None
+    with ProfileStore(path, allowed) as store:
+        assert store.get(_call()) == _times()
+
+
+def test_threads_share_a_store(tmp_path):
+    with ProfileStore(tmp_path / "store.sqlite3", DEVICE) as store:
+        store.put(_call(), _times())
+        found = []
+        thread = threading.Thread(target=lambda: found.append(store.get(_call())))
+        thread.start()
+        thread.join()
+        assert found == [_times()]
 
 
 def _read_as_nobody(path, results):
