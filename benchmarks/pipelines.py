@@ -34,6 +34,7 @@ from runtime import timed
 from setting import num_cores, setting
 from torch import Tensor, nn
 
+from autopar.direct_messages import direct_messages
 from autopar.schedules import Action, Durations, Kind, Links, simulate
 from autopar.schedules.action import SEND_KINDS
 
@@ -206,17 +207,22 @@ def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
 
 
 def message_s(num: int = 50) -> float:
-    """Median seconds of a stage boundary's message from one process to the other."""
-    tensor, peer = torch.zeros(BATCH // NUM_MICROBATCHES, LENGTH, WIDTH), 1 - dist.get_rank()
-    taken = []
+    """Median seconds from one process to the other of a message of one number, as ours sends them:
+    what is left of a message besides the handling of its bytes, which is in the actions."""
+    messages, peer = direct_messages(dist.group.WORLD), 1 - dist.get_rank()
+    assert messages is not None
+    tensor, taken = torch.zeros(1), []
     for _ in range(num):
+        time.sleep(0.005)  # as long as an action: who waits, sleeps
+        dist.barrier()
         start_s = time.perf_counter()
         for sends in (dist.get_rank() == 0, dist.get_rank() == 1):
             if sends:
-                dist.send(tensor, peer)
+                messages.send(peer, [tensor])
             else:
-                dist.recv(tensor, peer)
+                messages.receive(peer, [tensor])()
         taken.append((time.perf_counter() - start_s) / 2)
+    messages.close()
     return statistics.median(taken)
 
 
