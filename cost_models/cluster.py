@@ -272,7 +272,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise ClusterError(
                 f"no cluster description can be read from {str(source)!r}: {error}. "
                 "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
@@ -290,9 +290,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from error
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number of at least 1, no truth value."""
+    return type(value) is int and value >= 1
+
+
 def _require_counts(owner: str, values: dict[str, int]) -> None:
     for field, value in values.items():
-        if type(value) is not int or value < 1:
+        if not is_count(value):
             raise ClusterError(
                 f"{owner} has {field}={value!r}; it is a count, a whole number of at least 1."
             )

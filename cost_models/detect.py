@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 from autopar.cost_models import cgroup
-from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops
+from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops, is_count
 from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
 from msgspec import structs
 
@@ -60,7 +60,7 @@ def cpu_name() -> str:
 
 def detect_cluster(num_devices: int | None = None) -> Cluster:
     """The machine at hand with ``num_devices`` of its devices; see ``Cluster.detect``."""
-    if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
+    if num_devices is not None and not is_count(num_devices):
         raise ClusterError(
             f"num_devices={num_devices!r}; a cluster has a whole number of devices, at least one."
         )

@@ -97,7 +97,7 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
     except Exception as error:
         if _lacks_memory(error):
             raise NotNowError(f"{call.target} finds no memory on {device.name}: {error}") from error
-        # Whatever torch (no kernel for a dtype, no memory) or a user's operator refuses is priced
+        # Whatever torch (no kernel for a dtype) or a user's operator refuses is priced
         # without a measurement.
         raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
     parts = [part for part in (forward, input_grad, weight_grad) if part.num_samples]

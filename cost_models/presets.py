@@ -7,7 +7,7 @@ collectives reach, reserves) say what they are derived from.
 
 from dataclasses import dataclass
 
-from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
+from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops, is_count
 from msgspec import structs
 
 from autopar.errors import ClusterError
@@ -334,7 +334,7 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> C
             "hardware as JSON: start from Cluster.preset('h100-sxm').to_json('cluster.json')."
         )
     for field, value in (("nodes", nodes), ("devices_per_node", devices_per_node)):
-        if type(value) is not int or value < 1:
+        if not is_count(value):
             raise ClusterError(
                 f"{field}={value!r}; a cluster has a whole number, at least one. Write {field}=1."
             )

@@ -3,8 +3,8 @@
 A time belongs to a call, a device's name (with the number of processes that shared the host, and
 whether products run in TF32), a torch version and a number of threads; a collective's also to its
 kind, the shape of its group and its links, its size and its backend. A call that cannot be measured
-is kept with the reason. Every time is
-committed on its own, so a process killed at any moment loses at most the measurement in flight.
+is kept with the reason. Every time is committed on its own, so a process killed at any moment loses
+at most the measurement in flight.
 What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
 
 - a damaged file, or one of an older layout, is set aside under another name and rebuilt;

@@ -252,8 +252,9 @@ class _Play:
             self._fetch(position)
             if following is not None:
                 self._fetch(following)  # beside the computation of this block
-            block = self.program.blocks[position]
-            self._at(f"F {block.name}", self.joined.pop(position, 0))
+            if position in self.joined:
+                name = self.program.blocks[position].name
+                self._at(f"F {name}", self.joined.pop(position))
             self._run(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)

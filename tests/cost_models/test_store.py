@@ -165,11 +165,16 @@ def test_other_layouts_are_never_misread(tmp_path, version, says, kept):
     assert found == (version if kept else SCHEMA_VERSION)
 
 
-def test_rows_that_make_no_sense_are_left_out(tmp_path):
-    path = tmp_path / "store.sqlite3"
+def _file_of_two_calls(folder):
+    path = folder / "store.sqlite3"
     with ProfileStore(path, DEVICE) as store:
         store.put(_call(), _times())
         store.put(_call(2), _times())
+    return path
+
+
+def test_rows_that_make_no_sense_are_left_out(tmp_path):
+    path = _file_of_two_calls(tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute(
             "UPDATE op_times SET forward_s='soon' WHERE call=?", (call_to_text(_call()),)
@@ -194,10 +199,7 @@ def test_rows_that_make_no_sense_are_left_out(tmp_path):
     ids=["a word for a size", "a negative size", "too deep", "not UTF-8"],
 )
 def test_a_row_that_is_no_call_does_not_hide_the_others(tmp_path, text):
-    path = tmp_path / "store.sqlite3"
-    with ProfileStore(path, DEVICE) as store:
-        store.put(_call(), _times())
-        store.put(_call(2), _times())
+    path = _file_of_two_calls(tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute(
             "UPDATE op_times SET call=CAST(? AS TEXT) WHERE call=?", (text, call_to_text(_call(2)))
