@@ -24,16 +24,17 @@ from autopar.cost_models import (
     ComputeModel,
     default_store_path,
 )
+from autopar.cost_models.cluster import is_count
 from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.forward_plan import plan_forward
-from autopar.joint import AUTO, Fixed, fixed_parts, plan_with, searched_calls
+from autopar.joint import Fixed, fixed_parts, is_searched, plan_with, searched_calls
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
+from autopar.meshes import MeshSizes, check_mesh
 from autopar.microbatches import lower_training
 from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of
-from autopar.planner import check_mesh
 from autopar.report.progress import show_progress
 from autopar.runtime.clipping import check_max_grad_norm
 from autopar.runtime.collective_times import collective_times
@@ -62,9 +63,9 @@ def plan(
     example_inputs: Any,
     *,
     loss_fn: LossFn | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: MeshSizes | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
@@ -83,24 +84,27 @@ def plan(
     * ``example_inputs``: a tuple (positional), a mapping (keyword) or one tensor: a *global* batch.
     * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that returns no loss itself; the
       targets are the last positional inputs, or the keyword inputs that bear its names.
-    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried. In
-      a pipeline it is the mesh of each of its devices.
+    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried, as
+      it is of sizes that are None: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of each
+      of its devices.
     * ``constraints``: what to force, forbid, pin or keep within; see `autopar.constraints`.
     * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
-      with one update at the end. The result is that of the whole batch; the memory for activations
-      is that of one part.
+      with one update at the end; rows of the batch by it is their size. The result is that of the
+      whole batch; the memory for activations is that of one part. By default 1, or searched where
+      a pipeline is.
     * ``num_stages``, ``schedule``: train as a pipeline of so many stages of contiguous blocks, in
       the order of a schedule: a name that `autopar.schedules.build` knows (by default ``"1f1b"``),
       or what it makes. The schedule says how many pipeline devices there are, which share the
-      cluster's devices evenly. With ``"auto"`` pipeline devices, micro-batches and schedule are
-      searched together with the sharding, whatever of them is not given; see `autopar.joint`.
+      cluster's devices evenly. Beside a pipeline's name, whatever of stages, micro-batches and
+      mesh is not given is searched together with the sharding; with ``"auto"`` the schedule is
+      searched too, or none chosen; see `autopar.joint`.
       ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines:
       all devices have all stages, and reduce each stage's gradients into the next step.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
     * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
-      again in front of the backward pass. By default only ``schedule="auto"`` does so, where the
-      memory does not suffice otherwise.
+      again in front of the backward pass. By default a searched pipeline does so where the memory
+      does not suffice otherwise, and one whose parts are all given never.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
       ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
@@ -109,7 +113,8 @@ def plan(
       how much state it keeps. By default AdamW's is planned for.
     * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
 
-    Raises CaptureError, InputError, OptimizerError or ConstraintError.
+    Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError where the batch
+    cannot be cut into so many micro-batches.
     """
     statistics = check_batch_norm(batch_norm)
     check_makes_optimizer(optimizer)
@@ -147,9 +152,9 @@ def compile(
     optimizer: MakeOptimizer | None = None,
     lr_scheduler: MakeScheduler | None = None,
     plan: Plan | str | Path | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: MeshSizes | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
@@ -206,8 +211,7 @@ def compile(
     if plan is not None:
         _check_replay(
             mesh=mesh or None, constraints=constraints or None, num_stages=num_stages,
-            num_microbatches=None if num_microbatches == 1 else num_microbatches,
-            schedule=schedule, cuts=cuts,
+            num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
         )  # fmt: skip
     found, mesh = _resolve(devices, mesh)
     pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh, recompute)
@@ -286,18 +290,24 @@ def _check_replay(**fixed: Any) -> None:
 def _pipeline(
     num_stages: int | None,
     schedule: str | Schedule | None,
-    num_microbatches: int,
+    num_microbatches: int | None,
     cuts: Sequence[str] | None,
     num_devices: int,
-    mesh: Mapping[str, int] | None,
+    mesh: MeshSizes | None,
     recompute: bool | None,
 ) -> PipelineChoice | Fixed | None:
     """What the user fixed of a pipeline, checked."""
     check_mesh(mesh)
     if recompute is not None and not isinstance(recompute, bool):
         raise InputError(f"recompute is {recompute!r}; it is True, False or None")
-    if schedule == AUTO:
-        return fixed_parts(num_stages, num_microbatches, cuts, mesh, recompute)
+    if num_microbatches is not None and not is_count(num_microbatches):
+        raise InputError(
+            f"num_microbatches is {num_microbatches!r}; it must be a whole number, at least 1, or "
+            "None"
+        )
+    if is_searched(num_stages, schedule, num_microbatches, cuts, mesh):
+        name = str(schedule)
+        return fixed_parts(num_stages, name, num_microbatches, cuts, mesh, recompute)
     return pipeline_choice(
         num_stages=num_stages,
         schedule=schedule,
@@ -345,12 +355,12 @@ def _start(
 
 
 def _resolve(
-    devices: Devices, mesh: Mapping[str, int] | None
-) -> tuple[list[torch.device], Mapping[str, int] | None]:
+    devices: Devices, mesh: MeshSizes | None
+) -> tuple[list[torch.device], MeshSizes | None]:
     """The devices one by one, and the mesh that they themselves prescribe, if they do."""
     if isinstance(devices, DeviceMesh):
         names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
-        sizes = {name: devices.size(i) for i, name in enumerate(names)}
+        sizes: MeshSizes = {name: devices.size(i) for i, name in enumerate(names)}
         return _repeated(devices.device_type, devices.size()), mesh or sizes
     if isinstance(devices, Cluster):
         return _repeated(devices.device.kind, devices.num_devices), mesh

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,11 +30,11 @@ from autopar.cost_models import (
 from autopar.cost_models.compute import is_product
 from autopar.cost_models.op_work import work
 from autopar.cost_models.update import OptimizerSpec
-from autopar.errors import InputError
+from autopar.errors import ConstraintError
 from autopar.graph import Op
 from autopar.mesh import Mesh
+from autopar.meshes import MeshSizes, candidate_meshes, pipeline_device_counts
 from autopar.node_memory import kept_bytes
-from autopar.planner import candidate_meshes
 from autopar.search.stages import cut_chain
 from autopar.stages import staged_blocks
 from autopar.strategy import Analysis
@@ -49,10 +49,15 @@ MAX_STAGE_RUNS = 4096
 class Fixed:
     """What the user fixed of a pipeline; None is searched."""
 
+    schedule: str | None = None
     num_stages: int | None = None
     num_microbatches: int | None = None
-    mesh: Mapping[str, int] | None = None
+    mesh: MeshSizes | None = None
     recompute: bool | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.schedule is not None or self.num_stages not in (None, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,11 @@ class Combination:
 
     def __str__(self) -> str:
         parts = [] if self.num_microbatches == 1 else [f"{self.num_microbatches} micro-batches"]
-        head = f"{self.num_devices} pipeline devices" if self.num_devices > 1 else "no pipeline"
-        return ", ".join([head, *parts])
+        return ", ".join([_described(self.num_devices), *parts])
+
+
+def _described(num_devices: int) -> str:
+    return f"{num_devices} pipeline devices" if num_devices > 1 else "no pipeline"
 
 
 class Combinations:
@@ -102,14 +110,24 @@ class Combinations:
     # --- what there is ----------------------------------------------------------------------
     def device_counts(self) -> list[int]:
         """Numbers of pipeline devices; 1 is no pipeline."""
-        total, mesh = self.cluster.num_devices, self.fixed.mesh
-        if mesh is not None:
-            size = math.prod(mesh.values())
-            counts = [total // size] if size and total % size == 0 else []
-        else:
-            counts = [n for n in range(1, total + 1) if total % n == 0]
-        least = 1 if self.fixed.num_stages in (None, 1) else 2
-        return [n for n in counts if least <= n <= max(self.num_blocks, 1)]
+        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        return [n for n in counts if self.reason_against(n) is None]
+
+    def reasons(self) -> dict[str, str]:
+        """Why the other numbers of pipeline devices that the mesh leaves are none."""
+        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        found = {_described(n): self.reason_against(n) for n in counts}
+        return {name: reason for name, reason in found.items() if reason is not None}
+
+    def reason_against(self, num_devices: int) -> str | None:
+        fixed, most = self.fixed, max(self.num_blocks, 1)
+        if num_devices == 1:
+            return "a pipeline was asked for" if fixed.is_pipeline else None
+        if fixed.num_stages is not None and fixed.num_stages < num_devices:
+            return f"num_stages={fixed.num_stages} is less than a stage a device"
+        if num_devices > most:
+            return f"a stage can begin at {most} place{'s' * (most > 1)} of this model only"
+        return None
 
     def microbatch_counts(self, num_devices: int) -> list[int]:
         """Divisors of the batch from the number of devices on; all that there are without one."""
@@ -136,14 +154,18 @@ class Combinations:
                     yield Combination(num_devices, num, mesh)
 
     def check(self) -> None:
-        """Raise InputError where the fixed mesh does not divide the devices."""
+        """Raise an error where nothing is left to search."""
+        if self.device_counts():
+            return
         mesh = self.fixed.mesh
-        if mesh is not None and not self.device_counts():
+        if not pipeline_device_counts(self.cluster, mesh):
             candidate_meshes(self.cluster, mesh)
-            raise InputError(
-                f"mesh={dict(mesh)} on {self.cluster.num_devices} devices leaves no pipeline for a "
-                f"model of {self.num_blocks} blocks; use a larger mesh"
-            )
+        shared = "" if mesh is None else f" of mesh {dict(mesh)}"
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.reasons().items())
+        raise ConstraintError(
+            f"{self.cluster.num_devices} devices{shared} leave no pipeline that was asked for "
+            f"({reasons}); fix less, or use a larger mesh"
+        )
 
     # --- what it takes ----------------------------------------------------------------------
     def bound_s(self, combination: Combination) -> float:

@@ -1,7 +1,8 @@
 """Joint planning: pipeline devices x micro-batches x mesh x schedule x recomputation.
 
-In: a captured model, a cluster, and what the user fixed. Out: the fastest plan that fits, which
-may have no pipeline, and what every other combination would take or why it is none.
+In: a captured model, a cluster, and what the user fixed (any of these). Out: the fastest plan that
+fits, which may have no pipeline where no schedule was named; and what every other combination would
+take, or why it is none.
 
 - Combinations of devices, micro-batches and mesh (`autopar.combinations`) are searched in the order
   of a guess; those whose lower bound is above the best step so far are left out.
@@ -18,8 +19,7 @@ tried is said. The limits are of processor time, which other work on the machine
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.capture import Captured
@@ -33,46 +33,64 @@ from autopar.cost_models import (
     OpCall,
     RooflineModel,
 )
+from autopar.cost_models.cluster import is_count
 from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.errors import InputError, PlanError
 from autopar.finalists import Finalists
 from autopar.joint_search import Search, Setting
 from autopar.local_calls import calls_of
 from autopar.mesh import Mesh
+from autopar.meshes import MeshSizes, candidate_meshes, is_open, pipeline_device_counts
 from autopar.microbatches import analysed
-from autopar.pipelines import PipelineChoice
+from autopar.pipelines import PIPELINES, PipelineChoice
 from autopar.planner import (
     Planned,
     Progress,
-    candidate_meshes,
     check_trainable,
     listed,
     make_planned,
 )
+from autopar.schedules import Schedule
 from autopar.strategy import Analysis
 
 AUTO = "auto"
 
 
+def is_searched(
+    num_stages: int | None,
+    schedule: str | Schedule | None,
+    num_microbatches: int | None,
+    cuts: Sequence[str] | None,
+    mesh: MeshSizes | None,
+) -> bool:
+    """Whether the arguments of `autopar.plan` leave something of a pipeline to the search."""
+    if schedule == AUTO:
+        return True
+    is_named = isinstance(schedule, str) and schedule in PIPELINES
+    is_left = num_stages is None or num_microbatches is None or (mesh is not None and is_open(mesh))
+    return is_named and is_left and cuts is None and num_stages != 1
+
+
 def fixed_parts(
     num_stages: int | None,
-    num_microbatches: int,
+    schedule: str | None,
+    num_microbatches: int | None,
     cuts: Sequence[str] | None,
-    mesh: Mapping[str, int] | None,
+    mesh: MeshSizes | None,
     recompute: bool | None,
 ) -> Fixed:
-    """The arguments of `autopar.plan` beside ``schedule="auto"``; raises InputError."""
+    """The arguments of `autopar.plan` where `is_searched`; raises InputError."""
     if cuts is not None:
         raise InputError(
-            f"cuts={list(cuts)!r} with schedule='auto': the search cuts the stages itself; leave "
+            f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; leave "
             "cuts out, or name the schedule"
         )
-    is_whole = isinstance(num_stages, int) and not isinstance(num_stages, bool)
-    if num_stages is not None and (not is_whole or num_stages < 1):
+    if num_stages is not None and not is_count(num_stages):
         raise InputError(f"num_stages is {num_stages!r}; stages are a whole number, at least 1")
     return Fixed(
+        schedule=None if schedule == AUTO else schedule,
         num_stages=num_stages,
-        num_microbatches=None if num_microbatches == 1 else num_microbatches,
+        num_microbatches=num_microbatches,
         mesh=mesh,
         recompute=recompute,
     )
@@ -83,8 +101,8 @@ def plan_with(
     cluster: Cluster,
     pipeline: PipelineChoice | Fixed | None,
     *,
-    mesh: Mapping[str, int] | None,
-    num_microbatches: int,
+    mesh: MeshSizes | None,
+    num_microbatches: int | None,
     **options: Any,
 ) -> Planned:
     """A plan with the pipeline that was asked for: a fixed one, a searched one, or none."""
@@ -94,7 +112,7 @@ def plan_with(
         captured,
         cluster,
         mesh=mesh,
-        num_microbatches=num_microbatches,
+        num_microbatches=num_microbatches or 1,
         pipeline=pipeline,
         **options,
     )
@@ -103,13 +121,13 @@ def plan_with(
 def searched_calls(
     captured: Captured,
     cluster: Cluster,
-    mesh: Mapping[str, int] | None,
-    num_microbatches: int,
+    mesh: MeshSizes | None,
+    num_microbatches: int | None,
     pipeline: PipelineChoice | Fixed | None,
 ) -> tuple[OpCall, ...]:
     """Every distinct call of an op that a search with these arguments may price."""
     meshes = _meshes_of(cluster, mesh, pipeline)
-    counts = [num_microbatches]
+    counts = [num_microbatches or 1]
     if isinstance(pipeline, PipelineChoice):
         counts = [pipeline.schedule.shape.num_microbatches]
     elif isinstance(pipeline, Fixed) and pipeline.num_microbatches is None:
@@ -128,22 +146,16 @@ def searched_calls(
 
 
 def _meshes_of(
-    cluster: Cluster, mesh: Mapping[str, int] | None, pipeline: PipelineChoice | Fixed | None
+    cluster: Cluster, mesh: MeshSizes | None, pipeline: PipelineChoice | Fixed | None
 ) -> tuple[Mesh, ...]:
     """Every mesh that a plan may be searched on."""
+    counts = [1]
     if isinstance(pipeline, PipelineChoice):
-        return candidate_meshes(cluster, mesh, num_pipeline_devices=pipeline.num_devices)
-    if pipeline is None:
-        return candidate_meshes(cluster, mesh)
-    if mesh is not None:
-        size = math.prod(mesh.values())
-        return candidate_meshes(
-            cluster, mesh, num_pipeline_devices=max(cluster.num_devices // size, 1)
-        )
-    total = cluster.num_devices
-    counts = [n for n in range(1, total + 1) if total % n == 0]
+        counts = [pipeline.num_devices]
+    elif pipeline is not None:
+        counts = pipeline_device_counts(cluster, mesh) or [1]
     return tuple(
-        mesh for n in counts for mesh in candidate_meshes(cluster, None, num_pipeline_devices=n)
+        found for n in counts for found in candidate_meshes(cluster, mesh, num_pipeline_devices=n)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -25,6 +26,9 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.microbatches import Microbatches, analysed, with_totals
 from autopar.pipelines import (
+    DEALT,
+    ONCE,
+    TWICE,
     PipelineChoice,
     choose_stages,
     pipeline_times,
@@ -47,10 +51,11 @@ from autopar.strategy import Analysis
 SEARCH_LIMIT_S = 20.0
 MARGIN, BUDGET_LIMIT_S = 0.8, 3.0
 """Searches within the memory leave a margin, as more is counted than they see, and take so long."""
-CHAINS = ("1f1b", "zb_h1", "chimera")
-"""Schedules of one stage a device; gpipe holds more than 1f1b and ends no sooner."""
-TWICE = ("interleaved", "zb_v", "v_half", "v_min")
-"""Schedules of two stages a device."""
+SEARCHED = ("1f1b", "zb_h1", "chimera", "interleaved", "zb_v", "v_half", "v_min")
+"""Of all pipelines: gpipe holds more than 1f1b and ends no sooner, zb_h2 and dualpipe hold more for
+less than zb_v gains, fast_forward is for slow links between stages. A user may name them."""
+MAX_DEALT = 4
+"""Stages a device that are tried of a schedule that deals them out, where it was named."""
 INSTEAD_OF = {"v_half": "zb_v", "v_min": "zb_v"}
 """Schedules that give up time to hold less than another: tried where that one does not fit."""
 
@@ -138,6 +143,7 @@ class Search:
     def run(self) -> Search:
         """Price the combinations in the order of their guesses."""
         self.space.check()
+        self.reasons |= self.space.reasons()
         order = sorted(self.space.all(), key=lambda each: (self.space.guess_s(each), str(each)))
         for combination in order:
             self._consider(combination)
@@ -252,12 +258,7 @@ class Search:
         found: list[Option] = []
         schedules = self._schedules(combination.num_devices)
         if not schedules:
-            wanted = self.fixed.num_stages
-            self.reasons.setdefault(
-                str(combination),
-                f"has no schedule of {wanted or combination.num_devices} stages for a model of "
-                f"{self.space.num_blocks} blocks: a device has one stage or two",
-            )
+            self.reasons.setdefault(str(combination), self._without_schedule(combination))
         for name, num_stages in schedules:
             beside = INSTEAD_OF.get(name)
             if any(self.fits(o) for o in found if o.choice and o.choice.schedule.name == beside):
@@ -321,15 +322,34 @@ class Search:
         return option
 
     def _schedule(self, name: str, num_stages: int, num: int, num_devices: int) -> Schedule:
-        options = {"num_devices": num_devices} if name == "interleaved" else {}
+        options = {"num_devices": num_devices} if name in DEALT else {}
         return build(name, num_stages=num_stages, num_microbatches=num, **options)
 
     def _schedules(self, num_devices: int) -> list[tuple[str, int]]:
-        found = [(name, num_devices) for name in CHAINS]
-        found += [(name, 2 * num_devices) for name in TWICE]
-        wanted = self.fixed.num_stages
+        """Names and numbers of stages that devices, blocks and what is fixed leave."""
+        wanted, named = self.fixed.num_stages, self.fixed.schedule
         return [
-            (name, stages)
-            for name, stages in found
-            if stages <= self.space.num_blocks and wanted in (None, stages)
+            (name, count * num_devices)
+            for name in ((named,) if named else SEARCHED)
+            for count in self._stages_per_device(name, num_devices)
+            if count * num_devices <= self.space.num_blocks
+            and wanted in (None, count * num_devices)
         ]
+
+    def _stages_per_device(self, name: str, num_devices: int) -> Sequence[int]:
+        if name in ONCE:
+            return (1,)
+        if name in TWICE:
+            return (2,)
+        if self.fixed.num_stages is not None:
+            return (max(2, self.fixed.num_stages // num_devices),)
+        return range(2, MAX_DEALT + 1) if self.fixed.schedule else (2,)
+
+    def _without_schedule(self, combination: Combination) -> str:
+        fixed, blocks = self.fixed, self.space.num_blocks
+        wanted = "" if fixed.num_stages is None else f" of {fixed.num_stages} stages"
+        return (
+            f"{fixed.schedule or 'no schedule'}{wanted} does not fit {combination.num_devices} "
+            f"devices and {blocks} blocks: {', '.join(ONCE)} have one stage a device, "
+            f"{', '.join(TWICE)} two, {', '.join(DEALT)} two or more; a stage has a block or more"
+        )

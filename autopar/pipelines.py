@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.blocks import MIN_OPS
+from autopar.blocks import MIN_OPS, MIN_PART_OPS
 from autopar.cost_models import CommunicationModel
 from autopar.errors import AutoparError, InputError
 from autopar.graph import Graph, ValueKind
 from autopar.lowering.pipeline import with_replica_sums
+from autopar.meshes import MeshSizes, known_size
 from autopar.node_memory import late_share
 from autopar.placement import local_shape
 from autopar.pricing import OpTable, Pricing
@@ -32,6 +33,7 @@ from autopar.schedules import (
     verify,
     with_recomputation,
 )
+from autopar.schedules.build import generator_of
 from autopar.schedules.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.timeline import covered_by_device
 from autopar.search.stages import cut_chain
@@ -39,6 +41,13 @@ from autopar.stages import Stages, staged_blocks, stages_from_cuts
 from autopar.strategy import Analysis, Strategy
 
 DEFAULT_SCHEDULE = "1f1b"
+ONCE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "chimera", "dualpipe")
+"""Schedules of as many stages as devices."""
+TWICE = ("zb_v", "v_half", "v_min")
+"""Schedules of two stages a device."""
+DEALT = ("interleaved", "fast_forward")
+"""Schedules of any whole number of stages a device."""
+PIPELINES = (*ONCE, *TWICE, *DEALT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +70,10 @@ def pipeline_choice(
     *,
     num_stages: int | None,
     schedule: str | Schedule | None,
-    num_microbatches: int,
+    num_microbatches: int | None,
     cuts: Sequence[str] | None,
     num_devices: int,
-    mesh: Mapping[str, int] | None,
+    mesh: MeshSizes | None,
     recompute: bool | None = None,
 ) -> PipelineChoice | None:
     """The arguments of `autopar.plan` as one value; None for a plan without a pipeline.
@@ -78,19 +87,24 @@ def pipeline_choice(
                 "num_stages=..., or schedule='auto'"
             )
         return None
-    num_stages = _number_of_stages(num_stages, schedule, cuts)
-    per_device = math.prod(mesh.values()) if mesh else 1
-    made = schedule
+    made = DEFAULT_SCHEDULE if schedule is None else schedule
     if not isinstance(made, Schedule):
-        made = _built(
-            made or DEFAULT_SCHEDULE, num_stages, num_microbatches, num_devices // per_device
-        )
-    elif num_microbatches not in (1, made.shape.num_microbatches):
+        _check_name(made)
+    num_stages = _number_of_stages(num_stages, schedule, cuts)
+    per_device = known_size(mesh) if mesh else 1
+    if not isinstance(made, Schedule):
+        made = _built(made, num_stages, num_microbatches or 1, num_devices // per_device)
+    elif num_microbatches not in (None, made.shape.num_microbatches):
         raise InputError(
             f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
             f"{made.shape.num_microbatches}; leave num_microbatches out"
         )
     if recompute:
+        if made.shape.num_devices == 1:
+            raise InputError(
+                f"recompute=True with schedule={made.name!r}: only pipelines of several devices "
+                "are recomputed; leave recompute out"
+            )
         made = recomputed(made)
     try:
         verify(made)
@@ -115,11 +129,25 @@ def recomputed(schedule: Schedule) -> Schedule:
     return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
 
 
+def _check_name(name: object) -> None:
+    try:
+        generator_of(name)
+    except AutoparError as error:
+        raise InputError(f"schedule={name!r}: {error}") from error
+
+
 def _number_of_stages(
     num_stages: int | None, schedule: str | Schedule | None, cuts: Sequence[str] | None
 ) -> int:
     if isinstance(cuts, str):
         raise InputError(f"cuts is {cuts!r}; give a list of block names: cuts=[{cuts!r}]")
+    if cuts is not None and not (
+        isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts)
+    ):
+        raise InputError(
+            f"cuts is {cuts!r}; give a list of the names of blocks or modules, one for each stage "
+            "but the first"
+        )
     found = {
         "num_stages": num_stages,
         "cuts (one less)": None if cuts is None else len(cuts) + 1,
@@ -140,7 +168,7 @@ def _number_of_stages(
 def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     """A schedule by name; those that deal stages to devices take the devices there are."""
     options: dict[str, int] = {}
-    if name in ("interleaved", "fast_forward"):
+    if name in DEALT:
         options["num_devices"] = num_devices
     elif name == "conventional":
         options["reduces"] = True
@@ -321,7 +349,8 @@ def choose_stages(
             f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this model: "
             f"{', '.join(names)}; use num_stages={len(names)} or fewer. They are the elements of "
             f"an nn.ModuleList or nn.Sequential that have at least {MIN_OPS} operators each, and "
-            "what lies between them"
+            "what lies between them: where that is more than a quarter of the model, its modules "
+            f"with parameters, put together where they have fewer than {MIN_PART_OPS} operators"
         )
     times = strategy_times(candidate).blocks
     ranks = (0, candidate.mesh.num_devices)

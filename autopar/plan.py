@@ -82,8 +82,13 @@ class SchedulePlan(_Struct, frozen=True):
 
     def pipeline(self) -> tuple[Stages, Schedule] | None:
         """The stages and the schedule that runs them; None without a pipeline. Raises PlanError."""
-        if not self.first_blocks:
+        if not self.first_blocks and not self.actions and self.num_stages == 1:
             return None
+        if len(self.first_blocks) != self.num_stages:
+            raise PlanError(
+                f"the plan's first_blocks names {len(self.first_blocks)} blocks, but its schedule "
+                f"has {self.num_stages} stages; name the block that each of them begins with"
+            )
         try:
             schedule = parse_schedule("\n".join(self.actions) + "\n")
         except ScheduleError as error:

@@ -8,7 +8,7 @@ that exceeds the devices' memory the search is repeated under a budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.baselines import Baselines, price_baselines
@@ -22,7 +22,8 @@ from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
 from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.lowering.pipeline import with_pipeline
-from autopar.mesh import MICROBATCH, PIPELINE, Mesh
+from autopar.mesh import Mesh
+from autopar.meshes import MeshSizes, candidate_meshes
 from autopar.microbatches import Microbatches, analysed, lower_training
 from autopar.pipelines import (
     PipelineChoice,
@@ -43,13 +44,11 @@ from autopar.stages import Stages
 from autopar.step_time import time_parts
 from autopar.strategy import Analysis, Strategy
 
-MAX_AXES = 2
 MAX_BUDGET_TRIALS = 6
 SEARCH_LIMIT_S = 60.0
 BUDGET_LIMIT_S, BUDGET_GAP = 10.0, 5e-3
 MIN_EXPOSED = 1e-3
 """Of what computation hides for nothing, so that the search does not choose at random."""
-AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Progress = Callable[[str], None]
 
 
@@ -63,69 +62,12 @@ class Planned:
     best: Candidate
 
 
-def check_mesh(mesh: Mapping[str, int] | None) -> None:
-    """Raise InputError unless it is None or names axes, at least one, and gives their sizes."""
-    if mesh is None:
-        return
-    is_valid = isinstance(mesh, Mapping) and mesh and not {MICROBATCH, PIPELINE} & mesh.keys()
-    if not is_valid or not all(isinstance(size, int) for size in mesh.values()):
-        raise InputError(
-            f"mesh is {mesh!r}; give axis names and sizes, such as mesh={{'dp': 2, 'tp': 4}} "
-            f"({MICROBATCH!r} is the axis that num_microbatches makes, {PIPELINE!r} that of "
-            "num_stages)"
-        )
-
-
-def candidate_meshes(
-    cluster: Cluster,
-    mesh: Mapping[str, int] | None,
-    max_axes: int = MAX_AXES,
-    num_pipeline_devices: int = 1,
-) -> tuple[Mesh, ...]:
-    """The user's mesh, or every ordered factorisation of the devices into up to ``max_axes``.
-
-    Later axes vary fastest, so they lie on the faster links. In a pipeline it is the mesh of each
-    of its devices, which share the cluster's.
-    """
-    check_mesh(mesh)
-    total = cluster.num_devices // num_pipeline_devices
-    if mesh is not None:
-        chosen = Mesh(tuple(mesh), tuple(mesh.values()))
-        if chosen.num_devices != total:
-            shared = f"the cluster {total}"
-            if num_pipeline_devices > 1:
-                shared = f"each of {num_pipeline_devices} pipeline devices {total}"
-            raise InputError(
-                f"mesh {dict(mesh)} has {chosen.num_devices} devices, {shared}; "
-                "the sizes must multiply to the number of devices"
-            )
-        return (chosen,)
-    return tuple(
-        Mesh(AXIS_NAMES[: len(sizes)], sizes)
-        for count in range(1, max_axes + 1)
-        for sizes in _factorisations(total, count)
-    )
-
-
-def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
-    """Ordered factorisations into ``count`` factors above 1 (or the single factor ``total``)."""
-    if count == 1:
-        return [(total,)]
-    return [
-        (first, *rest)
-        for first in range(2, total)
-        if total % first == 0
-        for rest in _factorisations(total // first, count - 1)
-        if min(rest) > 1
-    ]
-
-
 @collector_paused()
 def make_planned(
     captured: Captured,
     cluster: Cluster,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: MeshSizes | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
     compute: ComputeModel | None = None,
     communication: CommunicationModel | None = None,

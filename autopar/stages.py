@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.blocks import FIXED, TOTALS
+from autopar.blocks import FIXED, TOTALS, lies_in
 from autopar.errors import InputError, PlanError
 from autopar.graph import Block, Graph, Op
 from autopar.lowering import RankProgram, lower
@@ -59,24 +59,55 @@ def staged_blocks(graph: Graph) -> tuple[Block, ...]:
 def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
     """Stages that begin, after the first, at the blocks of these names.
 
-    A name may also be that of a module: the first block inside it then. Raises InputError.
+    A name may also be that of a module: the block then that begins with it or, where none does,
+    the first one inside it. Raises InputError.
     """
-    names = [block.name for block in staged_blocks(graph)]
-    firsts = [names[0]]
+    blocks = staged_blocks(graph)
+    firsts = [blocks[0].name]
     for cut in cuts:
-        inside = [n for n in names if n == cut or n.startswith(f"{cut}.")]
-        if not inside:
+        named = [block for block in blocks if block.name == cut]
+        found = named or [block for block in blocks if _is_of(graph, block, cut)]
+        if not found:
             raise InputError(
-                f"cuts names {cut!r}, which is no block and holds none; a stage can begin at "
-                + (", ".join(repr(n) for n in names[1:]) or "none: the whole model is one block")
+                f"cuts names {cut!r}, {_why_not(graph, cut)}; a stage can begin at "
+                + (", ".join(repr(b.name) for b in blocks[1:]) or "none: the model is one block")
             )
-        firsts.append(inside[0])
+        firsts.append(found[0].name)
     stages = Stages(first_blocks=tuple(firsts))
     try:
         stages.of(graph)
     except PlanError as error:
         raise InputError(f"cuts={list(cuts)!r}: {error}") from error
     return stages
+
+
+def _is_of(graph: Graph, block: Block, module: str) -> bool:
+    """Whether the block begins where ``module`` does, or lies inside it.
+
+    Ops that modules around it compute, in no child of their own, do not count.
+    """
+    paths = [
+        (op.index, op.module_path)
+        for op in graph.block_ops(block)
+        if op.module_path == module or not lies_in(module, op.module_path)
+    ]
+    if not paths or not lies_in(paths[0][1], module):
+        return False
+    return paths[0][0] == _first_op(graph, module) or all(lies_in(p, module) for _, p in paths)
+
+
+def _first_op(graph: Graph, module: str) -> int | None:
+    """The first op of ``module`` that a stage computes."""
+    staged = (op for block in staged_blocks(graph) for op in graph.block_ops(block))
+    return next((op.index for op in staged if lies_in(op.module_path, module)), None)
+
+
+def _why_not(graph: Graph, module: str) -> str:
+    first = _first_op(graph, module)
+    if first is None:
+        return "which is no block, and no module that a stage computes"
+    name = next(b.name for b in staged_blocks(graph) if b.start <= first < b.stop)
+    return f"a module that begins in the middle of block {name!r}, and stages begin where blocks do"
 
 
 def lower_pipeline(

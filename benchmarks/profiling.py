@@ -24,7 +24,7 @@ from torch import nn
 
 from autopar.capture import Arguments, Captured, capture
 from autopar.local_calls import calls_of
-from autopar.planner import candidate_meshes
+from autopar.meshes import candidate_meshes
 from autopar.runtime.op_times import op_times
 from autopar.strategy import Analysis
 

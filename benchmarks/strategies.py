@@ -88,7 +88,8 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
     from autopar.cost_models import Cluster
 
     from autopar.baselines import MARKOV_STEPS_PER_NODE, price_baselines
-    from autopar.planner import candidate_meshes, cheapest, search_meshes
+    from autopar.meshes import candidate_meshes
+    from autopar.planner import cheapest, search_meshes
     from autopar.step_time import time_parts
 
     inner = min(count, DEVICES_PER_NODE)

@@ -26,7 +26,8 @@ from rich.progress import Progress
 
 from autopar.errors import ClusterError
 
-# How far outside the measured range of operations or bytes a ratio still holds, as a factor.
+# How far outside the measured range of operations or bytes a ratio still holds, as a factor; from
+# there to this factor once more it fades.
 _REACH = 4.0
 _NUM_NEIGHBOURS = 4
 
@@ -173,20 +174,24 @@ class Profiler:
         """The roofline scaled by how far off it is at the nearest measured shapes, or None.
 
         Distances are in the logarithms of operations and bytes; ratios are averaged in logarithms
-        too, weighted by the inverse square of the distance.
+        too, weighted by the inverse square of the distance. Far outside the measured shapes they
+        fade (`_hold`).
         """
         neighbours = self._table(call.target).get(pattern(call), [])
         if not neighbours:
             return None
         position = position_of(call)
-        if not _within_reach(position, [n.position for n in neighbours]):
+        hold = _hold(position, [n.position for n in neighbours])
+        if not hold:
             return None
         ranked = sorted(neighbours, key=lambda n: math.dist(n.position, position))
         nearest = ranked[:_NUM_NEIGHBOURS]
         weights = [1 / (math.dist(n.position, position) ** 2 + 1e-6) for n in nearest]
         base = self.fallback.estimate(call)
         scales = [
-            math.exp(sum(w * n.log_ratios[i] for w, n in zip(weights, nearest)) / sum(weights))
+            math.exp(
+                hold * sum(w * n.log_ratios[i] for w, n in zip(weights, nearest)) / sum(weights)
+            )
             for i in range(3)
         ]
         return OpEstimate(
@@ -248,14 +253,15 @@ def _is_paid(call: OpCall) -> bool:
     return any(part.num_kernels for part in parts)
 
 
-def _within_reach(position: tuple[float, float], measured: list[tuple[float, float]]) -> bool:
-    margin = math.log(_REACH)
-    return all(
-        min(point[axis] for point in measured) - margin
-        <= position[axis]
-        <= max(point[axis] for point in measured) + margin
+def _hold(position: tuple[float, float], measured: list[tuple[float, float]]) -> float:
+    """How much of the measured ratios holds at ``position``: 1 among them and up to ``_REACH``
+    outside, less and less beyond, 0 from the square of that on."""
+    beyond = max(
+        max(min(point[axis] for point in measured) - position[axis],
+            position[axis] - max(point[axis] for point in measured))
         for axis in range(2)
-    )
+    )  # fmt: skip
+    return min(1.0, max(0.0, 2.0 - beyond / math.log(_REACH)))
 
 
 @contextmanager

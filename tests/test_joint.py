@@ -70,6 +70,84 @@ def test_what_is_fixed_stays() -> None:
     assert plan.schedule.num_devices == 2
 
 
+def named(schedule: str, cluster: Cluster = CLUSTER, **options: Any) -> Plan:
+    model, make_batch = build("gpt2")
+    return autopar.plan(model, cluster, make_batch(0), schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "zb_h2", "chimera", "dualpipe", "zb_v"])
+def test_beside_a_named_schedule_the_rest_is_searched(name: str) -> None:
+    found = named(name)
+    assert found.search.pipelines
+    assert all(option.startswith(f"{name}, ") for option in found.search.pipelines)
+    assert found.schedule.num_microbatches > 1
+    assert found.prediction.step_time_s == pytest.approx(min(found.search.pipelines.values()))
+    assert found.search.not_pipelines["no pipeline"] == "a pipeline was asked for"
+
+
+def test_a_named_schedule_is_searched_where_its_parts_are_not_given() -> None:
+    of_num = named("1f1b", num_microbatches=2)
+    assert of_num.schedule.num_microbatches == 2
+    of_stages = named("1f1b", num_stages=2)
+    assert of_stages.schedule.num_microbatches > 1
+    assert len(of_stages.search.pipelines) > 1
+    assert not named("1f1b", num_stages=2, num_microbatches=2).search.pipelines
+
+
+def test_one_micro_batch_can_be_fixed() -> None:
+    plan = planned(num_stages=2, num_microbatches=1)
+    assert (plan.schedule.num_stages, plan.schedule.num_microbatches) == (2, 1)
+    assert all("1 micro-batches" in name for name in plan.search.pipelines)
+
+
+def test_axes_are_fixed_one_by_one() -> None:
+    four = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
+    alone = planned(cluster=four, mesh={"dp": None, "tp": 2}, num_stages=1)
+    assert (alone.device_mesh.axis_names, alone.device_mesh.axis_sizes) == (("dp", "tp"), (2, 2))
+    both = planned(cluster=four, mesh={"dp": None, "tp": 2}, num_microbatches=4)
+    assert both.device_mesh.axis_sizes[1] == 2
+    considered = {*both.search.pipelines, *both.search.not_pipelines}
+    assert any("on 2" in name for name in considered)
+    assert not any("on 4" in name for name in considered)
+    staged = planned(cluster=four, mesh={"dp": None, "tp": None}, num_stages=2)
+    assert staged.device_mesh.num_devices == 2
+    model, make_batch = build("gpt2")
+    plain = autopar.plan(model, four, make_batch(0), mesh={"dp": 4, "tp": None})
+    assert plain.device_mesh.axis_sizes == (4, 1)
+
+
+def test_interleaved_takes_any_number_of_stages_a_device() -> None:
+    model = torch.nn.ModuleList(
+        torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(5))) for _ in range(6)
+    )
+
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    plan = autopar.plan(
+        Chain(), CLUSTER, torch.randn(8, 16), schedule="auto", num_stages=6, num_microbatches=4
+    )
+    assert {name.split(",")[0] for name in plan.search.pipelines} == {"interleaved"}
+    assert plan.schedule.num_stages == 6
+
+
+def test_a_model_of_one_block_says_that_it_has_no_stages() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0))
+    loss = {"loss_fn": lambda output, target: (output - target).square().mean()}
+    batch = (torch.randn(8, 4), torch.randn(32))
+    found = autopar.plan(model, CLUSTER, batch, schedule="auto", **loss)
+    assert "1 place of this model only" in found.search.not_pipelines["2 pipeline devices"]
+    with pytest.raises(ConstraintError, match=r"1 place of this model only.*fix less"):
+        autopar.plan(model, CLUSTER, batch, schedule="auto", num_stages=2, **loss)
+
+
 def test_memory_decides_too(plan: Plan) -> None:
     """Under a budget that the fastest one exceeds another plan is found, and the reason is said."""
     needed = sum(plan.prediction.memory_bytes.values())
@@ -121,7 +199,7 @@ def test_stages_are_recomputed_where_the_memory_does_not_suffice_otherwise() -> 
 
 
 def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:
-    with pytest.raises(ConstraintError, match="has no schedule of 3 stages"):
+    with pytest.raises(ConstraintError, match="no schedule of 3 stages does not fit 2 devices"):
         planned(num_stages=3)
 
 
@@ -164,11 +242,35 @@ def test_a_bound_is_below_every_price() -> None:
         ({"num_stages": "four"}, r"num_stages is 'four'"),
         ({"mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
         ({"constraints": 5}, r"constraints holds 5"),
+        ({"num_microbatches": 0}, r"num_microbatches is 0; it must be a whole number"),
+        ({"num_microbatches": -2}, r"num_microbatches is -2"),
+        ({"num_microbatches": 2.0}, r"num_microbatches is 2\.0"),
+        ({"num_microbatches": "2"}, r"num_microbatches is '2'"),
+        ({"num_microbatches": True}, r"num_microbatches is True"),
+        ({"mesh": {"x": True}}, r"sizes of at least 1"),
+        ({"mesh": {"x": 0}}, r"sizes of at least 1"),
+        ({"mesh": {3: 2}}, r"mesh is \{3: 2\}"),
+        ({"mesh": {"x": 3, "y": None}}, r"the sizes must multiply"),
     ],
 )
 def test_what_cannot_be_fixed_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoparError, match=message):
         planned(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1f1b", "cuts": 4, "num_microbatches": 2}, r"cuts is 4; give a list"),
+        ({"schedule": "", "num_stages": 2, "num_microbatches": 2}, r"no schedule is called ''"),
+        ({"schedule": "conventional", "num_stages": 2, "recompute": True}, r"only pipelines of"),
+        ({"schedule": "1f1b", "num_stages": 2.0}, r"num_stages is 2\.0"),
+        ({"schedule": "1F1B"}, r"did you mean '1f1b'"),
+    ],
+)
+def test_a_named_schedule_with_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AutoparError, match=message):
+        named(**options)
 
 
 def test_compile_runs_what_was_searched() -> None:

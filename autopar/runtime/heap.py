@@ -8,6 +8,12 @@ the same, but the process does not shrink between steps.
 Kept for ever it would creep: a step's tensors fit into the holes of the last one's ever less well,
 and after fifty steps of a GPT-2 on two processes the heap had twice its size. Where it has grown by
 a tenth (`FreedMemory`), what is free goes back once. Does nothing where glibc is not.
+
+Tensors are aligned, for which glibc before 2.38 takes up to 96 bytes more than they need and frees
+the rest. Where a small object takes that rest, or the cache of a thread keeps it, a freed tensor
+leaves a hole with no room for a tensor of the same size. So workers have no such caches, and small
+objects find spare chunks of their own sizes. A process that trains a Transformer encoder grew by
+355 MiB before, of which 195 are tensors, and by 266 since.
 """
 
 from __future__ import annotations
@@ -24,7 +30,10 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _STATM = Path("/proc/self/statm")
 _TUNABLES = "GLIBC_TUNABLES"
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+_SMALL_SIZES = range(24, 144, 16)
+_NUM_SPARE = 4000
+"""Bytes that fit beside a tensor, in glibc's steps; free chunks of each, 5 MiB in all."""
+_SETTINGS = {"glibc.malloc.hugetlb": "1", "glibc.malloc.tcache_count": "0"}
 
 
 @functools.cache
@@ -46,6 +55,20 @@ def keep_freed_memory() -> None:
         glibc.mallopt(_M_ARENA_MAX, 1)
         glibc.mallopt(_M_TRIM_THRESHOLD, -1)
         glibc.mallopt(_M_MMAP_MAX, 0)
+        _spare_small_chunks(glibc)
+
+
+def _spare_small_chunks(glibc: Any) -> None:
+    """Free chunks of each small size, apart from each other: half of them stays allocated.
+
+    Small objects take these, and not what is left beside a tensor.
+    """
+    glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    glibc.free.restype, glibc.free.argtypes = None, [ctypes.c_void_p]
+    for size in _SMALL_SIZES:
+        chunks = [glibc.malloc(size) for _ in range(2 * _NUM_SPARE)]
+        for chunk in chunks[::2]:
+            glibc.free(chunk)
 
 
 def give_back_freed_memory() -> None:
@@ -86,12 +109,15 @@ def resident_bytes() -> int:
         return 0
 
 
-def with_huge_pages(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to be started, whose heap asks for huge pages.
+def with_heap_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process to be started, whose heap asks for huge pages and has no caches
+    of threads.
 
     Only a new process can be told so; a choice of the user's own is left as it is.
     """
-    known = env.get(_TUNABLES, "")
-    if "glibc.malloc.hugetlb" in known or _glibc() is None:
+    if _glibc() is None:
         return dict(env)
-    return {**env, _TUNABLES: f"{known}:{_HUGE_PAGES}" if known else _HUGE_PAGES}
+    known = env.get(_TUNABLES, "")
+    added = [f"{name}={value}" for name, value in _SETTINGS.items() if name not in known]
+    found = ":".join([*filter(None, [known]), *added])
+    return {**env, _TUNABLES: found}

@@ -164,7 +164,7 @@ class LocalRunner:
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
         self.group = start_group()
-        self.step_limit = StepLimit(self.group.call_timeout_s)
+        self.step_limit = StepLimit(self.group.call_timeout_s, on_cpu=program.device_type == "cpu")
         try:
             self.group.call("prepare", pack(program))
             for portion in portions(needed_state(program, state)):
@@ -192,7 +192,10 @@ class LocalRunner:
         started_s = time.monotonic()
         loss: Tensor
         loss, self.grad_norm = self.group.call(
-            "train_step", list(tensors), timeout_s=self.step_limit.limit_s
+            "train_step",
+            list(tensors),
+            timeout_s=self.step_limit.limit_s,
+            idle_limit_s=self.step_limit.idle_limit_s,
         )[0]
         self.step_limit.note(time.monotonic() - started_s)
         return loss

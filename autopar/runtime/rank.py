@@ -25,7 +25,7 @@ from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dtensors import Porter
 from autopar.runtime.executor import ActionTime, Executor
-from autopar.runtime.faults.whereabouts import NOTHING, padded, say
+from autopar.runtime.faults.whereabouts import padded, say
 from autopar.runtime.heap import FreedMemory
 from autopar.runtime.links import ProcessLinks
 from autopar.runtime.optimizers import (
@@ -203,7 +203,6 @@ class RankRuntime:
         self.num_steps += 1
         if self.device.type == "cpu":
             self._freed_memory.after_step()
-        say(NOTHING)
         return loss
 
     def action_times(self) -> list[ActionTime]:
@@ -247,7 +246,6 @@ class RankRuntime:
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._dice(bound.is_random):
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
-        say(NOTHING)
         return [values[output.value] for output in bound.program.outputs]
 
     @contextlib.contextmanager

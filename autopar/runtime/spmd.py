@@ -90,7 +90,7 @@ class SpmdRunner:
             keep_freed_memory()
         initialize(device, datetime.timedelta(seconds=timeout_s))
         self.watch = watch.join()
-        self.step_limit = StepLimit(timeout_s)
+        self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call("compile()"):

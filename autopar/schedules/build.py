@@ -60,13 +60,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
     Raises ScheduleError on an unknown name or option, on an option of the wrong type, or where the
     schedule does not exist for these numbers.
     """
-    generator = GENERATORS.get(name) if isinstance(name, str) else None
-    if generator is None:
-        alike = difflib.get_close_matches(str(name).lower().replace("-", "_"), GENERATORS, n=1)
-        hint = "".join(f" (did you mean {match!r}?)" for match in alike)
-        raise ScheduleError(
-            f"no schedule is called {name!r}{hint}: use one of {sorted(GENERATORS)}"
-        )
+    generator = generator_of(name)
     known = dict(inspect.signature(generator).parameters)
     given = {"num_stages": num_stages, "num_microbatches": num_microbatches, **options}
     unknown = sorted(set(given) - set(known))
@@ -89,6 +83,18 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
             f"num_stages={num_stages}, num_microbatches={num_microbatches}: at least 1 of each"
         )
     return generator(**given)
+
+
+def generator_of(name: object) -> Callable[..., Schedule]:
+    """The generator of that name; raises ScheduleError, which suggests one."""
+    found = GENERATORS.get(name) if isinstance(name, str) else None
+    if found is None:
+        alike = difflib.get_close_matches(str(name).lower().replace("-", "_"), GENERATORS, n=1)
+        hint = "".join(f" (did you mean {match!r}?)" for match in alike)
+        raise ScheduleError(
+            f"no schedule is called {name!r}{hint}: use one of {sorted(GENERATORS)}"
+        )
+    return found
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -356,6 +356,22 @@ def test_far_from_every_measured_shape_the_roofline_alone_answers():
         assert profiler.estimate(stranger) == RooflineModel(HERE).estimate(stranger)
 
 
+def test_away_from_measured_shapes_their_ratio_fades_without_a_jump():
+    """Up to 4 times the rows it holds, from 16 times on the roofline alone."""
+    profiler = _profiler(measuring=False)
+    profiler.store.put(_linear(4096), _off_by(3.0, _linear(4096)))
+
+    def ratio(rows):
+        base = RooflineModel(HERE).estimate(_linear(rows)).forward_s
+        return profiler.estimate(_linear(rows)).forward_s / base
+
+    ratios = [ratio(round(4096 * 1.1**power)) for power in range(36)]
+    assert ratios[:14] == pytest.approx([3.0] * 14)
+    assert ratios[-1] == pytest.approx(1.0)
+    assert all(0.9 * one <= two <= one * (1 + 1e-9) for one, two in itertools.pairwise(ratios))
+    assert any(1.2 < found < 2.8 for found in ratios)
+
+
 def test_interpolation_errs_less_than_the_roofline_on_a_curved_truth():
     """A device whose small products are slow: the measured ends say so, the roofline does not."""
 

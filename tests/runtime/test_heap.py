@@ -1,11 +1,13 @@
 """The heap of a process that trains: kept between steps, and given back when asked to."""
 
+import os
+import platform
 import subprocess
 import sys
 
 import pytest
 
-from autopar.runtime.heap import with_huge_pages
+from autopar.runtime.heap import with_heap_settings
 
 SCRIPT = """
 import resource, sys
@@ -73,8 +75,54 @@ def test_a_heap_that_creeps_is_given_back_once_in_a_while() -> None:
     assert soon_after >= settled + 500  # a second time only after a pause
 
 
+HOLES = """
+import sys
+import torch
+from autopar.runtime import heap
+
+if sys.argv[1] == "plain":
+    heap._spare_small_chunks = lambda glibc: None
+heap.keep_freed_memory()
+torch.set_num_threads(1)
+layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
+model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+optimizer = torch.optim.AdamW(model.parameters())
+start = heap.resident_bytes()
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 128, 256)).square().mean().backward()
+    optimizer.step()
+print(heap.resident_bytes() - start)
+"""
+
+
+def _glibc_version() -> tuple[int, ...]:
+    name, version = platform.libc_ver()
+    return tuple(map(int, version.split("."))) if name == "glibc" else ()
+
+
+@pytest.mark.skipif(
+    not (2, 26) <= _glibc_version() < (2, 38),
+    reason="glibc leaves holes beside aligned memory from 2.26 (its caches) to 2.37",
+)
+def test_tensors_fit_into_the_holes_of_those_before() -> None:
+    """Training grows the process by a sixth less than in a plain heap."""
+    plain = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    grown = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", HOLES, name],
+                capture_output=True, text=True, check=True, timeout=120, env=env,
+            ).stdout
+        )
+        for name, env in (("ours", with_heap_settings(plain)), ("plain", plain))
+    ]  # fmt: skip
+    assert grown[0] <= 0.93 * grown[1]
+
+
 def test_a_choice_of_the_users_own_is_left_as_it_is() -> None:
-    own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0", "A": "b"}
-    assert with_huge_pages(own) == own
-    added = with_huge_pages({"GLIBC_TUNABLES": "glibc.malloc.check=1"})["GLIBC_TUNABLES"]
-    assert added in ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1")
+    own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.tcache_count=7", "A": "b"}
+    assert with_heap_settings(own) == own
+    added = with_heap_settings({"GLIBC_TUNABLES": "glibc.malloc.check=1"})["GLIBC_TUNABLES"]
+    ours = "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0"
+    assert added in ("glibc.malloc.check=1", f"glibc.malloc.check=1:{ours}")

@@ -58,6 +58,28 @@ def test_a_silent_rank_outside_of_a_step_is_left_alone() -> None:
     assert blamed(State.CUT_OFF, State.BUSY, State.SILENT, **nowhere) == 2
 
 
+def test_a_stopped_rank_is_blamed_once_others_are_in_a_step() -> None:
+    nowhere = {"call": "", "doing": ""}
+    assert blamed(State.WAITING, State.BUSY, State.STOPPED) == 2
+    assert blamed(State.WAITING, State.BUSY, State.STOPPED, **nowhere) == 2
+    assert blamed(State.OUTSIDE, State.OUTSIDE, State.STOPPED, **nowhere) is None
+
+
+def test_a_rank_that_does_nothing_is_blamed_if_all_do_nothing() -> None:
+    assert blamed(State.WAITING, State.BUSY, State.WAITING, idle=True) is None
+    idle = [
+        Condition(rank=rank, state=state, idle=True, **STEP)
+        for rank, state in enumerate([State.WAITING, State.BUSY, State.WAITING])
+    ]
+    verdict = verdict_of(idle, num_ranks=3)
+    assert verdict is not None
+    assert verdict.rank == 1
+    assert "no rank has used its processor" in verdict.text
+    assert verdict_of([idle[0], idle[2]], num_ranks=2) is None
+    loading = Condition(rank=3, state=State.OUTSIDE)
+    assert verdict_of([*idle, loading], num_ranks=4) is None
+
+
 def test_a_stranger_or_noise_is_refused() -> None:
     with listen(everywhere=False) as listener:
         port = listener.getsockname()[1]

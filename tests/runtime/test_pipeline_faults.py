@@ -23,11 +23,12 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime.faults import step_limit
+from autopar.runtime.faults import life, step_limit
 from autopar.schedules import Durations, with_recomputation, with_reductions
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import reference_steps, to_double
+from tests.runtime.held_up import HeldUp
 
 NUM_KILLS = 50 if os.environ.get("AUTOPAR_TEST_ASSIGNMENTS") else 6
 ZB_H1 = {"schedule": "zb_h1"}
@@ -131,21 +132,75 @@ def test_a_killed_rank_ends_all_and_training_resumes(
     assert got == pytest.approx(expected[2:], abs=2e-6)
 
 
-def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_limit, "STALL_S", 10.0)
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_stopped_rank_is_named(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step, which has no limit of its own, as in a later one."""
+    monkeypatch.setattr(life, "SILENT_S", 3.0)
     _, batches = prepared()
     compiled = pipeline()
-    compiled.train_step(**batches[0])
+    for batch in batches[:num_steps]:
+        compiled.train_step(**batch)
     workers = workers_of(compiled)
     pids = [worker.pid for worker in workers]
     thread = when_doing(workers[1], r"action 1F\d", lambda: os.kill(pids[1], signal.SIGSTOP))
-    compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
     error, late_s = trained_until_it_fails(compiled)
     assert late_s < 30
     thread.join()
-    assert re.match(r"worker 1 of 2 did not finish train_step.*=10 in action \d", str(error))
+    named = r"worker 1 of 2 \(process \d+\) is stopped and gives no sign of life in action \d"
+    assert re.match(named, str(error))
     assert re.search(r"Python stack of worker 0 in ", str(error))
     assert all(map(has_ended, pids))
+
+
+def test_a_rank_that_is_stopped_before_its_first_step_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(life, "SILENT_S", 3.0)
+    compiled = pipeline()
+    pids = [worker.pid for worker in workers_of(compiled)]
+    os.kill(pids[1], signal.SIGSTOP)
+    error, late_s = trained_until_it_fails(compiled)
+    assert late_s < 30
+    named = r"worker 1 of 2 .* no sign of life: it had not begun \(during train_step\(\)"
+    assert re.match(named, str(error))
+    assert all(map(has_ended, pids))
+
+
+def held_up(how: str, time_s: float) -> tuple[Any, Any, Tensor]:
+    """A pipeline whose second stage is held up in its first step, its model and a batch."""
+    torch.manual_seed(0)
+    model, x = HeldUp(how, time_s), torch.randn(8, 8)
+    compiled = autopar.compile(
+        model, 2, example_inputs=(x,), optimizer=sgd, profile_limit_s=0,
+        num_stages=2, num_microbatches=4, schedule="1f1b",
+    )  # fmt: skip
+    return compiled, model, x
+
+
+def test_a_rank_that_does_nothing_in_its_first_step_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_limit, "STALL_S", 4.0)
+    compiled, _, x = held_up("sleep", 1000.0)
+    pids = [worker.pid for worker in workers_of(compiled)]
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        compiled.train_step(x)
+    assert time.monotonic() - started_s < 30
+    named = r"worker 1 of 2 hangs in action 1F0: for 4 s no worker has used its processor"
+    assert re.match(named, str(caught.value))
+    assert "in hold_up" in caught.value.traceback
+    assert all(map(has_ended, pids))
+
+
+def test_a_first_step_that_only_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_limit, "STALL_S", 3.0)
+    monkeypatch.setattr(life, "SILENT_S", 3.0)
+    compiled, model, x = held_up("compute", 9.0)
+    with compiled:
+        loss = compiled.train_step(x)
+    model.time_s = 0.0
+    torch.testing.assert_close(loss, model(x).detach())
 
 
 def test_a_rank_that_raises_is_named_with_its_action() -> None:

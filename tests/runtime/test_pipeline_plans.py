@@ -235,7 +235,7 @@ def test_memory_follows_the_schedule(model: nn.Module) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": "1f1b"}, r"schedule='1f1b' needs num_stages=..., or cuts="),
+    ({"schedule": "conventional"}, r"schedule='conventional' needs num_stages=..., or cuts="),
     ({"num_stages": 2, "schedule": "fancy"}, r"no schedule is called 'fancy'"),
     ({"num_stages": 2, "schedule": "ZB-H1"}, r"did you mean 'zb_h1'"),
     ({"num_stages": 3}, r"takes 3 pipeline devices, which do not divide 4 devices"),
@@ -273,6 +273,9 @@ def test_what_a_plan_has_is_not_given_beside_it(model: nn.Module) -> None:
     plan = planned(model, num_stages=2, num_microbatches=2)
     with pytest.raises(InputError, match=r"num_stages=2, schedule='gpipe' beside plan=.*leave"):
         compiled_for(model, 4, plan=plan, num_stages=2, schedule="gpipe")
+    for beside in ({"recompute": False}, {"num_microbatches": 1}):
+        with pytest.raises(InputError, match=r"beside plan=.*a plan is replayed as it is"):
+            compiled_for(model, 4, plan=plan, **beside)
 
 
 def test_a_plan_for_other_devices_is_refused(model: nn.Module) -> None:
@@ -286,6 +289,23 @@ def test_a_plan_for_other_devices_is_refused(model: nn.Module) -> None:
     document = json.loads(plan.to_json())
     document["schedule"]["first_blocks"][1] = "elsewhere"
     with pytest.raises(PlanError, match="no block is called 'elsewhere'"):
+        compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
+
+
+EDITED: list[tuple[list[str], int]] = [
+    ([], 0),
+    (["transformer"], 1),
+    (["transformer", "transformer.h.0", "transformer.h.1"], 3),
+]
+
+
+@pytest.mark.parametrize(("first_blocks", "num"), EDITED, ids=str)
+def test_a_plan_with_too_few_or_many_first_blocks_is_refused(
+    model: nn.Module, first_blocks: list[str], num: int
+) -> None:
+    document = json.loads(planned(model, num_stages=2, num_microbatches=2).to_json())
+    document["schedule"]["first_blocks"] = first_blocks
+    with pytest.raises(PlanError, match=f"names {num} blocks, but its schedule has 2 stages"):
         compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
 
 
@@ -386,3 +406,66 @@ def test_state_that_does_not_fit_one_device_is_refused_by_all(model: nn.Module) 
     after = compiled.optimizer_state_dict()["state"]
     for name, kept in state["state"].items():
         torch.testing.assert_close(after[name]["exp_avg"], kept["exp_avg"], rtol=0, atol=0)
+
+
+class Plain(nn.Module):
+    """Layers as attributes: tied weights, a layer called twice, a skip connection over them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("l1", "l2", "l3", "l4"):
+            up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.add_module(name, nn.Sequential(nn.LayerNorm(8), up, nn.GELU(), down))
+        self.l4[1].weight = self.l1[1].weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x = x + self.l1(x)
+        x = x + self.l2(x)
+        x = x + self.l2(x)
+        x = x + self.l3(x)
+        x = x + self.l4(x)
+        return torch.nn.functional.mse_loss(x * first, y)
+
+
+class Short(nn.Module):
+    """Elements of a list, of fewer ops than make a block by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.mse_loss(x, y)
+
+
+OF_FEW_OPS: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    (Plain, {"num_stages": 2, "schedule": "1f1b"}),
+    (Plain, {"num_stages": 2, "schedule": "zb_h1"}),
+    (Plain, {"num_stages": 4, "schedule": "zb_v"}),
+    (Plain, {"cuts": ["l3"]}),
+    (Plain, {"cuts": ["l2#2"]}),
+    (Short, {"num_stages": 2, "schedule": "1f1b"}),
+    (Short, {"num_stages": 2, "schedule": "zb_h1"}),
+    (Short, {"cuts": ["layers.5"]}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), OF_FEW_OPS, ids=str)
+def test_layers_that_are_no_large_elements_train_as_eager(
+    make: type[nn.Module], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    expected = reference_steps(model, [tower_batch(seed) for seed in range(3)], sgd)
+    got, compiled = tower_losses(model, num_microbatches=4, **options)
+    assert got == pytest.approx(expected.losses, rel=1e-9)
+    assert compiled.plan.schedule.first_blocks[1:] == tuple(
+        options.get("cuts", compiled.plan.schedule.first_blocks[1:])
+    )
+    weights = compiled.full_state_dict()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-12)

@@ -32,6 +32,9 @@ WAYS = {
     "kill": r"rank {at} of {num} \(process \d+ on .*\) died in action \d{action}\d\b",
     "stop": r"rank {at} of {num} .* hangs in action \d{action}\d\b.* no sign of life",
     "sleep": r"rank {at} of {num} .* hangs in action \d{action}\d of train_step",
+    "first stop": r"rank {at} of {num} .* hangs in action \d{action}\d\b.* its process is stopped",
+    "first sleep": r"rank {at} of {num} .* hangs in action \d{action}\d of .*: no rank has used",
+    "between stop": r"rank {at} of {num} .* hangs outside of a step: it gives no sign of life, ",
     "raise": r"rank {at} of {num} .* raised IndexError: .* in action 0F0 of train_step",
 }
 
@@ -71,9 +74,15 @@ CASES = [
     ("torchrun", "kill", 2, 1, "F", TWO),
     ("plain", "stop", 2, 0, "I", TWO),
     ("torchrun", "raise", 2, 0, "F", TWO),
+    ("plain", "first stop", 2, 1, "F", TWO),
+    ("torchrun", "first sleep", 2, 1, "F", TWO),
+    ("plain", "between stop", 2, 1, "", TWO),
 ]
 if EXHAUSTIVE:
     CASES.append(("plain", "kill", 4, 3, "B", FOUR))
+    CASES += [
+        ("plain", fault, 2, 0, "F", TWO) for fault in ("first stop", "first sleep", "between stop")
+    ]
     CASES += [
         (launcher, fault, 2, at, action, TWO)
         for launcher in ("torchrun", "plain")
@@ -109,6 +118,13 @@ def test_a_fault_ends_all_and_training_resumes(
     assert len(re.findall("WorkerError: " + named, text)) >= num - 1
     if fault == "kill":
         resumed_equals_eager(num, log, tmp_path)
+
+
+def test_a_first_step_that_only_takes_long_is_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = (str(tmp_path), "first compute", "1", r"action \dF\d", json.dumps(TWO))
+    codes = ended(start("plain", 2, log, *arguments), 150)
+    assert not any(codes), log.read_text()[-6000:]
 
 
 def resumed_equals_eager(num: int, log: Path, folder: Path) -> None:

@@ -24,9 +24,11 @@ from autopar.cost_models.detect import usable_cores
 
 import autopar
 from autopar.errors import InputError, WorkerError
+from autopar.runtime.faults import life
 from autopar.runtime.local import LocalRunner
 from autopar.runtime.workers.failures import Trouble, root_cause
 from autopar.runtime.workers.group import WorkerGroup
+from tests.runtime.held_up import hold_up
 
 STOPPED_WITHIN_S = 10.0  # the promise is 30 s
 
@@ -95,6 +97,7 @@ def raise_bad_batch() -> None:
     raise ValueError("this batch is bad")
 
 
+BUSY_CHILD = "import time; end = time.monotonic() + 8\nwhile time.monotonic() < end: pass"
 HOW_TO_FAIL: dict[str, Callable[[], Any]] = {
     "raise": raise_bad_batch,
     "os._exit": lambda: os._exit(7),
@@ -102,6 +105,9 @@ HOW_TO_FAIL: dict[str, Callable[[], Any]] = {
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(600),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "compute": lambda: hold_up("compute", 8.0),
+    "wait for a child": lambda: subprocess.run([sys.executable, "-c", BUSY_CHILD], check=True),
+    "other collective": lambda: dist.recv(torch.zeros(1), 0),
 }
 
 
@@ -312,11 +318,19 @@ class TestFailures:
         with pytest.raises(WorkerError, match="closed because worker 1 of"):
             group.call("add")
 
-    @pytest.mark.parametrize(("how", "stack"), [("hang", "in <lambda>"), ("stop", "")])
-    def test_a_rank_that_hangs_is_named_with_its_stack(self, how: str, stack: str) -> None:
+    @pytest.mark.parametrize(
+        ("how", "message", "stack"),
+        [
+            ("hang", r"did not finish fail", "in <lambda>"),
+            ("stop", r"\(process \d+\) is stopped and gives no sign of life \(during fail", ""),
+        ],
+    )
+    def test_a_rank_that_hangs_is_named_with_its_stack(
+        self, how: str, message: str, stack: str
+    ) -> None:
         group = WorkerGroup(2, service=Service)
         workers = processes_of(group)
-        with pytest.raises(WorkerError, match="worker 1 of 2 did not finish fail") as caught:
+        with pytest.raises(WorkerError, match=f"worker 1 of 2 {message}") as caught:
             group.call("fail", 1, how, timeout_s=0.5)
         assert caught.value.rank == 1
         assert stack in caught.value.traceback
@@ -334,6 +348,48 @@ class TestFailures:
         assert time.monotonic() - started_s < STOPPED_WITHIN_S
         assert caught.value.rank == 0
         assert_gone(workers)
+
+    @pytest.mark.parametrize("begun", [True, False])
+    def test_a_stopped_rank_is_not_waited_for(
+        self, begun: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(life, "SILENT_S", 2.0)
+        group = WorkerGroup(2, service=Service)
+        workers = processes_of(group)
+        if not begun:
+            os.kill(group.pids[1], signal.SIGSTOP)
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match=r"1 of 2 .* is stopped and gives no sign") as caught:
+            group.call("fail", 1, "stop")
+        assert time.monotonic() - started_s < 30
+        assert caught.value.rank == 1
+        assert ("it had not begun" in str(caught.value)) != begun
+        assert "Python stack of worker 0" in str(caught.value)
+        assert_gone(workers)
+
+    def test_a_rank_that_does_nothing_is_not_waited_for(self) -> None:
+        group = WorkerGroup(2, service=Service)
+        workers = processes_of(group)
+        started_s = time.monotonic()
+        message = r"worker 1 of 2 hangs: for 3 s no worker has used its processor \(during fail"
+        with pytest.raises(WorkerError, match=message) as caught:
+            group.call("fail", 1, "hang", idle_limit_s=3.0)
+        assert time.monotonic() - started_s < 30
+        assert "in <lambda>" in caught.value.traceback
+        assert_gone(workers)
+
+    @pytest.mark.parametrize("how", ["compute", "wait for a child"])
+    def test_a_rank_that_is_slow_is_waited_for(
+        self, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(life, "_ALONE_S", 1.0)
+        with WorkerGroup(2, service=Service) as group:
+            assert group.call("fail", 1, how, idle_limit_s=3.0) == [None, None]
+
+    def test_ranks_that_wait_for_each_other_have_their_time(self) -> None:
+        group = WorkerGroup(2, service=Service)
+        with pytest.raises(WorkerError, match=r"did not finish fail\(\), within timeout_s=8"):
+            group.call("fail", 1, "other collective", idle_limit_s=2.0, timeout_s=8.0)
 
     def test_a_death_between_calls_is_found_by_the_next(self) -> None:
         group = WorkerGroup(2, service=Service)

@@ -1,7 +1,8 @@
 """What test_torchrun_faults.py starts once per rank: train a pipeline until a rank is at fault.
 
 Arguments: a folder, the fault, the rank that has it, the action that it is in, and the options of
-``autopar.compile`` as JSON. Without a fault (``resume``) it trains on from the checkpoint.
+``autopar.compile`` as JSON. ``first stop`` stops in the first step of all, ``between stop`` outside
+of a step. Without a fault (``resume``) it trains on from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import WorkerError
-from autopar.runtime.faults import step_limit, watchers, whereabouts
+from autopar.runtime.faults import life, step_limit, whereabouts
 from tests.models.zoo import build
 from tests.oracles import to_double
+from tests.runtime.held_up import hold_up
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "sleep": signal.SIGUSR1}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "sleep": signal.SIGUSR1,
+    "compute": signal.SIGUSR2,
+}
 
 
 def main(folder: Path, fault: str, at: int, action: str, options: dict[str, object]) -> None:
@@ -35,7 +42,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         dist.init_process_group("gloo")
     (folder / f"pid{rank}").write_text(str(os.getpid()))
-    watchers.SILENT_S, step_limit.STALL_S = 5.0, 6.0  # a test need not wait for what a user would
+    life.SILENT_S, step_limit.STALL_S = 5.0, 6.0  # a test need not wait for what a user would
     model, make_batch = build("gpt2")
     batches = [to_double(make_batch(seed)) for seed in range(4)]
     compiled = autopar.compile(
@@ -48,12 +55,17 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
         compiled.close()
         (folder / f"losses{rank}.json").write_text(json.dumps(losses))
         return
-    compiled.train_step(**batches[0])
-    compiled.train_step(**batches[1])
-    compiled.save(folder / "last")
-    compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
-    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
-    if rank == at and fault in SIGNALS:
+    when, _, fault = fault.rpartition(" ")
+    if when != "first":
+        compiled.train_step(**batches[0])
+        compiled.train_step(**batches[1])
+        compiled.save(folder / "last")
+        compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
+    signal.signal(signal.SIGUSR1, lambda *_: hold_up("sleep", 1000.0))
+    signal.signal(signal.SIGUSR2, lambda *_: hold_up("compute", 12.0))
+    if rank == at and when == "between":
+        os.kill(os.getpid(), SIGNALS[fault])
+    elif rank == at and fault in SIGNALS:
         when_doing(action, lambda: os.kill(os.getpid(), SIGNALS[fault]))
     if fault == "raise":
         batches[2]["input_ids"][:] += 1000  # outside of the vocabulary
@@ -62,6 +74,8 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
         for step in range(2, 10_000):
             well_s = time.time()
             compiled.train_step(**batches[step % 4])
+            if fault == "compute":
+                return
     except WorkerError as error:
         told = {"text": str(error), "rank": error.rank, "late_s": time.time() - well_s}
         (folder / f"error{rank}.json").write_text(json.dumps(told))

@@ -2,5 +2,6 @@
 
 `watch` is what a run holds; `watchers` are its threads, which speak in `lines`; `here` is this
 process's part, `whereabouts` what others can read of it, `neighbours` reads that of dead ones;
-`step_limit` says when a step has hung; `inquest` finds the culprit.
+`life` tells of one that does not speak; `step_limit` says when a step has hung; `inquest` finds the
+culprit.
 """

@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.faults.inquest import State, Verdict, in_wait
+from autopar.runtime.faults.life import Pulse
 from autopar.runtime.faults.neighbours import Neighbours
 from autopar.runtime.faults.step_limit import StepLimit
 
@@ -48,6 +49,22 @@ class Here:
         self.error: dict[str, Any] | None = None
         self.last_error = ""
         self.verdict: Verdict | None = None
+        self._pulse = Pulse(os.getpid())
+        self._felt: Call | None = None
+
+    def feel_pulse(self) -> None:
+        """Look whether this process does anything in its call; by the thread that watches."""
+        call = self.call
+        if call is not self._felt:
+            self._pulse.restart()
+            self._felt = call
+        elif call is not None and call.limit is not None:
+            self._pulse.look(whereabouts.current())
+
+    def _is_idle(self, call: Call) -> bool:
+        if call is not self._felt or call.limit is None:
+            return False
+        return self._pulse.idle_s > call.limit.idle_limit_s
 
     def status(self, *, asked: bool = False) -> dict[str, Any]:
         """How this rank fares; if asked, also its stack and what its neighbours do."""
@@ -57,6 +74,7 @@ class Here:
             "doing": whereabouts.current() if call is not None else "",
             "in_call_s": 0.0 if call is None else time.monotonic() - call.since_s,
             "late": call is not None and call.is_late,
+            "idle": call is not None and self._is_idle(call),
             "error": self.error,
             "last_error": self.last_error,
         }
@@ -67,6 +85,7 @@ class Here:
             status["stack"] = "".join(stack[-_MAX_STACK_FRAMES:])
             status["waits"] = in_wait(frame)
             status["doing_of"] = {str(r): text for r, text in self.neighbours.doing().items()}
+            status["stopped"] = self.neighbours.stopped()
         return status
 
     def condemn(self, verdict: Verdict) -> None:
@@ -86,7 +105,7 @@ class Here:
         live on, nothing but the end of this process stops it. The rank that hangs goes first.
         """
         assert self.verdict is not None
-        if self.verdict.state is State.SILENT:
+        if self.verdict.state in (State.STOPPED, State.SILENT):
             self.neighbours.kill(self.verdict.rank)
         hangs = self.verdict.rank == self.rank and self.error is None
         deadline_s = time.monotonic() + (0.0 if hangs else GRACE_S)

@@ -32,6 +32,7 @@ class State(StrEnum):
     BUSY = "computes"
     FAILED = "raised"
     CUT_OFF = "raised in a collective"
+    STOPPED = "is stopped"
     SILENT = "gives no sign of life"
     LEFT = "left"
     ENDED = "died"
@@ -41,7 +42,8 @@ class State(StrEnum):
 class Condition:
     """Of one rank: ``call`` is the method that it is in, ``doing`` the action of its schedule.
 
-    ``late``: it is in that call for longer than it should be. ``time_s`` orders errors.
+    ``late``: it is in that call for longer than it should be; ``idle``: it does nothing there for
+    so long that it hangs, unless it waits. ``time_s`` orders errors.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class Condition:
     call: str = ""
     doing: str = ""
     late: bool = False
+    idle: bool = False
     error: str = ""
     stack: str = ""
     time_s: float = 0.0
@@ -94,9 +97,10 @@ def in_wait(frame: FrameType | None) -> bool:
 def verdict_of(conditions: Sequence[Condition], *, num_ranks: int) -> Verdict | None:
     """The rank at fault, None while nobody is held up by it. Of some ranks nothing may be known.
 
-    First who died, is stopped or raised in the middle of a call. Then, if a rank is cut off or
-    late: who is no longer there; who never came, once a rank is cut off; who computes; who was cut
-    off first; the lowest of those that wait for each other.
+    First who died, is stopped, fell silent or raised in the middle of a call; who is stopped is
+    at fault outside of one too, if others are in one. Then, if a rank is cut off or late, or if
+    nobody does anything though not all wait: who is no longer there; who never came, once a rank
+    is cut off; who computes; who was cut off first; the lowest of those that wait for each other.
     """
     culprit = _in_the_middle(conditions) or _behind_a_delay(conditions)
     if culprit is None:
@@ -107,8 +111,10 @@ def verdict_of(conditions: Sequence[Condition], *, num_ranks: int) -> Verdict | 
 
 
 def _in_the_middle(conditions: Sequence[Condition]) -> Condition | None:
-    for state in (State.ENDED, State.SILENT):
-        found = [c for c in conditions if c.state is state and (c.doing or c.call)]
+    is_awaited = any(c.state in (State.WAITING, State.BUSY) for c in conditions)
+    for state in (State.ENDED, State.STOPPED, State.SILENT):
+        is_enough = is_awaited and state is State.STOPPED
+        found = [c for c in conditions if c.state is state and (c.doing or c.call or is_enough)]
         if found:
             return found[0]
     failed = [c for c in conditions if c.state is State.FAILED]
@@ -117,16 +123,18 @@ def _in_the_middle(conditions: Sequence[Condition]) -> Condition | None:
 
 def _behind_a_delay(conditions: Sequence[Condition]) -> Condition | None:
     cut_off = [c for c in conditions if c.state is State.CUT_OFF]
-    if not cut_off and not any(c.late for c in conditions):
+    busy = [c for c in conditions if c.state is State.BUSY]
+    waiting = [c for c in conditions if c.state is State.WAITING]
+    # Where all of them wait for each other, a slow link may carry a message.
+    nobody_moves = bool(busy) and all(c.idle for c in [*busy, *waiting])
+    if not cut_off and not nobody_moves and not any(c.late for c in conditions):
         return None
     gone = [c for c in conditions if c.state in (State.ENDED, State.LEFT)]
-    outside = [c for c in conditions if c.state in (State.OUTSIDE, State.SILENT)]
+    outside = [c for c in conditions if c.state in (State.OUTSIDE, State.STOPPED, State.SILENT)]
     if gone:
         return gone[0]
     if outside:  # they may only be slow to come: loading data, writing a file
         return outside[0] if cut_off else None
-    busy = [c for c in conditions if c.state is State.BUSY]
-    waiting = [c for c in conditions if c.state is State.WAITING]
     first = sorted(cut_off, key=lambda c: c.time_s)
     return next(iter([*busy, *first, *waiting]), None)
 
@@ -158,6 +166,8 @@ def _what(culprit: Condition) -> str:
                 f"died {place}: its process was killed (by a user, or by the kernel when memory "
                 "ran out) or crashed; its exit code is with who started it"
             )
+        case State.STOPPED:
+            return f"hangs {place}: it gives no sign of life, its process is stopped"
         case State.SILENT:
             return f"hangs {place}: it gives no sign of life (stopped?)"
         case State.LEFT:
@@ -168,5 +178,7 @@ def _what(culprit: Condition) -> str:
             return f"has not come to the step that others are in{why}"
         case State.FAILED | State.CUT_OFF:
             return f"raised {culprit.error} {place}"
+        case _ if culprit.idle:
+            return f"hangs {place}: no rank has used its processor for a while"
         case _:
             return f"hangs {place}: the step takes far longer than those before"

@@ -1,7 +1,7 @@
 """The processes of a job on one host: what each is doing can be read there even when it is dead.
 
 In: a page of memory for each process, in a file that is unlinked as soon as all have opened it.
-Out: the text that a process wrote last, and an end to one that has stopped.
+Out: the text that a process wrote last, whether it is stopped, and an end to one that is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults.life import is_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class Neighbours:
     def doing(self) -> Mapping[int, str]:
         """What each one wrote last; empty outside of a call."""
         return {rank: whereabouts.read(fd) for rank, fd in self._pages.items()}
+
+    def stopped(self) -> list[int]:
+        """Those that are stopped, as by SIGSTOP."""
+        return [rank for rank, pid in self._pids.items() if is_stopped(pid)]
 
     def kill(self, rank: int) -> None:
         """End a process that cannot end itself; nothing if it is on another host."""

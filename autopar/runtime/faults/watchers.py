@@ -1,10 +1,10 @@
 """The threads that watch over a job: one in each process, that of rank 0 is the hub.
 
 In: connections between rank 0 and every other rank. Out: a verdict in every process when one of
-them dies, hangs or raises. Each rank sends its status once a second. A connection that breaks is a
-death, at once and across hosts; one that is silent is a process that has stopped. On any sign of
-trouble the hub asks all ranks how they fare, and `inquest` decides. If the hub itself is
-gone, each rank decides for itself.
+them dies, hangs or raises. Each rank sends its status once a second, and whether it does anything.
+A connection that breaks is a death, at once and across hosts; one that is silent is a process that
+has stopped. On any sign of trouble the hub asks all ranks how they fare, and `inquest` decides. If
+the hub itself is gone, each rank decides for itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.runtime.faults import life
 from autopar.runtime.faults.here import Here, as_message, from_message
 from autopar.runtime.faults.inquest import Condition, State, verdict_of
 from autopar.runtime.faults.lines import Lines
 
 BEAT_S = 1.0
-SILENT_S = 15.0
-"""A rank in a call that gave no sign of life for so long has stopped."""
 SETTLE_S = 0.5  # how long after one rank's fault that of another, its cause, may show up
 ANSWER_S = 2.0  # how long the hub waits for answers
 TAIL_S = 15.0  # how long others may take to end the step that one who left has ended
@@ -44,7 +43,7 @@ class _Known:
 
     @property
     def is_silent(self) -> bool:
-        return self.gone is None and time.monotonic() - self.heard_s > SILENT_S
+        return self.gone is None and time.monotonic() - self.heard_s > life.SILENT_S
 
     def go(self, how: State) -> None:
         if self.gone is None:
@@ -99,6 +98,7 @@ class Watcher(threading.Thread):
                 break
             if time.monotonic() >= self._next_beat_s:
                 self._next_beat_s = time.monotonic() + BEAT_S
+                self.here.feel_pulse()
                 self.send_own({"kind": "status", **self.here.status()})
             self.look()
         if self.here.verdict is not None:
@@ -135,9 +135,9 @@ class Watcher(threading.Thread):
         raise NotImplementedError
 
     def condition(
-        self, rank: int, known: _Known, doing: str | None, *, any_gone: bool
+        self, rank: int, known: _Known, doing: str | None, *, stopped: bool, any_gone: bool
     ) -> Condition:
-        """``doing`` is what its host knows of it, None if nothing."""
+        """``doing`` is what its host knows of it, None if nothing; so is ``stopped``."""
         status = known.answer or known.status
         error: Message = status.get("error") or {}
         call: str = status.get("call", "")
@@ -150,24 +150,27 @@ class Watcher(threading.Thread):
             call, doing = error["call"], error["doing"]
         return Condition(
             rank=rank,
-            state=_state(known, status, error, is_inside=bool(call or doing)),
+            state=_state(known, status, error, is_inside=bool(call or doing), stopped=stopped),
             process=self.names[rank],
             call=call,
             doing=doing or "",
             late=bool(status.get("late")) or (any_gone and in_call_s > TAIL_S),
+            idle=bool(status.get("idle")),
             error=error.get("text") or status.get("last_error", ""),
             stack=status.get("stack", ""),
             time_s=error.get("heard_s", 0.0),
         )
 
 
-def _state(known: _Known, status: Message, error: Message, *, is_inside: bool) -> State:
+def _state(
+    known: _Known, status: Message, error: Message, *, is_inside: bool, stopped: bool
+) -> State:
     if error and known.gone is not State.LEFT:
         return State.CUT_OFF if error["by_peers"] else State.FAILED
     if known.gone is not None:
         return known.gone
     if known.is_silent:
-        return State.SILENT
+        return State.STOPPED if stopped else State.SILENT
     if not is_inside:
         return State.OUTSIDE
     return State.WAITING if status.get("waits") else State.BUSY
@@ -199,9 +202,10 @@ class Member(Watcher):
         own = _Known(heard_s=time.monotonic(), status=self.here.status())
         any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
         doing = self.here.neighbours.doing().get(0)
+        stopped = 0 in self.here.neighbours.stopped()
         conditions = [
-            self.condition(0, hub, doing, any_gone=any_gone),
-            self.condition(self.here.rank, own, None, any_gone=any_gone),
+            self.condition(0, hub, doing, stopped=stopped, any_gone=any_gone),
+            self.condition(self.here.rank, own, None, stopped=False, any_gone=any_gone),
         ]
         verdict = verdict_of(conditions, num_ranks=len(self.names))
         if verdict is not None:
@@ -267,7 +271,8 @@ class Hub(Watcher):
     def _is_trouble(self, now_s: float) -> bool:
         everyone = [self.own, *self.known.values()]
         is_tail = any(k.gone and now_s - k.gone_s > TAIL_S for k in everyone)
-        return any(
+        here = [k for k in everyone if k.gone is None]
+        return all(k.status.get("idle") for k in here) or any(
             k.gone is State.ENDED
             or k.is_silent
             or k.status.get("late")
@@ -291,13 +296,15 @@ class Hub(Watcher):
         self.own.status = {**self.here.status(asked=True), "error": own_error}
         everyone = {0: self.own, **self.known}
         doing: dict[int, str] = {}
+        stopped: set[int] = set()
         for known in everyone.values():
-            told = (known.answer or known.status).get("doing_of", {})
-            doing.update((int(rank), text) for rank, text in told.items())
+            told = known.answer or known.status
+            doing.update((int(rank), text) for rank, text in told.get("doing_of", {}).items())
+            stopped.update(told.get("stopped", []))
         now_s = time.monotonic()
         any_gone = any(k.gone and now_s - k.gone_s > TAIL_S for k in everyone.values())
         conditions = [
-            self.condition(rank, known, doing.get(rank), any_gone=any_gone)
+            self.condition(rank, known, doing.get(rank), stopped=rank in stopped, any_gone=any_gone)
             for rank, known in sorted(everyone.items())
         ]
         verdict = verdict_of(conditions, num_ranks=len(self.names))

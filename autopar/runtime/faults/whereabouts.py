@@ -63,4 +63,6 @@ def _text(page: bytes) -> str:
 
 
 NOTHING = padded("")
-"""Said when a step is over."""
+"""Said when a call is over."""
+IN_CALL = "no action"
+"""Said by a worker that has taken up a call, and is in no action of it."""

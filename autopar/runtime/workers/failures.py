@@ -1,18 +1,20 @@
 """Which worker was at fault: from what all of them showed to one ``WorkerError``.
 
-In: for each worker that failed, its exception or its death; or the workers that did not answer in
-time. Out: the error to raise, with the rank at fault and its traceback. It exists because one
-failure soon looks like many: the peers of a dead rank report broken connections, and the peers of
-a rank that hangs hang with it.
+In: for each worker that failed, its exception or its death; or the workers that did not answer.
+Out: the error to raise, with the rank at fault and its traceback. It exists because one failure
+soon looks like many: the peers of a dead rank report broken connections, and the peers of a rank
+that hangs hang with it.
 """
 
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from autopar.errors import WorkerError
 from autopar.runtime.faults.inquest import waits_for_peers
+from autopar.runtime.faults.life import is_stopped
 from autopar.runtime.workers.main import Failure
 from autopar.runtime.workers.process import WorkerProcess, python_stacks
 
@@ -89,24 +91,45 @@ def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerErr
     return WorkerError("\n".join(lines), rank=first.rank, traceback=first.traceback)
 
 
-def timeout_error(late: list[WorkerProcess], what: str, world_size: int) -> WorkerError:
+def hang_error(
+    late: Sequence[WorkerProcess], what: str, world_size: int, *, idle_s: float | None = None
+) -> WorkerError:
     """The error for workers that did not answer, naming the one the others wait for.
 
-    A worker that cannot even write down its stack is at fault first, then one that is not inside
-    a collective, then the lowest rank.
+    A worker that is stopped is at fault first, then one that cannot even write down its stack,
+    then one that is not inside a collective, then the lowest rank. ``idle_s``: for how long none
+    of them has used its processor, if that is why they are not waited for any longer.
     """
     stacks = python_stacks(late)
-    rank = min(stacks, key=lambda rank: (bool(stacks[rank]), _waits_for_peers(stacks[rank]), rank))
+    by_rank = {worker.rank: worker for worker in late}
     doing = {worker.rank: worker.doing() for worker in late}
-    lines = [f"worker {rank} of {world_size} did not finish {what}{doing[rank]}"]
+    stopped = {worker.rank for worker in late if is_stopped(worker.pid)}
+    rank = min(
+        stacks,
+        key=lambda rank: (
+            rank not in stopped, bool(stacks[rank]), waits_for_peers_by(stacks[rank]), rank
+        ),
+    )  # fmt: skip
+    name = f"worker {rank} of {world_size}"
+    if rank in stopped:
+        place = doing[rank] if by_rank[rank].has_begun() else ": it had not begun"
+        hangs = f"{name} (process {by_rank[rank].pid}) is stopped and gives no sign of life{place}"
+        lines = [f"{hangs} (during {what})"]
+    elif idle_s is not None:
+        hangs = f"{name} hangs{doing[rank]}: for {idle_s:g} s no worker has used its processor"
+        lines = [f"{hangs} (during {what})"]
+    else:
+        lines = [f"{name} did not finish {what}{doing[rank]}"]
     for other in (rank, *(other for other in stacks if other != rank)):
         stack = stacks[other].rstrip() or "none: it cannot write one (stopped?)"
         lines += [f"Python stack of worker {other}{doing[other]}:", stack]
-    lines += [_GO_ON, "if the work only takes long, pass a larger limit: call(..., timeout_s=3600)"]
+    lines.append(_GO_ON)
+    if rank not in stopped and idle_s is None:
+        lines.append("if the work only takes long, pass a larger limit: call(..., timeout_s=3600)")
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
 
 
-def _waits_for_peers(stack: str) -> bool:
+def waits_for_peers_by(stack: str) -> bool:
     """Whether the innermost frame of faulthandler's text waits for other processes."""
     frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return bool(frames) and waits_for_peers(frames[0])

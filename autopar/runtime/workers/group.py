@@ -13,6 +13,7 @@ killed at interpreter exit, and notice by themselves the death of a parent that 
 import contextlib
 import datetime
 import itertools
+import math
 import multiprocessing.connection
 import os
 import socket
@@ -29,11 +30,12 @@ import torch.distributed as dist
 
 from autopar.cost_models.detect import usable_cores
 from autopar.errors import InputError, WorkerError
-from autopar.runtime.heap import with_huge_pages
-from autopar.runtime.workers.failures import Trouble, root_cause, timeout_error
+from autopar.runtime.heap import with_heap_settings
+from autopar.runtime.workers.failures import Trouble, hang_error, root_cause
 from autopar.runtime.workers.main import Build, Call, Reply, Start, Stop
 from autopar.runtime.workers.process import WorkerProcess, end_processes
 from autopar.runtime.workers.transport import Message, Spare, packed, unpack
+from autopar.runtime.workers.vigil import Vigil
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
 _STORE_S = 30.0  # how long the store, on this machine, may take to answer itself
@@ -137,6 +139,7 @@ class WorkerGroup:
         method: str,
         *args: Any,
         timeout_s: float | None = None,
+        idle_limit_s: float = math.inf,
         per_rank_args: Sequence[tuple[Any, ...]] | None = None,
     ) -> list[Any]:
         """Run ``service.method(*args, *per_rank_args[rank])`` on all ranks; results by rank.
@@ -145,7 +148,8 @@ class WorkerGroup:
         values: what a worker writes into them is seen by nobody else. A tensor with a history
         of gradients must be detached. Raises ``InputError``, and stays usable, if the arguments
         cannot be sent; ``WorkerError``, closed from then on, if a worker dies or raises, or if
-        the results are not there after ``timeout_s`` (by default the group's).
+        the results are not there after ``timeout_s`` (by default the group's), if a worker has been
+        stopped for `life.SILENT_S`, or if for ``idle_limit_s`` no worker has done anything.
         """
         rank_args = list(per_rank_args or ())
         if per_rank_args is not None and len(rank_args) != self._world_size:
@@ -169,7 +173,8 @@ class WorkerGroup:
                 self._send(worker, common, deadline_s)
                 if own is not None:
                     self._send(worker, own, deadline_s)
-            answers = self._replies(deadline_s, f"{what}, within timeout_s={limit_s:g}")
+            what = f"{what}, within timeout_s={limit_s:g}"
+            answers = self._replies(deadline_s, what, idle_limit_s)
             if common.segment_fd is not None:
                 self._spare.free = all(answer.let_go for answer in answers)
             return [answer.value for answer in answers]
@@ -275,8 +280,11 @@ class WorkerGroup:
         with contextlib.suppress(ConnectionError, TimeoutError):
             worker.channel.send(message, deadline_s=deadline_s)
 
-    def _replies(self, deadline_s: float, what: str) -> "list[_Answer]":
+    def _replies(
+        self, deadline_s: float, what: str, idle_limit_s: float = math.inf
+    ) -> "list[_Answer]":
         """One result from each worker, by rank; raises for the first that failed."""
+        vigil = Vigil(self._workers, what, idle_limit_s)
         answers: dict[int, _Answer] = {}
         troubles: list[Trouble] = []
         settled_s = deadline_s
@@ -302,13 +310,18 @@ class WorkerGroup:
                     answers[worker.rank] = outcome
             if left_s <= 0:
                 break
+            if not troubles:
+                late = [worker for worker in waiting if worker.rank not in answers]
+                error = vigil.trouble(late)
+                if error is not None:
+                    raise error
         if self.closed:
             raise WorkerError(f"the worker group was closed by another thread during {what}")
         if troubles:
             raise root_cause(troubles, what, self._world_size)
         if len(answers) < self._world_size:
             late = [worker for worker in self._workers if worker.rank not in answers]
-            raise timeout_error(late, what, self._world_size)
+            raise hang_error(late, what, self._world_size)
         return [answers[rank] for rank in range(self._world_size)]
 
 
@@ -385,7 +398,7 @@ def _loopback_store() -> tuple[dist.TCPStore, int]:
 
 
 def _worker_env(start: Start) -> Mapping[str, str]:
-    env = with_huge_pages(os.environ)
+    env = with_heap_settings(os.environ)
     env["RANK"] = str(start.rank)
     env["LOCAL_RANK"] = str(start.device_index)  # DeviceMesh may make it the current device
     env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(start.world_size)

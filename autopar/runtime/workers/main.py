@@ -40,6 +40,7 @@ from autopar.runtime.workers.transport import Channel, Message, packed, unpack, 
 # a rank that only waits, would put the blame on that rank.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
 _PARENT_POLL_S = 1.0
+_IN_CALL = whereabouts.padded(whereabouts.IN_CALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ def main(socket_fd: int, board_fd: int, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
     whereabouts.join(board_fd)
+    whereabouts.say(_IN_CALL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.
@@ -125,16 +127,24 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
     del build
     _reply(channel, Reply())
     while True:
-        request, common = unpack_watched(inbox.get())
+        whereabouts.say(whereabouts.NOTHING)
+        request, common = unpack_watched(_taken_up(inbox))
         if isinstance(request, Stop):
             break
         rank_args, own = unpack_watched(inbox.get()) if request.by_rank else ((), lambda: None)
         value = getattr(service, request.method)(*request.args, *rank_args)
+        whereabouts.say(_IN_CALL)
         with packed(Reply(value=value)) as message:
             del request, rank_args, value  # a batch is not kept while waiting for the next
             let_go = common() is own() is None
             channel.send(dataclasses.replace(message, let_go=let_go), deadline_s=math.inf)
     dist.destroy_process_group()
+
+
+def _taken_up(inbox: "queue.SimpleQueue[Message]") -> Message:
+    message = inbox.get()
+    whereabouts.say(_IN_CALL)
+    return message
 
 
 def _join_group(start: Start) -> None:

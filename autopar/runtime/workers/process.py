@@ -91,11 +91,18 @@ class WorkerProcess:
     def doing(self) -> str:
         """`` in action 2B5``: what it was doing in a training step; empty outside of one."""
         text = whereabouts.read(self._board.fileno())
-        return f" in {text}" if text else ""
+        return f" in {text}" if text not in ("", whereabouts.IN_CALL) else ""
+
+    def has_begun(self) -> bool:
+        """Whether it has taken up a call that it has not answered."""
+        return bool(whereabouts.read(self._board.fileno()))
 
     def ask_for_stack(self) -> None:
         """Make the worker write down its main thread's Python stack, even one stuck in C code."""
         if not self.has_ended():
+            stack_fd = self._stack_file.fileno()
+            os.ftruncate(stack_fd, 0)
+            os.lseek(stack_fd, 0, os.SEEK_SET)  # the worker's own place in the file too
             self._process.send_signal(signal.SIGUSR1)
 
     def wait(self, *, timeout_s: float) -> int | None:
