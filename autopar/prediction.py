@@ -123,7 +123,7 @@ def search_report(
     step_s = time_parts(best).step_s
     same = [c.solution.bound for c in searched if c.exposed == best.exposed]
     bound = min(cost, step_s, *(c.solution.bound for c in searched))
-    gap = min(relative_gap(cost, min(cost, *same)), relative_gap(step_s, bound))
+    gap = min(relative_gap(cost, min((cost, *same))), relative_gap(step_s, bound))
     return SearchReport(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
         bound_s=_round(bound),

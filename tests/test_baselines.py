@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.search import solve
 
@@ -49,8 +50,12 @@ def captured_of(name: str):
 
 
 def priced_on(name: str, *sizes: int, cluster: Cluster = A100):
+    return priced_of(captured_of(name), *sizes, cluster=cluster)
+
+
+def priced_of(captured, *sizes: int, cluster: Cluster = A100):
     pricing = Pricing(
-        Analysis(captured_of(name).graph),
+        Analysis(captured.graph),
         Mesh(("x", "y", "z")[: len(sizes)], sizes),
         cluster,
         RooflineModel(cluster.device),
@@ -229,19 +234,30 @@ def test_the_stages_of_zero_keep_what_their_paper_says():
     assert found[GATHERED_TWICE].memory_bytes < found[ZERO3].memory_bytes
 
 
-def test_gathering_twice_adds_one_gather_of_every_parameter():
-    priced = priced_on("mlp", 4)
-    found = price_baselines([priced]).found
+def _gathers_s(priced):
+    """One gather of every parameter, each with those of its block."""
     model = CommunicationModel(A100)
     num = priced.pricing.num_joined
     bandwidth = A100.device.memory_bandwidth_bytes_per_s
-    gathers = [
+    return math.fsum(
         model.estimate("all_gather", num * v.size_bytes, (0, 1, 2, 3)).time_s / num
         + 2 * (v.size_bytes + v.size_bytes // 4) / bandwidth  # into one buffer, and out of one
         for v in priced.pricing.graph.parameters
-    ]
+    )
+
+
+def test_gathering_twice_adds_one_gather_of_every_parameter():
+    """In one block, where nothing hides it; behind other blocks a part of it."""
+    batch = (torch.randn(8, 64), torch.randn(8, 64))
+    one = priced_of(
+        capture(torch.nn.Linear(64, 64), batch, loss_fn=torch.nn.functional.mse_loss), 4
+    )
+    found = price_baselines([one]).found
     added = found[GATHERED_TWICE].time_s - found[ZERO3].time_s
-    assert added == pytest.approx(math.fsum(gathers), rel=1e-9)
+    assert added == pytest.approx(_gathers_s(one), rel=1e-9)
+    several = priced_on("mlp", 4)
+    found = price_baselines([several]).found
+    assert 0 < found[GATHERED_TWICE].time_s - found[ZERO3].time_s < _gathers_s(several)
 
 
 def test_three_axes_by_formula_agree_with_the_search_on_them():

@@ -100,7 +100,9 @@ def test_batch_that_cannot_be_split():
 @pytest.mark.parametrize("mesh", [{}, [2], {"microbatch": 2}, {"dp": 2.0}], ids=str)
 def test_a_mesh_names_axes_and_sizes(mesh):
     model, make_batch = build("mlp")
-    with pytest.raises(autopar.InputError, match="give axis names and sizes, such as mesh="):
+    with pytest.raises(
+        autopar.InputError, match="give axis names and sizes of at least 1, such as mesh="
+    ):
         autopar.compile(model, 2, example_inputs=make_batch(0), mesh=mesh)
 
 
