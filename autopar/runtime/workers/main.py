@@ -125,9 +125,9 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
     build: Build = unpack(inbox.get())
     service = build.service(start.rank, start.world_size, *build.service_args)
     del build
+    whereabouts.say(whereabouts.NOTHING)
     _reply(channel, Reply())
     while True:
-        whereabouts.say(whereabouts.NOTHING)
         request, common = unpack_watched(_taken_up(inbox))
         if isinstance(request, Stop):
             break
@@ -137,6 +137,7 @@ def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
         with packed(Reply(value=value)) as message:
             del request, rank_args, value  # a batch is not kept while waiting for the next
             let_go = common() is own() is None
+            whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
             channel.send(dataclasses.replace(message, let_go=let_go), deadline_s=math.inf)
     dist.destroy_process_group()
 
