@@ -52,8 +52,8 @@ SEARCH_LIMIT_S = 20.0
 MARGIN, BUDGET_LIMIT_S = 0.8, 3.0
 """Searches within the memory leave a margin, as more is counted than they see, and take so long."""
 SEARCHED = ("1f1b", "zb_h1", "chimera", "interleaved", "zb_v", "v_half", "v_min")
-"""Of all pipelines: gpipe holds more than 1f1b and ends no sooner, zb_h2 and dualpipe hold more for
-less than zb_v gains, fast_forward is for slow links between stages. A user may name them."""
+"""Of all pipelines: gpipe holds more than 1f1b and ends no sooner, zb_h2 and dualpipe hold more
+than zb_h1 and chimera, fast_forward deals stages out as interleaved does. A user may name them."""
 MAX_DEALT = 4
 """Stages a device that are tried of a schedule that deals them out, where it was named."""
 INSTEAD_OF = {"v_half": "zb_v", "v_min": "zb_v"}

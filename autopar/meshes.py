@@ -75,7 +75,7 @@ def candidate_meshes(
         return tuple(
             Mesh(AXIS_NAMES[: len(sizes)], sizes)
             for count in range(1, MAX_AXES + 1)
-            for sizes in ([(total,)] if count == 1 else _factorisations(total, count))
+            for sizes in _factorisations(total, count)
             if count == 1 or min(sizes) > 1
         )
     left, rest = divmod(total, known_size(mesh))

@@ -57,8 +57,8 @@ def allocator_of(device: DeviceSpec) -> Allocator:
 CPU_LIBRARIES_BYTES = 28 << 20
 CPU_HELD_BACK = 0.2
 """What a step's kernels and libraries touch first; and the part of freed activations and workspaces
-that stays with the process. Fitted to the growth of processes in six steps of the models and plans
-of benchmarks/fidelity.py, on whose rows half of the errors are below 5%, the worst 14%."""
+that stays with the process. Fitted to the growth of processes in six steps under 79 of the plans
+of benchmarks/fidelity.py: half of the errors are below 5%, the worst is 14%."""
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:
