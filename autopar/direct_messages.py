@@ -21,6 +21,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
@@ -61,8 +62,9 @@ class DirectMessages:
         """One message with all of them, which may be changed at once."""
         self._links[rank].send([byte_tensor(tensor) for tensor in tensors])
 
-    def receive(self, rank: int, into: Sequence[Tensor]) -> Callable[[], None]:
-        """The next message of that rank. What is returned waits until it is in these tensors."""
+    def receive(self, rank: int, into: Sequence[Tensor]) -> Callable[[], float]:
+        """The next message of that rank. What is returned waits until it is in these tensors, and
+        says when it had come: from then on it was copied (seconds of ``time.perf_counter``)."""
         return self._links[rank].receive([byte_tensor(tensor) for tensor in into])
 
     def drop_unused(self) -> None:
@@ -97,7 +99,7 @@ class _Posted:
 
     def __init__(self, pieces: list[Tensor]) -> None:
         self.pieces = pieces
-        self.done = False
+        self.came_s: float | None = None
 
 
 class _Link:
@@ -127,14 +129,16 @@ class _Link:
                 if fd is not None:
                     os.close(fd)
 
-    def receive(self, pieces: list[Tensor]) -> Callable[[], None]:
+    def receive(self, pieces: list[Tensor]) -> Callable[[], float]:
         posted = _Posted(pieces)
         self._posted.append(posted)
 
-        def wait() -> None:
+        def wait() -> float:
+            asked_s = time.perf_counter()
             with self._whole_or_closed():
-                while not posted.done:
+                while posted.came_s is None:
                     self._fill_next()
+            return max(asked_s, posted.came_s)
 
         return wait
 
@@ -170,6 +174,7 @@ class _Link:
         """The oldest receive from the oldest message."""
         while not self._full:
             self._read(0)
+        came_s = time.perf_counter()
         number, posted = self._full.popleft(), self._posted.popleft()
         slot, room = self._theirs[number], sum(map(len, posted.pieces))
         if len(slot) != room:
@@ -179,7 +184,7 @@ class _Link:
             )
         for piece, part in zip(posted.pieces, slot.split([len(p) for p in posted.pieces])):
             piece.copy_(part)
-        posted.done = True
+        posted.came_s = came_s
         self._note(_What.FREE, number, room)
 
     def _read_all(self) -> None:

@@ -455,10 +455,13 @@ class Pricing:
         num = self.mesh.size(step.axes)
         grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
         forward_s, backward_s = self._copy_s(step, grown), 0.0
+        copies = _rearranged(step) if num > 1 else 0
         if step.forward is not None:
             forward_s += self._collective_s(step.forward, grown, step.axes, num_joined)
+            forward_s += copies * self._pass_s(grown)
         if value.differentiable and step.backward is not None:
             backward_s = self._collective_s(step.backward, grown, step.axes, num_joined)
+            backward_s += copies * self._pass_s(grown)
         return forward_s, backward_s
 
     def joined(
@@ -480,9 +483,24 @@ class Pricing:
     def _copy_s(self, step: Step, size_bytes: int) -> float:
         """Slices, masks and pads read and write memory."""
         if step.kind in (StepKind.SLICE, StepKind.MASK, StepKind.PAD):
-            device = self.cluster.device
-            return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
+            return self._pass_s(size_bytes)
         return 0.0
+
+    def _pass_s(self, size_bytes: int) -> float:
+        """Seconds of a kernel that reads and writes as much."""
+        device = self.cluster.device
+        return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
+
+
+def _rearranged(step: Step) -> int:
+    """How often a step that communicates, forward or backward, copies the value besides: what is
+    split along anything but the outermost dimension is put in order before it is sent, or after it
+    has come (`autopar.collectives.disassemble`, `assemble`)."""
+    digits = (step.source, step.local_outer), (step.target, step.target_local_outer)
+    return sum(
+        place.state is State.SHARD and outer * math.prod(step.shape[: place.dim]) > 1
+        for place, outer in digits
+    )
 
 
 def _num_joined(graph: Graph) -> int:

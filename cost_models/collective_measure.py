@@ -3,9 +3,10 @@
 Every rank of the world calls ``measure_collectives`` at the same place. Groups of each asked size
 are made so that they tile the world, as the groups of a mesh axis do, and all of them run the same
 collective at once: what is measured is what a plan will meet, shared links included. On CPUs the
-ranks also compute before each collective, as in a step: their caches are then full of other things,
-and threads that a collective needs sleep, or find every core taken. Where the runtime makes
-collectives over sockets (`autopar.direct_exchange`), so are they here.
+ranks also compute before each collective, as in a step: threads that a collective needs sleep, or
+find every core taken. Each collective has other memory than the ones before it, as long as a cache
+could hold that. Where the runtime makes collectives over sockets (`autopar.direct_exchange`), so
+are they here.
 """
 
 import itertools
@@ -41,6 +42,10 @@ DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 3
 """How often all sizes are gone through. What else a host does lasts for seconds: in a single visit
 16 MiB once took 54 ms, and 9 before and after."""
+MAX_POOL_BYTES = 256 << 20
+"""Of memory for one rank's collectives, where no four pieces need more."""
+_ALIGNMENT = 64
+"""Of a piece, in numbers."""
 MAX_SPREAD, MAX_REPEATS = 0.3, 2
 """Where the rounds differ by more (the interquartile range over the median), there are more rounds;
 what then still does is flagged."""
@@ -195,15 +200,17 @@ class _Sweep:
         on_cpu = cluster.device.kind == "cpu"
         self.direct = direct_exchange(group) if on_cpu else None
         self.messages = direct_messages(group) if on_cpu else None
+        most_bytes = MAX_POOL_BYTES, cluster.device.memory_bytes // 8
+        self.pool = Pool(min(2 * cluster.device.cache_bytes, *most_bytes), self.device)
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
         """Into the store from the last round on, as the median of all and how far they differ."""
         found = self.found.setdefault((kind, size_bytes), [])
         if kind is Collective.SEND_RECV and self.messages is not None:
-            run = _messages_on(size_bytes, self.messages, self.ranks)
+            run = _messages_on(size_bytes, self.messages, self.ranks, self.pool)
         else:
-            run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.device)
+            run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.pool)
         found.append(_measure(kind, size_bytes, run, self.device, self.max_s))
         if len(found) >= ROUNDS:
             middle = sorted(found, key=operator.attrgetter("time_s"))[len(found) // 2]
@@ -343,56 +350,85 @@ def _over_ranks(seconds: float, which: Any, device: torch.device) -> float:
     return float(box.item())
 
 
+class Pool:
+    """Memory of float32 that is handed out piece after piece, so that each was last used as many
+    bytes ago as the pool has: at least ``size_bytes``, and four pieces.
+
+    It has been written: pages that never were are one page of zeros, which stays in the cache.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._memory = self._made(size_bytes // 4)
+        self._next = 0
+
+    def take(self, numel: int) -> torch.Tensor:
+        room = -(-max(1, numel) // _ALIGNMENT) * _ALIGNMENT
+        if 4 * room > len(self._memory):
+            self._memory = self._made(4 * room)
+        if self._next + room > len(self._memory):
+            self._next = 0
+        taken = self._memory[self._next : self._next + numel]
+        self._next += room
+        return taken
+
+    def _made(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, device=self._device).fill_(0.0)
+
+
 def _operation(
     kind: Collective,
     size_bytes: int,
     group: dist.ProcessGroup,
     direct: DirectExchange | None,
     ranks: tuple[int, ...],
-    device: torch.device,
+    pool: Pool,
 ) -> Callable[[], object]:
     """The collective on float32 buffers of ``size_bytes`` in full, rounded up to whole shards."""
     count = len(ranks)
     shard = max(1, -(-size_bytes // (4 * count)))
-    full = torch.zeros(shard * count, device=device)
-    part = torch.zeros(shard, device=device)
-    other = torch.zeros_like(full)
+
+    def full() -> torch.Tensor:
+        return pool.take(shard * count)
+
+    def part() -> torch.Tensor:
+        return pool.take(shard)
+
     match kind:
         case Collective.ALL_REDUCE if direct is not None:
-            return lambda: direct.all_reduce(full)
+            return lambda: direct.all_reduce(full())
         case Collective.ALL_GATHER if direct is not None:
-            return lambda: direct.all_gather(full, part)
+            return lambda: direct.all_gather(full(), part())
         case Collective.REDUCE_SCATTER if direct is not None:
-            return lambda: direct.reduce_scatter(full)
+            return lambda: direct.reduce_scatter(full())
         case Collective.ALL_TO_ALL if direct is not None:
-            return lambda: direct.all_to_all(other, full)
+            return lambda: direct.all_to_all(full(), full())
         case Collective.ALL_REDUCE:
-            return lambda: dist.all_reduce(full, group=group)
+            return lambda: dist.all_reduce(full(), group=group)
         case Collective.ALL_GATHER:
-            return lambda: dist.all_gather_into_tensor(full, part, group=group)
+            return lambda: dist.all_gather_into_tensor(full(), part(), group=group)
         case Collective.REDUCE_SCATTER:
-            return lambda: start_reduce_scatter(full, group, count)()
+            return lambda: start_reduce_scatter(full(), group, count)()
         case Collective.ALL_TO_ALL:
-            return lambda: dist.all_to_all_single(other, full, group=group)
+            return lambda: dist.all_to_all_single(full(), full(), group=group)
         case Collective.BROADCAST:
-            return lambda: dist.broadcast(full, src=ranks[0], group=group)
+            return lambda: dist.broadcast(full(), src=ranks[0], group=group)
         case Collective.SEND_RECV:
-            return lambda: _shift(full, other, group, ranks)
+            return lambda: _shift(full(), full(), group, ranks)
 
 
 def _messages_on(
-    size_bytes: int, messages: DirectMessages, ranks: tuple[int, ...]
+    size_bytes: int, messages: DirectMessages, ranks: tuple[int, ...], pool: Pool
 ) -> Callable[[], object]:
     """As `_shift`, through shared memory."""
-    full = torch.zeros(max(1, size_bytes // 4))
-    other = torch.zeros_like(full)
+    numel = max(1, size_bytes // 4)
     position = ranks.index(dist.get_rank())
 
     def run() -> None:
         if position + 1 < len(ranks):
-            messages.send(position + 1, [full])
+            messages.send(position + 1, [pool.take(numel)])
         if position > 0:
-            messages.receive(position - 1, [other])()
+            messages.receive(position - 1, [pool.take(numel)])()
 
     return run
 

@@ -77,8 +77,23 @@ _ONE_BACKWARD = _KEEPS_WORKSPACE | {
 NOTHING = Sampled(median_s=0.0, spread=0.0, num_samples=0)
 
 
-def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpTime:
-    """Measured times of ``call``; CostError where it cannot run here."""
+Together = Callable[[bool], bool]
+"""Waits for all processes that measure the same call, and says whether any of them wishes to."""
+
+
+def _alone(wish: bool) -> bool:
+    return wish
+
+
+def measure_call(
+    call: OpCall, device: DeviceSpec, limits: MeasureLimits, together: Together = _alone
+) -> OpTime:
+    """Measured times of ``call``; CostError where it cannot run here.
+
+    Processes that measure it side by side pass ``together``: all of them then take each sample at
+    the same time, and again where one of them has to. An error in one ends the others' waiting
+    only where ``together`` knows of it.
+    """
     target = torch.device(device.kind)
     num_sets = _num_sets(call, device, limits)
     try:
@@ -86,14 +101,15 @@ def measure_call(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> OpT
         for tensor in (t for real in sets for t in (*real.inputs, *real.parameters)):
             tensor.requires_grad_(True)  # operators choose their kernels by it
         with torch.set_grad_enabled(call.name in _KEEPS_WORKSPACE):
-            forward = _sample(sets, target, limits)
-        input_grad = _sample_gradient(sets, ("inputs",), target, limits)
+            forward = _sample(sets, target, limits, together)
+        input_grad = _sample_gradient(sets, ("inputs",), target, limits, together)
         if call.name in _ONE_BACKWARD and input_grad.num_samples:
-            both = _sample_gradient(sets, ("inputs", "parameters"), target, limits)
+            sides = "inputs", "parameters"
+            both = _sample_gradient(sets, sides, target, limits, together)
             beside_s = max(both.median_s - input_grad.median_s, 0.0)
             weight_grad = replace(both, median_s=beside_s)
         else:
-            weight_grad = _sample_gradient(sets, ("parameters",), target, limits)
+            weight_grad = _sample_gradient(sets, ("parameters",), target, limits, together)
     except Exception as error:
         if _lacks_memory(error):
             raise NotNowError(f"{call.target} finds no memory on {device.name}: {error}") from error
@@ -146,7 +162,11 @@ def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
 
 
 def _sample_gradient(
-    sets: Sequence[RealCall], sides: Sequence[str], device: torch.device, limits: MeasureLimits
+    sets: Sequence[RealCall],
+    sides: Sequence[str],
+    device: torch.device,
+    limits: MeasureLimits,
+    together: Together,
 ) -> Sampled:
     """The gradients of these sides alone: of the inputs, of the parameters."""
     leaves = [[tensor for side in sides for tensor in getattr(real, side)] for real in sets]
@@ -154,7 +174,7 @@ def _sample_gradient(
     runs = [run for run in found if run is not None]
     if not runs:
         return NOTHING
-    sampled = _sample(runs, device, limits)
+    sampled = _sample(runs, device, limits, together)
     return Sampled(
         median_s=max(sampled.median_s - _engine_overhead_s(device), 0.0),
         spread=sampled.spread,
@@ -189,25 +209,30 @@ def _engine_overhead_s(device: torch.device) -> float:
 
 
 def _sample(
-    runs: Sequence[Callable[[], Any]], device: torch.device, limits: MeasureLimits
+    runs: Sequence[Callable[[], Any]],
+    device: torch.device,
+    limits: MeasureLimits,
+    together: Together = _alone,
 ) -> Sampled:
     first_s = _timed(runs[0], device)
     if first_s > limits.long_s:
-        return _steady(_pairs(first_s, runs[0], device), limits)
+        return _steady(_pairs(first_s, runs[0], device), limits, together)
     for run in runs[1:]:
         run()
     once_s = _timed(_repeat(runs[-1], 1), device)
     num_inner = max(1, min(1000, round(limits.block_s / max(once_s, 1e-7))))
-    return _steady(lambda: _one_sample(runs, num_inner, device, limits), limits)
+    return _steady(lambda: _one_sample(runs, num_inner, device, limits), limits, together)
 
 
-def _steady(sample: Callable[[], Sampled], limits: MeasureLimits) -> Sampled:
+def _steady(sample: Callable[[], Sampled], limits: MeasureLimits, together: Together) -> Sampled:
     """The sample with the least spread, taken again as long as that is too large."""
-    best = sample()
-    for _ in range(limits.max_repeats):
-        if best.spread <= limits.max_spread:
-            break
-        best = min(best, sample(), key=lambda sampled: sampled.spread)
+    found: list[Sampled] = []
+    best = NOTHING
+    while len(found) <= limits.max_repeats and together(
+        not found or best.spread > limits.max_spread
+    ):
+        found.append(sample())
+        best = min(found, key=lambda sampled: sampled.spread)
     return best
 
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.pipeline import Pipeline
 from autopar.lowering.route import Route, peer_of
-from autopar.runtime.machine import Links
+from autopar.runtime.machine import Links, Received
 from autopar.schedules.action import Action, Kind
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Exchange(Generic[T]):
         }
         self._place = {a: i for actions in self._incoming.values() for i, a in enumerate(actions)}
         self._num_posted = dict.fromkeys(self._incoming, 0)
-        self._posted: dict[Action, Callable[[], Sequence[T]]] = {}
+        self._posted: dict[Action, Callable[[], Received[T]]] = {}
         self._sent: dict[Action, Callable[[], None]] = {}
         for peer in self._incoming:
             self._post(peer, NUM_AHEAD)
@@ -67,13 +67,13 @@ class Exchange(Generic[T]):
         """Whether there is such a message to this device."""
         return action in self._place
 
-    def take(self, action: Action) -> Sequence[T]:
+    def take(self, action: Action) -> Received[T]:
         """Wait for a message that was posted."""
-        values = self._posted.pop(action)()
+        received = self._posted.pop(action)()
         for sent in self.route.arrived.get(action, ()):
             if sent in self._sent:
                 self._sent.pop(sent)()
-        return values
+        return received
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""

@@ -46,8 +46,8 @@ class StepResult(Generic[T]):
 class ActionTime:
     """When an action ran, on the machine's monotonic clock; on a GPU, when it was launched.
 
-    It starts where the action before it ended, or, where it needs a message, when that had come.
-    What is communicated only begins in it.
+    It starts where the action before it ended, or, where it needs a message, when that had come;
+    taking it in is part of it. What is communicated only begins in it.
     """
 
     action: Action
@@ -283,8 +283,9 @@ class _Play(Generic[T]):
             return
         assert action.microbatch is not None
         flight = self.compute.flights[action.microbatch]
-        received = zip(self.exchange.values(action), self.exchange.take(action))
-        self.free_s = time.perf_counter()
+        taken = self.exchange.take(action)
+        self.free_s = taken.came_s
+        received = zip(self.exchange.values(action), taken.values)
         if action.kind is Kind.RECV_F:
             flight.values.update(received)
             return

@@ -9,6 +9,7 @@ ranks are in one queue, a receive that waits never holds up a send.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from autopar.lowering.differentiate import TensorMeta
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.joined import start_sum
+from autopar.runtime.machine import Received
 
 
 class ProcessLinks:
@@ -46,25 +48,20 @@ class ProcessLinks:
 
         return wait
 
-    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[Tensor]]:
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[Tensor]]:
         communicator = self.communicator
         peer, group = communicator.peer(device), communicator.link_from(device)
         tensors = [torch.empty(m.shape, dtype=m.dtype, device=communicator.device) for m in metas]
         if self.messages is not None:
             arrive = self.messages.receive(peer, tensors)
-
-            def received() -> Sequence[Tensor]:
-                arrive()
-                return tensors
-
-            return received
+            return lambda: Received(tensors, arrive())
         works = [dist.irecv(_on_wire(tensor), peer, group=group) for tensor in tensors]
 
-        def wait() -> Sequence[Tensor]:
+        def wait() -> Received[Tensor]:
             for work in works:
                 if work is not None:
                     work.wait()
-            return tensors
+            return Received(tensors, time.perf_counter())
 
         return wait
 
@@ -98,7 +95,7 @@ class ProcessLinks:
             assert value is not None
             shared = value.contiguous()
         elif self.messages is not None:
-            return self.receive(first, [meta])()[0]
+            return self.receive(first, [meta])().values[0]
         else:
             shared = torch.empty(meta.shape, dtype=meta.dtype, device=communicator.device)
         if self.messages is not None:

@@ -9,6 +9,7 @@ of shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -68,6 +69,15 @@ class Machine(Protocol[T]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Received(Generic[T]):
+    """The values of a message, and when who waited could begin to take it in (seconds of
+    ``time.perf_counter``)."""
+
+    values: Sequence[T]
+    came_s: float
+
+
 class Links(Protocol[T]):
     """Carries values between this device of a pipeline and others: rank to rank of equal place.
 
@@ -78,7 +88,7 @@ class Links(Protocol[T]):
         """Begin to send; the returned call waits until the values may be forgotten."""
         ...
 
-    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[T]]:
         """Begin to receive contiguous values; the returned call waits for them."""
         ...
 
@@ -98,7 +108,7 @@ class NoLinks(Generic[T]):
     def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
         raise AssertionError(f"there is no device {device}")
 
-    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Sequence[T]]:
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[T]]:
         raise AssertionError(f"there is no device {device}")
 
     def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:

@@ -3,7 +3,8 @@
 In: the calls that a plan may make and the store of measured times. Out: a `ComputeModel` that
 answers from them. On CPUs every process that trains beside others also measures beside them, the
 same call at the same time: they share the host's memory and perhaps its cores, and large
-element-wise ops of two processes take up to 1.7 times as long as of one.
+element-wise ops of two processes take up to 1.7 times as long as of one. Each sample begins on all
+of them at once: after 100 MB of operands were made, one was done before another had begun.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from autopar.cost_models import (
@@ -75,11 +77,29 @@ class OpService:
         start_s = time.process_time()
         pace_s = self.pace()
         try:
-            found: OpTime | CostError = measure_call(call, device, MeasureLimits())
+            limits = MeasureLimits()
+            found: OpTime | CostError = measure_call(call, device, limits, self._together)
         except CostError as error:
             found = type(error)(str(error))  # without its cause, which may be too much to send
+        while not self._all_left():
+            pass
         pace_s = max(pace_s, self.pace())
         return _Reply(found=found, cpu_s=time.process_time() - start_s, pace_s=pace_s)
+
+    def _together(self, wish: bool) -> bool:
+        return self._met(wish=wish)[0] > 0
+
+    def _all_left(self) -> bool:
+        """Meet the others once more, who may not be done with this call: one of them may have
+        refused it, and then has fewer samples."""
+        return self._met(left=True)[1] == dist.get_world_size()
+
+    @staticmethod
+    def _met(*, wish: bool = False, left: bool = False) -> list[int]:
+        """How many of the workers wish to sample, and how many have left the call."""
+        counts = torch.tensor([wish, left], dtype=torch.int64)
+        dist.all_reduce(counts)
+        return [int(count) for count in counts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
@@ -114,6 +115,24 @@ def test_an_operator_that_refuses_the_inputs_leaves_the_others_measured(tmp_path
         model = measured([refusing, relu(64), relu(128)], tmp_path / "times")
     for call in (relu(64), relu(128)):
         assert model.estimate(call).source is Source.MEASURED
+
+
+@torch.library.custom_op("optimestest::failing", mutates_args=())
+def failing(x: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized() and dist.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    return x.clone()
+
+
+failing.register_fake(torch.empty_like)
+
+
+def test_who_gives_a_call_up_holds_nobody_up(tmp_path: Path) -> None:
+    """Samples are taken together; one process takes none."""
+    calls = [OpCall("optimestest.failing.default", (TensorSpec((1 << 20,)),)), relu(64)]
+    with pytest.warns(UserWarning, match=r"failing.*rank 1 has had enough"):
+        model = measured(calls, tmp_path / "times")
+    assert model.estimate(relu(64)).source is Source.MEASURED
 
 
 def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path: Path) -> None:
