@@ -263,7 +263,9 @@ def compile(
                     compute=compute,
                     communication=communication,
                     num_microbatches=num_microbatches,
-                    optimizer=optimizer_spec(optimizer, cluster.device),
+                    optimizer=optimizer_spec(
+                        optimizer, cluster.device, is_clipped=max_grad_norm is not None
+                    ),
                     device_type=kind,
                     progress=say,
                 ).plan

@@ -42,7 +42,7 @@ from autopar.graph import Value, ValueKind
 from autopar.mesh import Mesh
 from autopar.parallelism import Forces, Masks, Parallelism
 from autopar.placement import Placements, R, State, local_shape
-from autopar.pricing import Array, OpTable
+from autopar.pricing import Array, OpTable, slowest_groups
 from autopar.problem import Candidate, NodeKind, PricedGraph
 from autopar.search import Solution, solve, solve_each
 from autopar.step_time import Change, time_parts
@@ -335,11 +335,12 @@ Collectives = Callable[[str, int, tuple[int, ...]], float]
 def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
     """Seconds of a parameter's part of a collective over axes of a mesh of the same devices."""
     pricing = candidate.priced.pricing
+    groups = slowest_groups(pricing.communication, mesh)
 
     def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
         if mesh.size(axes) == 1:
             return 0.0
-        return pricing.joined(kind, size_bytes, mesh.group_of(0, axes), pricing.num_joined).time_s
+        return pricing.joined(kind, size_bytes, groups[axes], pricing.num_joined).time_s
 
     return seconds
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.collector import collector_paused
+from autopar.counting_indices import free_counted_dimensions
 from autopar.custom_functions import functions_as_operators
 from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
@@ -282,6 +283,7 @@ def capture(
         )
         if training is not None:
             step.train(training)
+        _check_batch_norms(step.model)
         fake_args, fake_kwargs = pytree.tree_map(
             lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
@@ -290,6 +292,20 @@ def capture(
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
+
+
+def _check_batch_norms(model: nn.Module) -> None:
+    """Raise CaptureError for running averages over all batches: their weight is read from a count
+    of batches."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    for name, part in model.named_modules():
+        is_averaging = isinstance(part, kinds) and part.training and part.track_running_stats
+        if is_averaging and part.momentum is None:
+            raise CaptureError(
+                f"{type(part).__name__} {name!r} has momentum=None: the weight of a batch in its "
+                "running averages is read from a tensor, which cannot be captured. Give it one, "
+                f"such as momentum=0.1, or call eval() of {name!r}"
+            )
 
 
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
@@ -330,6 +346,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
             isolate_composites(exported.graph_module)
             program = exported.run_decompositions({})
             isolate_regions(program.graph_module)
+            free_counted_dimensions(program.graph_module)
             return program
     except (CaptureError, InputError):
         raise

@@ -94,13 +94,6 @@ class Mesh:
         """All groups of ranks that differ only along ``axes``, each in the order of `index`."""
         return _groups(self, tuple(axes))
 
-    def group_of(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
-        """The group over ``axes`` that holds ``rank``."""
-        for group in self.groups(axes):
-            if rank in group:
-                return group
-        raise DeviceError(f"rank {rank} is outside the mesh of {self.num_devices} devices")
-
     def axes_label(self, axes: Sequence[int]) -> str:
         """The axes as text, such as ``dp`` or ``dp,tp``: the name collectives carry."""
         return ",".join(self.axis_names[a] for a in axes)

@@ -301,9 +301,8 @@ class Lowering:
         if staged is not None:
             stages, schedule = staged
             program = with_pipeline(program, stages.of(strategy.graph), schedule)
-        num_states = best.priced.pricing.optimizer.num_states
         device = self.communication.cluster.device
-        return program, program_memory(program, device, num_optimizer_states=num_states)
+        return program, program_memory(program, device, optimizer=best.priced.pricing.optimizer)
 
     def times(self, best: Candidate) -> PipelineTimes | None:
         """The simulated step of a pipeline."""

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from autopar.baselines import Baselines
-from autopar.cost_models.efficiency import TABLES
+from autopar.cost_models import Profiler, RooflineModel
+from autopar.cost_models.efficiency import TABLES, EfficiencyTable
 from autopar.cost_models.estimate import CostError, Source, weakest
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
@@ -23,7 +24,7 @@ from autopar.graph import Op
 from autopar.lowering.memory import ProgramMemory
 from autopar.pipelines import PipelineTimes
 from autopar.plan import KnownStrategy, Prediction, SearchReport
-from autopar.pricing import OpTable
+from autopar.pricing import OpTable, Pricing
 from autopar.problem import Candidate
 from autopar.search import OPTIMAL_GAP, Status, relative_gap
 from autopar.step_time import TimeParts, time_parts
@@ -74,7 +75,7 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
 def _analytical_factor(best: Candidate) -> float | None:
     """By what factor analytical prices may be off: the median over the families, by time."""
     priced, analysis = best.priced, best.priced.pricing.analysis
-    table = TABLES[priced.pricing.cluster.device.kind]
+    table = _table(priced.pricing)
     families: dict[Any, Family] = {}
     times_s: defaultdict[float, float] = defaultdict(float)
     for node, found, pick in zip(priced.nodes, priced.tables, best.solution.assignment):
@@ -88,6 +89,15 @@ def _analytical_factor(best: Candidate) -> float | None:
     upto_s = itertools.accumulate(times_s[factor] for factor in factors)
     half_s = sum(times_s.values()) / 2
     return next((factor for factor, time_s in zip(factors, upto_s) if time_s >= half_s), None)
+
+
+def _table(pricing: Pricing) -> EfficiencyTable:
+    """What analytical prices were made from."""
+    compute = pricing.compute
+    roofline = compute.fallback if isinstance(compute, Profiler) else compute
+    if isinstance(roofline, RooflineModel):
+        return roofline.efficiency
+    return TABLES[pricing.cluster.device.kind]
 
 
 def _family(analysis: Analysis, op: Op) -> Family:

@@ -55,6 +55,9 @@ from autopar.strategy import Analysis
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
+_COMPARED_BYTES = 1 << 20
+"""Of a reduction by which groups are compared."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlacementTable:
@@ -129,11 +132,7 @@ class Pricing:
         self._move_costs: dict[Any, tuple[float, float]] = {}
         self._move_matrices: dict[Any, Array] = {}
         self.num_joined = _num_joined(analysis.graph)
-        self._group = {
-            axes: mesh.group_of(0, axes)
-            for size in range(1, mesh.num_axes + 1)
-            for axes in itertools.combinations(range(mesh.num_axes), size)
-        }
+        self._group = slowest_groups(communication, mesh)
 
     def op_table(self, op: Op) -> OpTable:
         """The table of an op's kind."""
@@ -337,7 +336,7 @@ class Pricing:
         if found.source is Source.ANALYTICAL:
             bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s
             return Estimate(num_passes * size_bytes / bandwidth, Source.ANALYTICAL)
-        if self.optimizer == FUSED_ADAMW:
+        if self.optimizer.is_fused and num_passes == FUSED_ADAMW.num_passes:
             return Estimate(found.forward_s, found.source)
         return Estimate(
             found.forward_s * num_passes / FUSED_ADAMW.num_passes,
@@ -500,6 +499,30 @@ def _rearranged(step: Step) -> int:
     return sum(
         place.state is State.SHARD and outer * math.prod(step.shape[: place.dim]) > 1
         for place, outer in digits
+    )
+
+
+def slowest_groups(
+    communication: CommunicationModel, mesh: Mesh
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """For every set of axes the group that a step waits for: where an axis does not fit into a
+    node, some of its groups lie across two."""
+    return {
+        axes: _slowest(communication, mesh.groups(axes))
+        for size in range(1, mesh.num_axes + 1)
+        for axes in itertools.combinations(range(mesh.num_axes), size)
+    }
+
+
+def _slowest(
+    communication: CommunicationModel, groups: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    of_shape: dict[Any, tuple[int, ...]] = {}
+    for group in groups:
+        of_shape.setdefault(communication.group_shape(group), group)
+    return max(
+        of_shape.values(),
+        key=lambda group: communication.estimate("all_reduce", _COMPARED_BYTES, group).time_s,
     )
 
 

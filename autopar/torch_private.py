@@ -6,7 +6,11 @@ Nothing else in the project imports a name with a leading underscore from torch.
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +24,31 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
 
+# torch.utils._python_dispatch: sees every operator that runs (2.11 to 2.13).
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from autopar.fused_lstm import lstm_layer
 
 __all__ = [
+    "CheckpointWriter",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "PeakOfNew",
     "allocations",
     "autograd_again",
     "canonical_call",
     "custom_op_function",
     "has_several_outputs",
+    "has_step_hooks",
     "inlined_higher_order_body",
     "is_composite",
     "is_overload",
@@ -218,6 +231,73 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
     results: Any = profiler.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+# --- optimizers ----------------------------------------------------------------------------
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something else runs before or after each of its steps (2.11 to 2.13)."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+class PeakOfNew(TorchDispatchMode):
+    """The most bytes of tensors that were made, and not yet let go of, while it is entered (2.11 to
+    2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live: dict[int, int] = {}
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            if (memory := tensor.untyped_storage().data_ptr()) not in self._live:
+                self._known.add(memory)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            memory = storage.data_ptr()
+            if memory not in self._known and memory not in self._live:
+                self._live[memory] = storage.nbytes()
+                weakref.finalize(tensor, self._live.pop, memory, None)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# --- checkpoints ---------------------------------------------------------------------------
+class CheckpointWriter(FileSystemWriter):
+    """Into a folder that may hold an earlier checkpoint, which stays whole until this one is.
+
+    Files of data have names of their own; ``.metadata``, which names them, is replaced last and at
+    once, and what it does not name is then removed. `FileSystemWriter` writes to the names of the
+    earlier checkpoint. ``_get_metadata_path`` is where it leaves its metadata, ``storage_data`` of
+    a plan what its files' names begin with (2.11 to 2.13).
+    """
+
+    def _get_metadata_path(self, rank: int | None = None) -> Path:
+        return Path(f"{super()._get_metadata_path(rank)}.{self.save_id}")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        own = [f"__{self.save_id[:8]}{plan.storage_data.prefix}" for plan in plans]
+        return [
+            replace(plan, storage_data=replace(plan.storage_data, prefix=prefix))
+            for plan, prefix in zip(plans, own)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        folder = Path(self.path)
+        os.replace(self._get_metadata_path(), folder / ".metadata")
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        for file in [*folder.glob("__*.distcp"), *folder.glob(".metadata.*")]:
+            if file.name not in named:
+                with contextlib.suppress(OSError):
+                    file.unlink()
 
 
 # --- schedules -----------------------------------------------------------------------------

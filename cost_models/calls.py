@@ -29,6 +29,11 @@ class TensorSpec:
     is_parameter: bool = False
 
     def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise CostError(
+                f"a tensor of shape {self.shape}: a size is at least 0. Write the size itself "
+                "where -1 stands for what is left."
+            )
         if self.stride is not None and len(self.stride) != len(self.shape):
             raise CostError(f"a tensor of shape {self.shape} cannot have stride {self.stride}.")
 

@@ -11,6 +11,15 @@ from typing import Literal
 
 import msgspec
 import torch
+from autopar.cost_models.described import (
+    is_finite,
+    require_counts,
+    require_not_negative,
+    require_positive,
+    require_types,
+    shown,
+    whole_numbers,
+)
 
 from autopar.errors import ClusterError
 
@@ -29,6 +38,9 @@ class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     bfloat16: float = 0.0
     float8: float = 0.0
     vector: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_types("peak_flops_per_s", self)
 
 
 _DTYPE_FIELDS = {
@@ -70,12 +82,13 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
+        require_types("the device", self)
         peaks = {
             f"peak_flops_per_s.{field}": peak
             for field, peak in msgspec.structs.asdict(self.peak_flops_per_s).items()
         }
-        _require_not_negative(self.name, peaks)
-        _require_positive(
+        require_not_negative(self.name, peaks)
+        require_positive(
             self.name,
             {
                 "peak_flops_per_s.float32": self.peak_flops_per_s.float32,
@@ -83,7 +96,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "memory_bytes": self.memory_bytes,
             },
         )
-        _require_counts(
+        require_counts(
             self.name,
             {
                 "num_units": self.num_units,
@@ -91,7 +104,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "num_processes": self.num_processes,
             },
         )
-        _require_not_negative(
+        require_not_negative(
             self.name,
             {
                 "kernel_launch_s": self.kernel_launch_s,
@@ -140,15 +153,16 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
-        _require_counts(f"level {self.name!r}", {"size": self.size})
-        _require_positive(
+        require_types(f"level {self.name!r}", self)
+        require_counts(f"level {self.name!r}", {"size": self.size})
+        require_positive(
             f"level {self.name!r}",
             {
                 "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
                 "efficiency": self.efficiency,
             },
         )
-        _require_not_negative(
+        require_not_negative(
             f"level {self.name!r}",
             {
                 "latency_s": self.latency_s,
@@ -158,8 +172,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
         if self.efficiency > 1:
             raise ClusterError(
-                f"level {self.name!r} has efficiency {self.efficiency}; it is the part of the "
-                "bandwidth that collectives reach, so at most 1. Write efficiency=0.8, say."
+                f"level {self.name!r} has efficiency {shown(self.efficiency)}; it is the part of "
+                "the bandwidth that collectives reach, so at most 1. Write efficiency=0.8, say."
             )
 
 
@@ -180,28 +194,24 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     backend: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
-        _require_not_negative(
+        require_types("the cluster", self)
+        require_not_negative(
             "the cluster",
             {
                 "memory_reserve_bytes": self.memory_reserve_bytes,
                 "collective_launch_s": self.collective_launch_s,
             },
         )
-        _require_numbers("the cluster", {"overlap_slowdown": self.overlap_slowdown})
-        if not isinstance(self.levels, tuple):
-            raise ClusterError(
-                f"levels is a {type(self.levels).__name__}; a cluster can be a key, so it is a "
-                "tuple. Write levels=(Level(...),)."
-            )
         if self.levels and self.device.kind == "cpu" and self.backend == "nccl":
             raise ClusterError(
                 "backend='nccl' moves nothing between CPUs; write backend='gloo', and with it "
                 "overlap_slowdown: Cluster.preset('cpu') has usual figures."
             )
-        if not (math.isfinite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
+        if not (is_finite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
             raise ClusterError(
-                f"overlap_slowdown is {self.overlap_slowdown}; it is the factor by which compute "
-                "slows beside a collective, so at least 1. Write overlap_slowdown=1.0 for none."
+                f"overlap_slowdown is {shown(self.overlap_slowdown)}; it is the factor by which "
+                "compute slows beside a collective, so at least 1. Write overlap_slowdown=1.0 for "
+                "none."
             )
         if self.memory_reserve_bytes >= self.device.memory_bytes:
             raise ClusterError(
@@ -266,58 +276,46 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def from_json(cls, source: str | Path) -> "Cluster":
         """A cluster from JSON text or from a file of it.
 
-        A string that starts with ``{`` is text, anything else a path. ClusterError names the first
-        field that is unknown, missing or of the wrong kind.
+        A string that starts with ``{`` or has a line break is text, anything else a path. A byte
+        order mark is passed over, and sizes may be written as ``80e9``. ClusterError names the
+        first field that is unknown, missing or of the wrong kind.
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        text = _text_of(source)
         try:
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        except (OSError, TypeError, ValueError) as error:
-            raise ClusterError(
-                f"no cluster description can be read from {str(source)!r}: {error}. "
-                "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
-            ) from error
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except ClusterError:
-            raise
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            return msgspec.convert(whole_numbers(msgspec.json.decode(text), cls, "$"), cls)
+        except (ValueError, RecursionError) as error:
             cause = error.__cause__
             detail = cause if isinstance(cause, ClusterError) else error
+            if type(error) is msgspec.DecodeError:
+                detail = f"{error}, in text that begins {text[:40]!r}"
             raise ClusterError(
-                f"this is not a cluster description: {detail}. "
+                f"this is not a cluster description: {str(detail).rstrip('.')}. "
                 "Cluster.preset('h100-sxm').to_json() shows every field."
             ) from error
+
+
+def _text_of(source: object) -> str:
+    """JSON text, without the byte order mark that Windows writes, given or read from its file."""
+    if isinstance(source, str):
+        text = source.removeprefix("\ufeff")
+        if "\n" in text or text.lstrip().startswith("{"):
+            return text
+    if not isinstance(source, (str, Path)):
+        raise ClusterError(
+            f"a cluster description is JSON text or the path of its file, not {shown(source)} of "
+            f"type {type(source).__name__}. Write Cluster.from_json(json.dumps(description)) for a "
+            "dict, Cluster.from_json(data.decode()) for bytes."
+        )
+    try:
+        return Path(source).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ClusterError(
+            f"no cluster description can be read from {shown(str(source))}: {why}. "
+            "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
+        ) from error
 
 
 def is_count(value: object) -> bool:
     """Whether it is a whole number of at least 1, no truth value."""
     return type(value) is int and value >= 1
-
-
-def _require_counts(owner: str, values: dict[str, int]) -> None:
-    for field, value in values.items():
-        if not is_count(value):
-            raise ClusterError(
-                f"{owner} has {field}={value!r}; it is a count, a whole number of at least 1."
-            )
-
-
-def _require_numbers(owner: str, values: dict[str, float]) -> None:
-    for field, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ClusterError(f"{owner} has {field}={value!r}; it must be a number.")
-
-
-def _require_positive(owner: str, values: dict[str, float]) -> None:
-    _require_numbers(owner, values)
-    for field, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ClusterError(f"{owner} has {field}={value}; it must be positive and finite.")
-
-
-def _require_not_negative(owner: str, values: dict[str, float]) -> None:
-    _require_numbers(owner, values)
-    for field, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ClusterError(f"{owner} has {field}={value}; it must be finite and at least 0.")

@@ -18,7 +18,7 @@ Times measured on a process group replace this where the store holds them.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -124,7 +124,7 @@ class CommunicationModel:
         self._spans: dict[tuple[int, ...], tuple[Span, ...]] = {}
         self._estimates: dict[tuple[str, int, tuple[int, ...]], Estimate] = {}
 
-    def estimate(self, kind: str, size_bytes: int, ranks: tuple[int, ...]) -> Estimate:
+    def estimate(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> Estimate:
         """Seconds of ``kind`` on ``ranks``.
 
         ``size_bytes`` is the full buffer on one device: the input of all-reduce, reduce-scatter
@@ -132,13 +132,14 @@ class CommunicationModel:
         of one costs nothing. CostError for unknown kinds, negative sizes, and ranks that are
         repeated or not in the cluster.
         """
+        ranks = tuple(ranks)
         key = (kind, size_bytes, ranks)
         known = self._estimates.get(key)
         if known is None:
             known = self._estimates[key] = self._estimate(kind, size_bytes, ranks)
         return known
 
-    def joined(self, kind: str, size_bytes: int, ranks: tuple[int, ...], num: int) -> Estimate:
+    def joined(self, kind: str, size_bytes: int, ranks: Sequence[int], num: int) -> Estimate:
         """A tensor's part of one collective of ``num`` tensors as large as it is."""
         whole = self.estimate(kind, size_bytes * num, ranks)
         return Estimate(whole.time_s / num, whole.source, whole.is_noisy)
@@ -157,14 +158,15 @@ class CommunicationModel:
             return compute_s * slowdown
         return compute_s + communication_s * (1 - 1 / slowdown)
 
-    def spans(self, ranks: tuple[int, ...]) -> tuple[Span, ...]:
+    def spans(self, ranks: Sequence[int]) -> tuple[Span, ...]:
         """How the group ``ranks`` lies on each level of links, innermost first."""
+        ranks = tuple(ranks)
         known = self._spans.get(ranks)
         if known is None:
             known = self._spans[ranks] = _spans_of(self.cluster, ranks)
         return known
 
-    def group_shape(self, ranks: tuple[int, ...]) -> GroupShape:
+    def group_shape(self, ranks: Sequence[int]) -> GroupShape:
         """The link class of a group: groups of one shape cost the same."""
         return tuple(
             (span.fanout, span.sharing, f"{level.name}, {level.bandwidth_bytes_per_s:g} B/s")

@@ -11,6 +11,7 @@ from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.efficiency import TABLES, EfficiencyTable, kernel_time_s
 from autopar.cost_models.estimate import OpEstimate, Source
+from autopar.cost_models.matrix_work import ATTENTION_CAUSAL_AT
 from autopar.cost_models.op_work import bytes_moved, flops, work
 from autopar.cost_models.work import Family, OpWork, Work
 
@@ -91,7 +92,7 @@ def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
 
 def _visited_part(call: OpCall) -> float:
     """The part of the scores that a causal kernel computes: those on and under the diagonal."""
-    if not call.argument(5, "is_causal", False):
+    if not call.argument(ATTENTION_CAUSAL_AT[call.name], "is_causal", False):
         return 1.0
     rows = call.tensor(0, "query").shape[-2]
     columns = call.tensor(1, "key").shape[-2]

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from autopar.errors import ClusterError
 
 _CACHE_VERSION = 3
 _PROBE_S = 0.15
+_LEAST_RATE, _MOST_RATE, _LONGEST_LAUNCH_S = 1e6, 1e18, 1.0
+"""What no device's peaks, in operations or bytes per second, and launches are beyond."""
 
 
 def cache_folder() -> Path:
@@ -85,8 +87,12 @@ def _detect_cuda(num_devices: int | None) -> Cluster:
     nodes = count // per_node
     if known is None:
         base = preset_cluster("2080ti", nodes=nodes, devices_per_node=per_node)
-        identity = (properties.name, properties.total_memory, properties.multi_processor_count)
-        device = kept_device("cuda", identity, measured_cuda_device)
+        expected = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "num_units": properties.multi_processor_count,
+        }
+        device = kept_device("cuda", (*expected.values(),), measured_cuda_device, expected)
     else:
         base = preset_cluster(known, nodes=nodes, devices_per_node=per_node)
         device = structs.replace(
@@ -169,6 +175,12 @@ def _detect_cpu(num_devices: int | None) -> Cluster:
         "cpu",
         (cpu_name(), cores, per_node, threads, memory_bytes),
         lambda: _measured_cpu_device(per_node, threads, memory_bytes),
+        {
+            "name": cpu_name(),
+            "memory_bytes": memory_bytes,
+            "num_threads": threads,
+            "num_processes": per_node,
+        },
     )
     reserve = min(base.memory_reserve_bytes, memory_bytes // 4)
     return structs.replace(base, device=device, memory_reserve_bytes=reserve)
@@ -184,17 +196,26 @@ def usable_memory_bytes() -> int:
 
 
 def kept_device(
-    kind: str, identity: tuple[object, ...], measure: Callable[[], DeviceSpec]
+    kind: str,
+    identity: tuple[object, ...],
+    measure: Callable[[], DeviceSpec],
+    expected: Mapping[str, object] | None = None,
 ) -> DeviceSpec:
-    """What ``measure`` gave for ``identity`` before, or gives now."""
+    """What ``measure`` gave for ``identity`` before, or gives now.
+
+    What was kept counts where its fields are as ``expected`` and its rates can be those of a
+    device; otherwise a warning says why it is measured again.
+    """
     key = json.dumps([_CACHE_VERSION, *identity, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = cache_folder() / f"{kind}-{digest}.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DeviceSpec)
+        kept = msgspec.json.decode(path.read_bytes(), type=DeviceSpec)
+        _check_kept(kept, {"kind": kind, **(expected or {})})
+        return kept
     except FileNotFoundError:
         pass
-    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} cannot be used and is measured again: {error}", stacklevel=4)
     device = measure()
     try:
@@ -205,6 +226,24 @@ def kept_device(
     except OSError as error:
         warnings.warn(f"this machine's peaks are not kept: {error}", stacklevel=4)
     return device
+
+
+def _check_kept(device: DeviceSpec, expected: Mapping[str, object]) -> None:
+    """ClusterError where it is another device's description, or no device's."""
+    for field, wanted in expected.items():
+        found = getattr(device, field)
+        if found != wanted:
+            raise ClusterError(f"it is of a device with {field}={found!r}, not {wanted!r}")
+    peaks = structs.asdict(device.peak_flops_per_s)
+    rates = {f"peak_flops_per_s.{dtype}": peak for dtype, peak in peaks.items()}
+    rates["memory_bandwidth_bytes_per_s"] = device.memory_bandwidth_bytes_per_s
+    rates["cache_bandwidth_bytes_per_s"] = device.cache_bandwidth_bytes_per_s
+    for field, rate in rates.items():
+        if rate and not _LEAST_RATE <= rate <= _MOST_RATE:  # 0: there is none of its own
+            raise ClusterError(f"{field}={rate} is no device's rate")
+    for field in ("kernel_launch_s", "dispatch_s"):
+        if getattr(device, field) > _LONGEST_LAUNCH_S:
+            raise ClusterError(f"{field}={getattr(device, field)} is no device's")
 
 
 def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:

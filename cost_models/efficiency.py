@@ -152,6 +152,7 @@ def _matrix_part(
     depth = shape.k / num_splits
     # Libraries choose among tile sizes, which wins back about half of the last wave's idle units.
     lasting = (math.ceil(waves) + waves) / 2 if waves > 1 else 1 / num_splits
-    # Small outputs use smaller tiles, so not all of a tile's padding is lost.
-    padded = max(used, math.sqrt(used) / 2)
+    # Small outputs use smaller tiles, so not all padding is lost; the fullest tile lasts longest.
+    fullest = min(shape.m, table.tile) * min(shape.n, table.tile) / table.tile**2
+    padded = used / min(1.0, 2 * math.sqrt(fullest))
     return depth / (depth + curve.half_k) * waves / lasting * padded

@@ -12,11 +12,21 @@ from autopar.cost_models.work import NO_WORK, Family, MatrixShape, OpWork, Work,
 def _product(
     call: OpCall, a: TensorSpec, b: TensorSpec, shape: MatrixShape, bias: TensorSpec | None
 ) -> OpWork:
+    return product(a, b, shape, output_bytes(call), bias)
+
+
+def product(
+    a: TensorSpec,
+    b: TensorSpec,
+    shape: MatrixShape,
+    out_bytes: int,
+    bias: TensorSpec | None = None,
+) -> OpWork:
     """``a @ b`` with its two gradients, each a product of the same three sizes.
 
     A complex multiply-add is four real ones.
     """
-    out_bytes, is_complex = output_bytes(call), a.dtype.is_complex
+    is_complex = a.dtype.is_complex
     num_real = 4 if is_complex else 1
     forward = Work(
         flops=num_real * shape.flops,
@@ -88,8 +98,12 @@ def _grouped_matmul(call: OpCall) -> OpWork:
 def _added_matmul(call: OpCall) -> OpWork:
     bias, a, b = (call.tensor(i, n) for i, n in enumerate(("self", "mat1", "mat2")))
     batch = a.shape[0] if len(a.shape) == 3 else 1
-    shape = MatrixShape(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=batch)
-    return _product(call, a, b, shape, bias)
+    return _product(call, a, b, _matmul_shape(a, b, batch), bias)
+
+
+def _scaled_matmul(call: OpCall) -> OpWork:
+    a, b = call.tensor(0, "self"), call.tensor(1, "mat2")
+    return _product(call, a, b, _matmul_shape(a, b, 1), call.argument(4, "bias"))
 
 
 def _convolution(call: OpCall) -> OpWork:
@@ -97,47 +111,49 @@ def _convolution(call: OpCall) -> OpWork:
     x, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     bias = call.argument(2, "bias")
     out = outputs(call)[0]
-    if call.name == "convolution":
+    if call.name in ("convolution", "_convolution"):
         transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
     else:
         transposed = call.name.startswith("conv_transpose")
         # Either way argument 6: transposed ones put output_padding in dilation's place.
         groups = call.argument(6, "groups", 1)
     source, target = (out, x) if transposed else (x, out)
-    channels_in = source.shape[1] // groups
+    channels_dim = 1 - len(weight.shape)  # there may be no batch before it
+    channels_in = source.shape[channels_dim] // groups
+    channels_out = target.shape[channels_dim] // groups
     kernel = prod(weight.shape[2:])
-    positions = target.shape[0] * prod(target.shape[2:])
-    shape = MatrixShape(
-        m=positions, n=target.shape[1] // groups, k=channels_in * kernel, batch=groups
-    )
-    product = _product(call, x, weight, shape, bias)
+    positions = prod(target.shape[:channels_dim]) * prod(target.shape[channels_dim + 1 :])
+    shape = MatrixShape(m=positions, n=channels_out, k=channels_in * kernel, batch=groups)
+    dense = _product(call, x, weight, shape, bias)
     if groups > 1 and channels_in == shape.n == 1:
         # One channel a group is no product: libraries run it on the element-wise units.
         return OpWork(
             family=Family.DEPTHWISE,
-            dtype=product.dtype,
-            forward=replace(product.forward, matrix=None),
-            input_grad=replace(product.input_grad, matrix=None),
-            weight_grad=replace(product.weight_grad, matrix=None),
+            dtype=dense.dtype,
+            forward=replace(dense.forward, matrix=None),
+            input_grad=replace(dense.input_grad, matrix=None),
+            weight_grad=replace(dense.weight_grad, matrix=None),
         )
-    return OpWork(
-        family=Family.CONVOLUTION,
-        dtype=product.dtype,
-        forward=product.forward,
-        input_grad=product.input_grad,
-        weight_grad=product.weight_grad,
-    )
+    return replace(dense, family=Family.CONVOLUTION)
+
+
+def _time_batch_channel_convolution(call: OpCall) -> OpWork:
+    """Input [time, batch, channels], weight [kernel, channels in, channels out]."""
+    x, weight, bias = (call.tensor(i, n) for i, n in enumerate(("self", "weight", "bias")))
+    kernel, channels_in, channels_out = weight.shape
+    positions = prod(outputs(call)[0].shape[:2])
+    shape = MatrixShape(m=positions, n=channels_out, k=channels_in * kernel)
+    return replace(_product(call, x, weight, shape, bias), family=Family.CONVOLUTION)
 
 
 def _attention(call: OpCall) -> OpWork:
     """Fused attention: two products forward; five backward, as the scores are made again."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
-    mask = call.argument(3, "attn_mask")
     batch = prod(query.shape[:-2])
     rows, columns = query.shape[-2], key.shape[-2]
     scores = 2 * batch * rows * columns
     sizes = query.size_bytes + key.size_bytes + value.size_bytes + output_bytes(call)
-    mask_bytes = mask.size_bytes if isinstance(mask, TensorSpec) else 0
+    mask_bytes = sum(spec.size_bytes for spec in call.tensors()[3:])
     forward = Work(
         flops=scores * (query.shape[-1] + value.shape[-1]),
         size_bytes=sizes + mask_bytes,
@@ -155,72 +171,35 @@ def _attention(call: OpCall) -> OpWork:
     return OpWork(family=Family.ATTENTION, dtype=query.dtype, forward=forward, input_grad=backward)
 
 
-def _lstm(call: OpCall) -> OpWork:
-    """Per layer, direction and step: four gates from the step's input and the hidden state."""
-    x, states, weights = call.args[0], call.args[1], call.args[2]
-    has_bias, num_layers = call.argument(3, "has_biases"), call.argument(4, "num_layers")
-    directions = 2 if call.argument(7, "bidirectional") else 1
-    steps_dim = 1 if call.argument(8, "batch_first") else 0
-    steps = x.shape[steps_dim]
-    rows = prod(x.shape[:-1])
-    per_cell = len(weights) // (num_layers * directions)
-    matrices = [w for w in weights if len(w.shape) == 2]
-    total = sum(2 * rows * prod(w.shape) for w in matrices)
-    weight_bytes = sum(w.size_bytes for w in weights)
-    hidden_bytes = sum(
-        rows * weights[cell * per_cell + 1].shape[-1] * x.dtype.itemsize
-        for cell in range(num_layers * directions)
-    )
-    # Gates are written and read at every step, and the recurrent weights are read again.
-    forward = Work(
-        flops=total,
-        size_bytes=x.size_bytes + steps * weight_bytes + 10 * hidden_bytes + output_bytes(call),
-        num_kernels=num_layers * directions * (steps + 1),
-        matrix=MatrixShape(m=rows // steps, n=matrices[0].shape[0], k=states[0].shape[-1]),
-    )
-    inputs = any(s.requires_grad for s in (x, *states))
-    trained = [w for w in weights if w.requires_grad]
-    first_layer = sum(2 * rows * prod(w.shape) for w in matrices[: 2 * directions : 2])
-    # Gradients flow through time for either; only the first layer's input is left out without x's.
-    through_time = Work(
-        flops=total if inputs else total - first_layer,
-        size_bytes=forward.size_bytes + 10 * hidden_bytes,
-        num_kernels=2 * forward.num_kernels,
-        matrix=forward.matrix,
-    )
-    weight_grad = NO_WORK
-    if trained:
-        weight_grad = Work(
-            flops=sum(2 * rows * prod(w.shape) for w in trained if len(w.shape) == 2),
-            size_bytes=x.size_bytes + 10 * hidden_bytes + weight_bytes,
-            num_kernels=num_layers * directions * (3 if has_bias else 2),
-            matrix=MatrixShape(m=matrices[0].shape[0], n=states[0].shape[-1], k=rows),
-        )
-    return OpWork(
-        family=Family.RECURRENT,
-        dtype=x.dtype,
-        forward=forward,
-        input_grad=through_time if inputs else NO_WORK,
-        weight_grad=weight_grad if inputs or not trained else weight_grad + through_time,
-    )
-
+ATTENTION_CAUSAL_AT = {
+    "scaled_dot_product_attention": 5,
+    "_scaled_dot_product_attention_math": 5,
+    "_scaled_dot_product_fused_attention_overrideable": 5,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+}
+"""Attention by the operator's name, with the position of its argument ``is_causal``."""
 
 MATRIX_RULES: dict[str, Callable[[OpCall], OpWork]] = {
     "linear": _linear,
-    "mm": _matmul,
-    "bmm": _matmul,
-    "matmul": _matmul,
-    "addmm": _added_matmul,
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _matmul),
+    **dict.fromkeys(("matmul", "linalg_matmul"), _matmul),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "_addmm_activation"), _added_matmul),
+    "_scaled_mm": _scaled_matmul,
     "_grouped_mm": _grouped_matmul,
+    "_scaled_grouped_mm": _grouped_matmul,
     "grouped_mm_fallback": _grouped_matmul,  # of transformers
     "baddbmm": _added_matmul,
     "conv1d": _convolution,
     "conv2d": _convolution,
     "conv3d": _convolution,
     "convolution": _convolution,
+    "_convolution": _convolution,
     "conv_transpose1d": _convolution,
     "conv_transpose2d": _convolution,
     "conv_transpose3d": _convolution,
-    "scaled_dot_product_attention": _attention,
-    "lstm": _lstm,
+    "conv_tbc": _time_batch_channel_convolution,
+    **dict.fromkeys(ATTENTION_CAUSAL_AT, _attention),
 }

@@ -4,13 +4,21 @@ from functools import lru_cache
 
 import torch
 from autopar.cost_models.calls import OpCall, resolve
+from autopar.cost_models.contraction_work import CONTRACTION_RULES
 from autopar.cost_models.layer_work import LAYER_RULES, pointwise_work, view_work
 from autopar.cost_models.matrix_work import MATRIX_RULES
+from autopar.cost_models.recurrent_work import RECURRENT_RULES
 from autopar.cost_models.shapes import is_creation, is_view, outputs
 from autopar.cost_models.update import update_work
 from autopar.cost_models.work import NO_WORK, Family, OpWork, Work, arithmetic_dtype, generic
 
-_RULES = {**MATRIX_RULES, **LAYER_RULES, "_fused_adamw_": update_work}
+_RULES = {
+    **MATRIX_RULES,
+    **CONTRACTION_RULES,
+    **RECURRENT_RULES,
+    **LAYER_RULES,
+    "_fused_adamw_": update_work,
+}
 
 
 @lru_cache(maxsize=1 << 16)

@@ -30,14 +30,17 @@ from autopar.errors import ClusterError
 # there to this factor once more it fades.
 _REACH = 4.0
 _NUM_NEIGHBOURS = 4
+_LASTING = frozenset(("aten", "prims", "quantized", "torchvision"))
+"""Namespaces of operators that change with their version alone, not as a user's own may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
     """What one ``profile`` did.
 
-    ``num_free`` launch nothing; ``num_left`` found no time. ``noisy`` are measured with too large
-    a spread, now or before; ``failed`` could not be measured, each with the reason.
+    ``num_free`` launch nothing; ``num_left`` are not measured: there was no time, or measuring is
+    off. ``noisy`` are measured with too large a spread, now or before; ``failed`` could not be
+    measured, each with the reason.
     """
 
     num_measured: int
@@ -91,7 +94,7 @@ class Profiler:
         """Measures every distinct call that the store knows nothing of, for ``max_s`` at most.
 
         Every time, or why there is none, is stored as soon as it is known: a run that is stopped
-        goes on where it was.
+        goes on where it was. Where ``measuring`` is False it only says what is missing.
         """
         deadline = time.monotonic() + max_s
         num_left = 0
@@ -103,7 +106,7 @@ class Profiler:
         with Progress(console=console, transient=True, disable=not progress) as bar:
             task = bar.add_task("profiling", total=len(missing))
             for index, call in enumerate(missing):
-                if time.monotonic() > deadline:
+                if not self.measuring or time.monotonic() > deadline:
                     num_left = len(missing) - index
                     break
                 bar.update(task, description=f"profiling {call.name}")
@@ -157,7 +160,8 @@ class Profiler:
         try:
             times = self._measure_call(call)
         except CostError as error:
-            self.store.put_failure(call, str(error), for_now=isinstance(error, NotNowError))
+            for_now = isinstance(error, NotNowError) or not _lasts(call)
+            self.store.put_failure(call, str(error), for_now=for_now)
             warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
             return None
         self.num_measurements += 1
@@ -167,7 +171,8 @@ class Profiler:
         return times
 
     def _measured_here(self, call: OpCall) -> OpTime:
-        with _threads(self.device.num_threads):
+        devices = [torch.cuda.current_device()] if self.device.kind == "cuda" else []
+        with torch.random.fork_rng(devices), _threads(self.device.num_threads):
             return measure_call(call, self.device, self.limits)
 
     def _interpolate(self, call: OpCall) -> OpEstimate | None:
@@ -199,6 +204,7 @@ class Profiler:
             base.input_grad_s * scales[1],
             base.weight_grad_s * scales[2],
             Source.INTERPOLATED,
+            any(n.is_noisy for n in nearest),
         )
 
     def _table(self, target: str) -> dict[OpCall, list["_Neighbour"]]:
@@ -216,6 +222,7 @@ class Profiler:
                         _log_ratio(times.input_grad_s, base.input_grad_s),
                         _log_ratio(times.weight_grad_s, base.weight_grad_s),
                     ),
+                    is_noisy=self._is_noisy(times),
                 )
                 table.setdefault(pattern(call), []).append(neighbour)
             self._tables[target] = table
@@ -226,6 +233,7 @@ class Profiler:
 class _Neighbour:
     position: tuple[float, float]
     log_ratios: tuple[float, float, float]
+    is_noisy: bool
 
 
 def _log_ratio(measured_s: float, base_s: float) -> float:
@@ -244,6 +252,11 @@ def _split(calls: list[OpCall]) -> tuple[list[OpCall], list[tuple[OpCall, str]]]
         except CostError as error:
             unpriced.append((call, str(error)))
     return paid, unpriced
+
+
+def _lasts(call: OpCall) -> bool:
+    """Whether a failure of ``call`` is one for good, as its operator's code stays as it is."""
+    return call.target.split(".")[0] in _LASTING
 
 
 def _is_paid(call: OpCall) -> bool:

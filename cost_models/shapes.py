@@ -237,11 +237,12 @@ def _cross_entropy(call: OpCall) -> tuple[TensorSpec, ...]:
     return (TensorSpec(shape if unreduced else (), logits.dtype),)
 
 
-def _lstm(call: OpCall) -> tuple[TensorSpec, ...]:
-    if call.target != "aten.lstm.input":
+def _recurrent(call: OpCall) -> tuple[TensorSpec, ...]:
+    if not call.target.endswith(".input"):
         return _on_meta(call, resolve(call.target))
-    source = call.tensor(0, "input")
-    hidden, cell = call.args[1]
+    source, states = call.tensor(0, "input"), call.args[1]
+    states = (states,) if isinstance(states, TensorSpec) else states
+    hidden = states[0]
     directions = 2 if call.argument(7, "bidirectional") else 1
     size = hidden.shape[-1] * directions
     stride = None
@@ -250,7 +251,7 @@ def _lstm(call: OpCall) -> tuple[TensorSpec, ...]:
         batch, _steps, _ = source.shape
         stride = (size, batch * size, 1)
     out = TensorSpec((*source.shape[:-1], size), source.dtype, stride)
-    return (out, hidden, cell)
+    return (out, *states)
 
 
 _FORMULAS: dict[str, Any] = {
@@ -272,5 +273,5 @@ _FORMULAS: dict[str, Any] = {
     "_native_batch_norm_legit_functional": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "cross_entropy_loss": _cross_entropy,
-    "lstm": _lstm,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }

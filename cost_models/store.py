@@ -4,12 +4,15 @@ A time belongs to a call, a device's name (with the number of processes that sha
 whether products run in TF32), a torch version and a number of threads; a collective's also to its
 kind, the shape of its group and its links, its size and its backend. A call that cannot be measured
 is kept with the reason. Every time is committed on its own, so a process killed at any moment loses
-at most the measurement in flight.
+at most the measurement in flight. Each row carries a checksum of its key and values; one that does
+not fit is left out, and measured again where it is asked for.
 What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
 
 - a damaged file, or one of an older layout, is set aside under another name and rebuilt;
-- a database of another program, or of a newer layout, is left alone and times are kept in memory;
-- a file that cannot be written is read; new times are kept in memory.
+- a database of another program, or of a newer layout, and what is no regular file are left alone
+  and times are kept in memory;
+- a file that cannot be written is read; new times are kept in memory;
+- in place of a file that was deleted or replaced while open, the one at its path is used, or begun.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ import os
 import sqlite3
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +33,7 @@ from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 _APPLICATION_ID = 0x61707263
 _BUSY_TIMEOUT_S = 60.0
 
@@ -47,6 +51,7 @@ CREATE TABLE op_times (
     weight_grad_s REAL NOT NULL CHECK (weight_grad_s >= 0),
     spread REAL NOT NULL,
     num_samples INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (op, call, device, torch_version, num_threads)
 ) WITHOUT ROWID;
 CREATE TABLE op_failures (
@@ -55,6 +60,7 @@ CREATE TABLE op_failures (
     torch_version TEXT NOT NULL,
     num_threads INTEGER NOT NULL,
     reason TEXT NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (call, device, torch_version, num_threads)
 ) WITHOUT ROWID;
 CREATE TABLE collective_times (
@@ -68,9 +74,18 @@ CREATE TABLE collective_times (
     time_s REAL NOT NULL CHECK (time_s >= 0),
     spread REAL NOT NULL,
     num_samples INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (kind, group_shape, size_bytes, device, torch_version, num_threads, backend)
 ) WITHOUT ROWID;
 """
+
+
+_OP_VALUES = "forward_s, input_grad_s, weight_grad_s, spread, num_samples, checksum"
+
+
+def _checksum(row: Row) -> int:
+    """Of a row's key and values, each of the type that SQLite gives back."""
+    return zlib.crc32(repr(row).encode())
 
 
 class StoreWarning(UserWarning):
@@ -102,9 +117,10 @@ class OpTime:
         )
 
     def is_sane(self) -> bool:
-        """Whether every number can be a time."""
+        """Whether every number can be a time; what is measured takes some forward."""
         times = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.spread)
-        return all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
+        are_times = all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
+        return are_times and self.forward_s > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +158,8 @@ class ProfileStore:
         self._owner = (name, torch.__version__, device.num_threads)
         self._pid = os.getpid()
         self._read_only = False
+        self._said: set[str] = set()
+        self._inode: int | None = None
         self._connection = self._open()
         self._unwritten: dict[OpCall, OpTime] = {}
         self._unwritten_failures: dict[OpCall, str] = {}
@@ -163,20 +181,21 @@ class ProfileStore:
         if known is not None:
             return known
         rows = self._read(
-            "SELECT forward_s, input_grad_s, weight_grad_s, spread, num_samples FROM op_times "
+            f"SELECT {_OP_VALUES} FROM op_times "
             "WHERE op=? AND call=? AND device=? AND torch_version=? AND num_threads=?",
             (call.target, call_to_text(call), *self._owner),
         )
-        return self._op_time(rows[0]) if rows else None
+        return self._op_time(call, rows[0]) if rows else None
 
     def put(self, call: OpCall, times: OpTime) -> None:
         """Keeps the times of ``call``, replacing earlier ones; committed at once."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the times of {call.target}.")
-        numbers = (times.forward_s, times.input_grad_s, times.weight_grad_s, times.spread)
+        seconds = (times.forward_s, times.input_grad_s, times.weight_grad_s, times.spread)
+        row = (*self._key(call), *map(float, seconds), times.num_samples)
         written = self._write(
-            "INSERT OR REPLACE INTO op_times VALUES (?,?,?,?,?,?,?,?,?,?)",
-            (call.target, call_to_text(call), *self._owner, *numbers, times.num_samples),
+            "INSERT OR REPLACE INTO op_times VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            (*row, _checksum(row)),
         )
         if not written:
             self._unwritten[call] = times
@@ -187,20 +206,25 @@ class ProfileStore:
         if known is not None:
             return known
         rows = self._read(
-            "SELECT reason FROM op_failures "
+            "SELECT reason, checksum FROM op_failures "
             "WHERE call=? AND device=? AND torch_version=? AND num_threads=?",
             (call_to_text(call), *self._owner),
         )
-        return str(rows[0][0]) if rows else None
+        for reason, checksum in rows:
+            if checksum == _checksum((*self._key(call), reason)):
+                return str(reason)
+            self._say("a reason why a call has no time is damaged and left out")
+        return None
 
     def put_failure(self, call: OpCall, reason: str, *, for_now: bool = False) -> None:
         """Keeps why ``call`` cannot be measured, so that no later run tries it again.
 
         ``for_now``: nor does anybody who has this store open, but later runs do.
         """
+        checksum = _checksum((*self._key(call), reason))
         written = not for_now and self._write(
-            "INSERT OR REPLACE INTO op_failures VALUES (?,?,?,?,?)",
-            (call_to_text(call), *self._owner, reason),
+            "INSERT OR REPLACE INTO op_failures VALUES (?,?,?,?,?,?)",
+            (call_to_text(call), *self._owner, reason, checksum),
         )
         if not written:
             self._unwritten_failures[call] = reason
@@ -215,17 +239,19 @@ class ProfileStore:
 
     def _calls(self, condition: str, values: tuple[object, ...]) -> Iterator[tuple[OpCall, OpTime]]:
         rows = self._read(
-            "SELECT call, forward_s, input_grad_s, weight_grad_s, spread, num_samples "
-            f"FROM op_times WHERE device=? AND torch_version=? AND num_threads=? {condition}",
+            f"SELECT call, {_OP_VALUES} FROM op_times "
+            f"WHERE device=? AND torch_version=? AND num_threads=? {condition}",
             (*self._owner, *values),
         )
         for text, *numbers in rows:
-            times = self._op_time(tuple(numbers))
             try:
                 call = call_from_text(text)
             except CostError as error:
                 self._say(f"a row that cannot be read is left out: {error}")
                 continue
+            if call in self._unwritten:
+                continue
+            times = self._op_time(call, tuple(numbers))
             if times is not None:
                 yield call, times
         yield from self._unwritten.items()
@@ -234,10 +260,11 @@ class ProfileStore:
         """Keeps the time of one collective of one size on groups of one shape."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the time of {kind}.")
-        numbers = (times.time_s, times.spread, times.num_samples)
+        numbers = (float(times.time_s), float(times.spread), times.num_samples)
+        row = (kind, shape, times.size_bytes, *self._owner, backend, *numbers)
         written = self._write(
-            "INSERT OR REPLACE INTO collective_times VALUES (?,?,?,?,?,?,?,?,?,?)",
-            (kind, shape, times.size_bytes, *self._owner, backend, *numbers),
+            "INSERT OR REPLACE INTO collective_times VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            (*row, _checksum(row)),
         )
         if not written:
             unwritten = self._unwritten_collectives.setdefault((kind, shape, backend), {})
@@ -246,20 +273,22 @@ class ProfileStore:
     def collectives(self, backend: str) -> dict[tuple[str, str], tuple[CollectiveTime, ...]]:
         """Measured times by kind and group shape, in order of size."""
         rows = self._read(
-            "SELECT kind, group_shape, size_bytes, time_s, spread, num_samples "
+            "SELECT kind, group_shape, size_bytes, time_s, spread, num_samples, checksum "
             "FROM collective_times WHERE device=? AND torch_version=? AND num_threads=? "
             "AND backend=?",
             (*self._owner, backend),
         )
         found: dict[tuple[str, str], dict[int, CollectiveTime]] = {}
-        for kind, shape, size_bytes, time_s, spread, num_samples in rows:
+        for kind, shape, size_bytes, *values, checksum in rows:
+            row = (kind, shape, size_bytes, *self._owner, backend, *values)
+            time_s, spread, num_samples = values
             times = CollectiveTime(
                 size_bytes=size_bytes, time_s=time_s, spread=spread, num_samples=num_samples
             )
-            if times.is_sane():
+            if checksum == _checksum(row) and times.is_sane():
                 found.setdefault((kind, shape), {})[size_bytes] = times
             else:
-                self._say(f"a time of {kind} that cannot be one is left out")
+                self._say(f"a time of {kind} that is damaged or cannot be one is left out")
         for (kind, shape, of_backend), unwritten in self._unwritten_collectives.items():
             if of_backend == backend:
                 found.setdefault((kind, shape), {}).update(unwritten)
@@ -268,8 +297,12 @@ class ProfileStore:
             for key, of_size in sorted(found.items())
         }
 
-    def _op_time(self, row: Row) -> OpTime | None:
-        forward_s, input_grad_s, weight_grad_s, spread, num_samples = row
+    def _key(self, call: OpCall) -> Row:
+        return (call.target, call_to_text(call), *self._owner)
+
+    def _op_time(self, call: OpCall, row: Row) -> OpTime | None:
+        *numbers, checksum = row
+        forward_s, input_grad_s, weight_grad_s, spread, num_samples = numbers
         times = OpTime(
             forward_s=forward_s,
             input_grad_s=input_grad_s,
@@ -277,12 +310,16 @@ class ProfileStore:
             spread=spread,
             num_samples=num_samples,
         )
-        if times.is_sane():
+        if checksum == _checksum((*self._key(call), *numbers)) and times.is_sane():
             return times
-        self._say("a row of numbers that cannot be times is left out")
+        self._say("a row of numbers that are damaged or cannot be times is left out")
         return None
 
     def _say(self, what: str) -> None:
+        """Once for each store: a damaged table has many rows."""
+        if what in self._said:
+            return
+        self._said.add(what)
         warnings.warn(f"profile store {self.path}: {what}", StoreWarning, stacklevel=4)
 
     def _read(self, query: str, values: tuple[object, ...]) -> list[Row]:
@@ -297,6 +334,7 @@ class ProfileStore:
         self._reopen_after_fork()
         if self._read_only:
             return False
+        self._reopen_after_deletion()
         try:
             self._connection.execute(query, values)
         except sqlite3.OperationalError as error:
@@ -312,7 +350,7 @@ class ProfileStore:
         """Goes on in memory after the file broke while in use; the next process rebuilds it."""
         self._say(f"it broke while in use, times are kept in memory: {error}")
         self._connection.close()
-        self._connection = _in_memory()
+        self._connection, self._inode = _in_memory(), None
 
     def _reopen_after_fork(self) -> None:
         if self._pid != os.getpid():
@@ -320,12 +358,27 @@ class ProfileStore:
             self._pid = os.getpid()
             self._connection = self._open()
 
+    def _reopen_after_deletion(self) -> None:
+        """What is written to a file without a name is lost."""
+        if self.path is None or self._inode is None or self._inode == _inode(self.path):
+            return
+        self._say("it was deleted or replaced while open; new times go to the one at its path")
+        self._connection.close()
+        if not self.path.exists():
+            _remove_logs(self.path)
+        self._connection = self._open()
+
     def _open(self) -> sqlite3.Connection:
+        self._inode = None
         if self.path is None:
             return _in_memory()
         try:
+            if self.path.exists() and not self.path.is_file():
+                raise _NotUsable("it is no regular file")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            return self._open_file(self.path)
+            connection = self._open_file(self.path)
+            self._inode = _inode(self.path)
+            return connection
         except _NotUsable as reason:
             self._say(f"{reason}; times are kept in memory")
         except (OSError, ValueError, sqlite3.OperationalError) as error:
@@ -341,7 +394,7 @@ class ProfileStore:
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
         num_rebuilt = 0
         while num_rebuilt < 3:
-            inode = path.stat().st_ino if path.exists() else None
+            inode = _inode(path)
             connection = _connect(path)
             try:
                 problem = _prepare(connection)
@@ -361,7 +414,7 @@ class ProfileStore:
                 return connection
             connection.close()
             num_rebuilt += 1
-            if path.exists() and path.stat().st_ino == inode:
+            if inode is not None and _inode(path) == inode:
                 aside = _set_aside(path)
                 self._say(f"{problem}; it is now {aside.name} and a new one is begun")
         raise _NotUsable("it is damaged again and again")
@@ -449,10 +502,23 @@ def _columns(connection: sqlite3.Connection, table: str) -> list[tuple[str, str]
     return [(name, kind) for name, kind in rows]
 
 
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+def _inode(path: Path) -> int | None:
+    """Which file is at ``path``; None where there is none, or none that may be seen."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _remove_logs(path: Path) -> None:
+    """SQLite's files beside one that is to be begun anew."""
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    _remove_logs(path)
     if path.exists():
         path.replace(aside)
     return aside

@@ -4,6 +4,8 @@ The call is AdamW's, fused: one kernel that reads weights, gradient and two tens
 writes all but the gradient. Other updates take as much of its time as they move of its memory.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +17,20 @@ from autopar.cost_models.work import Family, OpWork, Work
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """What prices know of an optimizer: how many tensors of state, as large as it, a parameter has,
-    and whether an update is one kernel."""
+    and whether an update is one kernel.
+
+    While an update runs it holds other tensors: as large as all parameters that it updates at once,
+    ``temporaries_of_all`` times over; as the one that it is at, ``temporaries_of_one`` times; and
+    as the one before that, ``temporaries_before`` times. ``is_joint`` where it updates all
+    parameters of a device at once in any case.
+    """
 
     num_states: int
     is_fused: bool
+    temporaries_of_all: float = 0.0
+    temporaries_of_one: float = 0.0
+    temporaries_before: float = 0.0
+    is_joint: bool = False
 
     @property
     def num_passes(self) -> int:
@@ -30,14 +42,28 @@ class OptimizerSpec:
         """
         return 3 + (2 if self.is_fused else 8) * self.num_states
 
+    def workspace_bytes(self, sizes_bytes: Sequence[int]) -> int:
+        """What an update of parameters of these sizes, in this order, needs while it runs."""
+        of_one = max(
+            (
+                self.temporaries_of_one * size + self.temporaries_before * before
+                for before, size in itertools.pairwise([0, *sizes_bytes])
+            ),
+            default=0.0,
+        )
+        return round(self.temporaries_of_all * sum(sizes_bytes) + of_one)
+
 
 FUSED_ADAMW = OptimizerSpec(num_states=2, is_fused=True)
 """The optimizer of an `update_call`."""
 
 
 def adamw(device: DeviceSpec) -> OptimizerSpec:
-    """AdamW as the runtime runs it: by torch's fused kernel on CPUs alone."""
-    return OptimizerSpec(num_states=FUSED_ADAMW.num_states, is_fused=device.kind == "cpu")
+    """AdamW as the runtime runs it: by torch's fused kernel on CPUs, by kernels that update many
+    tensors at once elsewhere."""
+    if device.kind == "cpu":
+        return FUSED_ADAMW
+    return OptimizerSpec(num_states=FUSED_ADAMW.num_states, is_fused=False, temporaries_of_all=1.0)
 
 
 _OPERATIONS = 16

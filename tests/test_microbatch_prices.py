@@ -12,7 +12,7 @@ from autopar.capture import capture
 from autopar.graph import ValueKind
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
-from autopar.placement import P, R, S, V
+from autopar.placement import R, S, V
 from autopar.pricing import OpTable, Pricing
 from autopar.problem import PricedGraph, price_graph
 
@@ -94,19 +94,6 @@ def test_moves_of_activations_and_of_parameters() -> None:
     assert cut.pricing.move_s(weight, stored, used, stored=True) == pytest.approx(
         NUM * forward_s + backward_s
     )
-
-
-def test_what_is_split_inside_is_put_in_order() -> None:
-    """Rows are sent as they lie; of columns, a copy with the parts one after the other is."""
-    part = priced(ROWS, 1)
-    value = next(v for v in part.pricing.graph.values if v.shape == (ROWS, 16, 256))
-    device = CLUSTER.device
-    # [8, 16, 256] of float32, on half of the mesh
-    copy_s = device.kernel_launch_s + 2 * 8 * 16 * 256 * 4 / device.memory_bandwidth_bytes_per_s
-    rows, columns = (part.pricing.directions_s(value, (s, R), (V, R)) for s in (S(0), S(2)))
-    assert columns == pytest.approx([seconds + copy_s for seconds in rows])
-    rows, columns = (part.pricing.directions_s(value, (P, R), (s, R)) for s in (S(0), S(2)))
-    assert columns == pytest.approx([seconds + copy_s for seconds in rows])
 
 
 def test_small_parts_cost_more_than_their_share() -> None:

@@ -2,8 +2,8 @@
 
 Nothing is guessed: the actions of the schedule are played in their order. Every value lives from
 the block that makes it to the last one that reads it, forward or backward; saved values live until
-their block's backward pass, and what W needs until that; gradients accumulate; and inside each
-graph the peak is found by liveness.
+their block's backward pass, and what W needs until that; gradients accumulate; inside each graph
+the peak is found by liveness; and updates have what the optimizer holds beside its state.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.collectives import (
 )
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
+from autopar.cost_models.update import OptimizerSpec
 from autopar.local_sockets import MAX_RANKS
 from autopar.lowering.kernel_memory import InputGradient, KernelMemory, kernel_memory, made_bytes
 from autopar.lowering.program import ParameterProgram, RankProgram, Role
@@ -50,7 +51,7 @@ class ProgramMemory:
 
 
 def program_memory(
-    program: RankProgram, device: DeviceSpec, *, num_optimizer_states: int
+    program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec
 ) -> ProgramMemory:
     """Memory of one training step on the device of the pipeline that needs most.
 
@@ -60,7 +61,7 @@ def program_memory(
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
     sizes = {p.value: _ParameterBytes.of(p, program, allocator) for p in program.parameters}
     plays = [
-        _Play(program, route, kernels, sizes, num_optimizer_states, device).run()
+        _Play(program, route, kernels, sizes, optimizer, device).run()
         for route in routes_of(program)
     ]
     most = max(plays, key=lambda memory: memory.peak_bytes)
@@ -118,11 +119,12 @@ class _Play:
         route: Route,
         kernels: Sequence[KernelMemory],
         parameter_bytes: Mapping[int, _ParameterBytes],
-        num_optimizer_states: int,
+        optimizer: OptimizerSpec,
         device: DeviceSpec,
     ) -> None:
         self.program = program
         self.device = device
+        self.optimizer = optimizer
         self.route = route
         self.kernels = kernels
         self.parameter_bytes = parameter_bytes
@@ -143,7 +145,7 @@ class _Play:
                 stored = parameter_bytes[p.value].stored
                 self.live[Category.PARAMETERS] += stored
                 if p.trainable:
-                    self.live[Category.OPTIMIZER_STATE] += stored * num_optimizer_states
+                    self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
         for b in program.buffers:
             self.live[Category.BUFFERS] += self.allocator.rounded(
                 math.prod(b.shape) * b.dtype.itemsize
@@ -159,6 +161,8 @@ class _Play:
             self.live[Category.INPUTS] += size
         self.due = {v for a in self.route.late_updates for v in self.route.parameters[a.stage]}
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
+        self.rounds: list[list[int]] = [[]]
+        """Gradients that come together: first those that are not communicated."""
 
     def _at(self, where: str, working: int) -> None:
         now = self.live.copy()
@@ -191,6 +195,8 @@ class _Play:
             stage, microbatch = action.stage, action.microbatch
             if action in self.route.late_updates:
                 self._update_late(stage)
+            if action.kind is Kind.U and not self.optimizer.is_joint:
+                self._update(self.route.parameters[stage])
             if microbatch is None:
                 continue
             recomputed = stage in self.program.pipeline.shape.recomputed
@@ -211,12 +217,28 @@ class _Play:
                     sent = self.gradients.pop((microbatch, value), None)  # to the stage before
                     if sent is not None:
                         self._drop(sent.buffer)
+        for values in self._last_updates():
+            self._update(values)
         by_category = {str(c): v for c, v in sorted(self.peak.items()) if v}
         return ProgramMemory(
             by_category=by_category,
             peak_at=self.peak_at,
             device_bytes=device_bytes(by_category, self.device),
         )
+
+    # --- updates ---------------------------------------------------------------------------
+    def _last_updates(self) -> list[list[int]]:
+        """The parameters that are updated together behind the last action."""
+        trained = {v for values in self.route.parameters.values() for v in values}
+        if self.optimizer.is_joint:
+            return [sorted(trained)]
+        if self.program.pipeline.shape.reduces:
+            return [list(values) for values in self.route.parameters.values()]
+        return self.rounds
+
+    def _update(self, values: Sequence[int]) -> None:
+        sizes = [self.parameter_bytes[value].stored for value in values]
+        self._at("update", self.optimizer.workspace_bytes(sizes))
 
     # --- forward ---------------------------------------------------------------------------
     def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:
@@ -358,7 +380,11 @@ class _Play:
         if kernel.cotangents:
             num_inputs = len(block.interface.inputs)
             values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
-            self._reduce([v for v in values if self._contribute(v)], block.name)
+            complete = [v for v in values if self._contribute(v)]
+            communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
+            self.rounds[0] += [v for v in complete if v not in communicated]
+            self.rounds.append(communicated)
+            self._reduce(communicated, block.name)
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Outputs that the block had saved, once I is done or, those that W needs, W."""
@@ -392,7 +418,7 @@ class _Play:
         each has as much that is received, and the part is made in the end; elsewhere the part is
         what is received.
         """
-        found = [self.parameter_bytes[v] for v in values if self.parameter_of[v].kernel is not None]
+        found = [self.parameter_bytes[v] for v in values]
         copied = sum(size.used for size in found if size.used <= size.stored)
         whole = [size for size in found if size.used > size.stored]
         joined = [size for size in whole if size.used <= ALONE_BYTES]

@@ -2,7 +2,8 @@
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
 ``trainer`` (steps done, learning-rate schedule). It can be read on any mesh and any number of
-ranks, and by plain ``torch.distributed.checkpoint`` tools.
+ranks, and by plain ``torch.distributed.checkpoint`` tools. One that is written over another leaves
+that whole until it is whole itself, whatever dies meanwhile.
 """
 
 from __future__ import annotations
@@ -15,26 +16,44 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import InputError
 from autopar.runtime.rank import RankRuntime
+from autopar.torch_private import CheckpointWriter
 
 Path = str | os.PathLike[str]
 
 
 def save(runtime: RankRuntime, path: Path) -> None:
-    """Write the state of all ranks to the folder ``path``. Collective."""
-    dcp.save(_state(runtime), checkpoint_id=path)
+    """Write the state of all ranks to the folder ``path``. Collective.
+
+    Raises InputError where it cannot be written; what was there, and the training, go on.
+    """
+    try:
+        dcp.save(_state(runtime), storage_writer=CheckpointWriter(path))
+    except dcp.CheckpointException as error:
+        raise InputError(
+            f"the checkpoint cannot be written to {os.fspath(path)!r}: {_reason(error)}. Nothing "
+            "is lost: pass another folder, such as compiled.save('checkpoint')"
+        ) from error
 
 
 def load(runtime: RankRuntime, path: Path) -> None:
     """Read what `save` wrote, on this mesh or another. Collective.
 
-    Raises InputError where the checkpoint does not fit, and leaves everything as it was.
+    Raises InputError where the checkpoint does not fit, or files are missing or cut short, and
+    leaves everything as it was; damage inside of a file is found when it is read.
     """
     with runtime.made_optimizer_state(), runtime.refused_by_all():
         state = _state(runtime)
         metadata = _metadata(path)
         _drop_what_was_not_saved(state, metadata)
         _check_fits(state, metadata, path)
-    dcp.load(state, checkpoint_id=path)
+        _check_files(metadata, path)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as error:
+        raise InputError(
+            f"the checkpoint in {os.fspath(path)!r} is damaged: {_reason(error)}. The model may "
+            "hold parts of it by now: load another checkpoint before it is trained on"
+        ) from error
     runtime.load_state_dict(state["model"])
     if "optimizer" in state:
         runtime.load_optimizer_state_dict(state["optimizer"])
@@ -103,6 +122,33 @@ def _check_fits(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
             "from the same model with an optimizer of the same kind, or build the model that was "
             "saved"
         ) from error
+
+
+def _check_files(metadata: Metadata, path: Path) -> None:
+    """Raise InputError where a file ends before what should be in it."""
+    ends: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        file = os.path.join(path, name)
+        size = os.path.getsize(file) if os.path.isfile(file) else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size} bytes instead of {end}"
+            raise InputError(
+                f"the checkpoint in {os.fspath(path)!r} is not whole: the file {name!r} {found}; "
+                "copy it again, or load another checkpoint"
+            )
+
+
+def _reason(error: dcp.CheckpointException) -> str:
+    """What went wrong on the first of the ranks."""
+    for rank, (failure, _) in sorted(error.failures.items()):
+        if not isinstance(failure, Exception):  # Ctrl-C
+            raise failure
+        # The first sentence: torch goes on with advice for other cases.
+        return f"rank {rank}: {type(failure).__name__}: {str(failure).split('. ')[0]}"
+    return str(error)
 
 
 def _state(runtime: RankRuntime) -> dict[str, Any]:

@@ -129,8 +129,9 @@ class RankService:
         """None, or why nothing was taken over; alike on all ranks."""
         return _refusal(self.running.load_optimizer_state_dict, state)
 
-    def save_checkpoint(self, path: str) -> None:
-        checkpoint.save(self.running, path)
+    def save_checkpoint(self, path: str) -> str | None:
+        """None, or why nothing was written; alike on all ranks."""
+        return _refusal(checkpoint.save, self.running, path)
 
     def load_checkpoint(self, path: str) -> str | None:
         """None, or why nothing was taken over; alike on all ranks."""
@@ -269,14 +270,14 @@ class LocalRunner:
             raise no_optimizer()
 
     def _taken_over(self, method: str, *args: Any) -> None:
-        """Raise what the workers refused it for; they stay as they were."""
+        """Raise what the workers refused it for, and go on."""
         refusals = [text for text in self.group.call(method, *args) if text is not None]
         if refusals:
             raise InputError(refusals[0])
 
     def save(self, path: checkpoint.Path) -> None:
         checkpoint.check_writable(path)
-        self.group.call("save_checkpoint", os.path.abspath(path))
+        self._taken_over("save_checkpoint", os.path.abspath(path))
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)

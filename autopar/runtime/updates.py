@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.faults.whereabouts import padded, say
-from autopar.runtime.optimizers import ELEMENTWISE, update
+from autopar.runtime.optimizers import is_elementwise, update
 from autopar.runtime.reductions import Reductions
 
 _LATE = padded("the last step's reductions and updates")
@@ -42,7 +42,7 @@ class Updates:
         self.lr_scheduler = lr_scheduler
         self.trained = trained
         self.clip = clip
-        self.by_stage = clip is None and type(optimizer) in ELEMENTWISE
+        self.by_stage = clip is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
         self._due: Reductions[Tensor] | None = None
         self._loss: Tensor | None = None

@@ -27,6 +27,7 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     hidden = torch.zeros(2, 4, 5)
     cells = [_weights(20, 8), _weights(20, 5), _weights(20), _weights(20)]
     cells += [_weights(20, 5), _weights(20, 5), _weights(20), _weights(20)]
+    gru = [_weights(15, 8), _weights(15, 5), _weights(15), _weights(15)]
     norm = [_weights(4), _weights(4), torch.zeros(4), torch.ones(4)]
     return [
         (aten.linear.default, (x, w, b), {}),
@@ -100,6 +101,13 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.arange.default, (5,), {"device": torch.device("cpu"), "pin_memory": False}),
         (aten.full.default, ([2, 3], 1.5), {"dtype": torch.float32}),
         (aten.new_ones.default, (x, [3]), {}),
+        (aten.einsum.default, ("bsi,io->bso", [x, _weights(8, 5)]), {}),
+        (aten.tensordot.default, (x, _weights(8, 6, 3), [1, 2], [1, 0]), {}),
+        (aten.bilinear.default, (x, _floats(4, 6, 5), _weights(3, 8, 5), _weights(3)), {}),
+        (aten.cdist.default, (x, _floats(4, 30, 8)), {}),
+        (aten.mv.default, (_weights(7, 6), _floats(6)), {}),
+        (aten.gru.input, (x, hidden[:1], gru, True, 1, 0.0, True, False, True), {}),
+        (aten.lstm_cell.default, (_floats(4, 8), [_floats(4, 5), _floats(4, 5)], *cells[:4]), {}),
     ]
 
 

@@ -164,6 +164,15 @@ def test_wrong_questions_are_refused(arguments, message):
         CommunicationModel(Cluster.preset("h200")).estimate(*arguments)
 
 
+def test_ranks_may_be_any_sequence():
+    model = CommunicationModel(Cluster.preset("h200"))
+    of_tuple = model.estimate("all_reduce", 1 << 20, (0, 2, 4))
+    assert model.estimate("all_reduce", 1 << 20, [0, 2, 4]) == of_tuple
+    assert model.estimate("all_reduce", 1 << 20, range(0, 6, 2)) == of_tuple
+    assert model.spans([0, 2]) == model.spans((0, 2))
+    assert model.group_shape([0, 2]) == model.group_shape((0, 2))
+
+
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-8), st.integers(1, 1 << 24))
 def test_a_measured_line_is_recovered_between_and_beyond_its_points(latency_s, per_byte, size):
     sizes = (1 << 10, 1 << 15, 1 << 20)

@@ -16,7 +16,7 @@ from autopar.cost_models.compute import peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.presets import PRESET_NAMES
 from autopar.cost_models.work import Family
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from op_samples import samples
 
@@ -69,6 +69,20 @@ def test_doubling_a_product_never_makes_it_faster(m, n, k, axis):
         assert model.estimate(_product(*doubled)).forward_s >= once * 0.999
 
 
+@given(
+    st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 8192), st.integers(0, 2),
+    st.integers(1, 300),
+)  # fmt: skip
+@example(1, 128, 4096, 1, 1)
+def test_a_larger_product_never_takes_less_time(m, n, k, axis, more):
+    sizes = [m, n, k]
+    larger = [size + (more if i == axis else 0) for i, size in enumerate(sizes)]
+    for device in (H100, Cluster.preset("2080ti").device, Cluster.preset("cpu").device):
+        model = RooflineModel(device)
+        once = model.estimate(_product(*sizes, torch.float32)).forward_s
+        assert model.estimate(_product(*larger, torch.float32)).forward_s >= once * (1 - 1e-9)
+
+
 def test_large_products_reach_what_is_published():
     # cuBLAS on 8192-cubed bfloat16: 600 to 800 TFLOPS on an H100 SXM, 230 to 290 on an A100.
     call = _product(8192, 8192, 8192)
@@ -98,6 +112,21 @@ def test_a_causal_kernel_does_half_of_the_work():
     causal = model.estimate(_attention(8192, causal=True))
     assert causal.forward_s == pytest.approx(full.forward_s / 2, rel=0.05)
     assert causal.input_grad_s == pytest.approx(full.input_grad_s / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("scaled_dot_product_attention", (None, 0.1)),
+        ("_scaled_dot_product_efficient_attention", (None, True, 0.1)),
+        ("_scaled_dot_product_flash_attention", (0.1,)),
+    ],
+)
+def test_each_attention_is_causal_where_its_own_argument_says_so(name, before):
+    spec = TensorSpec((4, 16, 8192, 128), torch.bfloat16, requires_grad=True)
+    calls = [OpCall(f"aten.{name}.default", (spec,) * 3 + before + (c,)) for c in (False, True)]
+    full, causal = (RooflineModel(H100).estimate(call).forward_s for call in calls)
+    assert causal == pytest.approx(full / 2, rel=0.05)
 
 
 def test_dropout_in_attention_is_dear_on_a_cpu_where_it_is_not_fused():

@@ -1,12 +1,14 @@
 """Detection: limits of containers, names of devices, measurements that are kept."""
 
 import functools
+import json
 import math
+import warnings
 
 import msgspec
 import pytest
 import torch
-from autopar.cost_models import Cluster, cgroup
+from autopar.cost_models import Cluster, cgroup, detect
 from autopar.cost_models.cgroup import limits
 from autopar.cost_models.detect import (
     float32_products,
@@ -168,6 +170,53 @@ def test_a_measured_device_is_measured_once_for_each_identity(tmp_path, monkeypa
         kept.write_text('{"name": "L4"}')
     with pytest.warns(UserWarning, match="measured again"):
         assert kept_device("cuda", ("L4", 72), measure).name == "third"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "cpu"},
+        {"name": "another"},
+        {"num_processes": 4},
+        {"memory_bytes": 10**400},
+        {"memory_bandwidth_bytes_per_s": 1e-9},
+        {"cache_bandwidth_bytes_per_s": 1e30},
+        {"peak_flops_per_s": {"float32": 3.0}},
+        {"kernel_launch_s": 60.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_kept_record_of_another_device_or_of_none_is_measured_again(
+    tmp_path, monkeypatch, change
+):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    device = Cluster.preset("2080ti").device
+    expected = {"name": device.name, "num_processes": 1}
+    asked = ("cuda", (device.name,), lambda: device, expected)
+    assert kept_device(*asked) == device
+    (kept,) = tmp_path.glob("cuda-*.json")
+    record = kept.read_bytes()
+    kept.write_text(json.dumps(json.loads(record) | change))
+    with pytest.warns(UserWarning, match="is measured again"):
+        assert kept_device(*asked) == device
+    assert kept.read_bytes() == record
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept_device(*asked) == device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")
+def test_peaks_of_another_number_of_workers_are_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(detect, "_PROBE_S", 0.001)
+    Cluster.detect(1)
+    (of_one,) = tmp_path.glob("cpu-*.json")
+    Cluster.detect(2)
+    (of_two,) = set(tmp_path.glob("cpu-*.json")) - {of_one}
+    of_two.write_bytes(of_one.read_bytes())
+    with pytest.warns(UserWarning, match="measured again: it is of a device with"):
+        found = Cluster.detect(2).device
+    assert found.num_processes == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

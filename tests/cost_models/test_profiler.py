@@ -372,6 +372,18 @@ def test_away_from_measured_shapes_their_ratio_fades_without_a_jump():
     assert any(1.2 < found < 2.8 for found in ratios)
 
 
+def test_a_price_between_noisy_measurements_is_flagged():
+    profiler = _profiler(measuring=False)
+    for rows, spread in ((64, 0.1), (128, 0.1), (1 << 14, 0.5), (1 << 15, 0.1)):
+        times = replace(_off_by(3.0, _linear(rows)), spread=spread)
+        profiler.store.put(_linear(rows), times)
+    assert profiler.estimate(_linear(9000)).is_noisy
+    for rows in (64, 128, 1 << 14):
+        profiler.store.put(_linear(rows), _off_by(3.0, _linear(rows)))
+    quiet = Profiler(profiler.store, HERE, measuring=False).estimate(_linear(9000))
+    assert (quiet.source, quiet.is_noisy) == (Source.INTERPOLATED, False)
+
+
 def test_interpolation_errs_less_than_the_roofline_on_a_curved_truth():
     """A device whose small products are slow: the measured ends say so, the roofline does not."""
 
@@ -395,6 +407,48 @@ def test_only_the_device_at_hand_is_measured():
         Profiler(ProfileStore(None, h100), h100)
     absent = Profiler(ProfileStore(None, h100), h100, measuring=False)
     assert absent.estimate(_linear(8)).source == Source.ANALYTICAL
+
+
+@pytest.mark.parametrize("device", [HERE, Cluster.preset("h100-sxm").device], ids=["cpu", "h100"])
+def test_nothing_is_run_or_stored_where_measuring_is_off(device):
+    ran = []
+    store = ProfileStore(None, device)
+    profiler = Profiler(store, device, measuring=False, measure=ran.append)
+    calls = [_linear(4), OpCall("aten.mm.default", (TensorSpec((4, 4), torch.bool),) * 2)]
+    summary = profiler.profile(calls, progress=False)
+    assert (summary.num_measured, summary.num_left, summary.failed) == (0, 2, ())
+    assert profiler.missing(calls) == calls
+    assert ran == list(store.everything()) == []
+    assert [store.failure(call) for call in calls] == [None, None]
+
+
+def test_profiling_leaves_torchs_random_numbers_as_they_were():
+    dropout = OpCall("aten.native_dropout.default", (TensorSpec((64, 64)), 0.5, True))
+    torch.manual_seed(3)
+    want = torch.randn(8)
+    torch.manual_seed(3)
+    assert _profiler().profile([dropout, _linear(8)], progress=False).num_measured == 2
+    assert torch.equal(torch.randn(8), want)
+
+
+def test_a_users_operator_is_tried_again_by_a_later_run_once_it_was_mended(tmp_path):
+    works = False
+
+    @torch.library.custom_op("autopar_tests::mended", mutates_args=())
+    def mended(x: torch.Tensor) -> torch.Tensor:
+        if not works:
+            raise ValueError("not yet")
+        return x.clone()
+
+    mended.register_fake(torch.empty_like)
+    call = OpCall("autopar_tests.mended.default", (TensorSpec((64, 8)),))
+    path = tmp_path / "store.sqlite3"
+    first = _profiler(path)
+    with pytest.warns(UserWarning, match="not yet"):
+        first.profile([call], progress=False)
+    works = True
+    assert first.profile([call], progress=False).num_measured == 0
+    assert _profiler(path).profile([call], progress=False).num_measured == 1
 
 
 def _profile_in_a_process(path, calls, go, progress):

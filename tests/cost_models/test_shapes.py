@@ -54,6 +54,11 @@ def test_unknown_operations_are_refused_with_the_form_of_a_target():
         outputs(OpCall("aten.no_such_operation.default", (TensorSpec((4,)),)))
 
 
+def test_negative_sizes_are_refused():
+    with pytest.raises(CostError, match=r"\(-1, 8\): a size is at least 0"):
+        TensorSpec((-1, 8))
+
+
 def test_expanded_dimensions_count_once_in_bytes():
     real = torch.randn(3, 1).expand(3, 5)
     spec = TensorSpec.of(real)

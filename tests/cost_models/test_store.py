@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import struct
 import tempfile
 import threading
 import time
@@ -95,7 +96,7 @@ def test_times_belong_to_one_device_torch_and_number_of_threads(tmp_path, monkey
         assert other.get(_call()) is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-3, 0.0])
 def test_numbers_that_cannot_be_times_are_not_stored(value):
     with pytest.raises(CostError, match="cannot be the times"):
         ProfileStore(None, DEVICE).put(_call(), _times(value))
@@ -219,6 +220,122 @@ def test_a_collective_that_takes_no_time_or_moves_nothing_is_left_out(tmp_path, 
     connection.close()
     with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="cannot be one"):
         assert store.collectives("gloo") == {}
+
+
+def _damaged(path, table, column):
+    """With one bit of one value of each row turned."""
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute(f"SELECT DISTINCT {column} FROM {table}").fetchall()
+        for (value,) in rows:
+            if isinstance(value, float):
+                (bits,) = struct.unpack("<q", struct.pack("<d", value))
+                (other,) = struct.unpack("<d", struct.pack("<q", bits ^ (1 << 50)))
+            else:
+                other = value ^ 1 if isinstance(value, int) else value.replace("8", "9")
+            connection.execute(f"UPDATE {table} SET {column}=? WHERE {column}=?", (other, value))
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "column", ["forward_s", "input_grad_s", "spread", "num_samples", "checksum", "call"]
+)
+def test_a_bit_that_turned_in_a_row_costs_its_time_and_is_said_once(tmp_path, column):
+    path = _file_of_two_calls(tmp_path)
+    _damaged(path, "op_times", column)
+    calls = [_call(rows) for rows in (2, 4)]
+    if column == "call":
+        calls = [OpCall("aten.relu.default", (TensorSpec((rows, 9)),)) for rows in (2, 4)]
+    with ProfileStore(path, DEVICE) as store:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert [store.get(call) for call in calls] == [None, None]
+            assert list(store.everything()) == []
+        (warning,) = said
+        assert "damaged" in str(warning.message)
+        store.put(calls[0], _times(7e-3))
+        assert store.get(calls[0]) == _times(7e-3)
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="damaged"):
+        assert list(store.everything()) == [(calls[0], _times(7e-3))]
+
+
+@pytest.mark.parametrize("column", ["time_s", "size_bytes", "group_shape"])
+def test_a_bit_that_turned_in_a_collectives_row_costs_its_time(tmp_path, column):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put_collective("all_reduce", "[8]", "gloo", _collective(8))
+        assert store.collectives("gloo") == {("all_reduce", "[8]"): (_collective(8),)}
+    _damaged(path, "collective_times", column)
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="damaged"):
+        assert store.collectives("gloo") == {}
+
+
+def test_a_damaged_reason_is_none(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as store:
+        store.put_failure(_call(), "8 kernels are missing")
+    _damaged(path, "op_failures", "reason")
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="damaged"):
+        assert store.failure(_call()) is None
+
+
+def test_whole_seconds_are_read_back(tmp_path):
+    path = tmp_path / "store.sqlite3"
+    times = OpTime(forward_s=1, input_grad_s=0, weight_grad_s=0, spread=0, num_samples=1)
+    with ProfileStore(path, DEVICE) as store:
+        store.put(_call(), times)
+        assert store.get(_call()) == times
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_left_alone(tmp_path, kind):
+    path = tmp_path / "store.sqlite3"
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "device":
+            path = Path("/dev/null")
+        case "folder":
+            path.mkdir()
+    with pytest.warns(StoreWarning, match="no regular file; times are kept in memory"):
+        store = ProfileStore(path, DEVICE)
+    with store:
+        store.put(_call(), _times())
+        assert store.get(_call()) == _times()
+    assert not path.is_file()
+
+
+def test_of_an_old_and_an_unwritten_time_only_the_new_one_counts(tmp_path):
+    path = _file_of_two_calls(tmp_path)
+    with ProfileStore(path, DEVICE) as store:
+        store._connection.execute("PRAGMA query_only=ON")  # as on a disk that is read-only
+        with pytest.warns(StoreWarning, match="cannot be written"):
+            store.put(_call(), _times(5e-3))
+        want = {_call(): _times(5e-3), _call(2): _times()}
+        for found in (store.everything(), store.of_op("aten.relu.default")):
+            pairs = list(found)
+            assert len(pairs) == 2
+            assert dict(pairs) == want
+
+
+@pytest.mark.parametrize("with_logs", [False, True])
+def test_times_after_the_file_was_deleted_are_in_a_new_one(tmp_path, with_logs):
+    path = tmp_path / "store.sqlite3"
+    with ProfileStore(path, DEVICE) as one, ProfileStore(path, DEVICE) as two:
+        one.put(_call(1), _times())
+        path.unlink()
+        if with_logs:
+            for log in tmp_path.glob("store.sqlite3-*"):
+                log.unlink()
+        for store, rows in ((one, 2), (two, 3)):
+            with pytest.warns(StoreWarning, match="deleted or replaced while open"):
+                store.put(_call(rows), _times(rows))
+            store.put(_call(10 * rows), _times(rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ProfileStore(path, DEVICE) as store:
+            found = {call.tensors()[0].shape[0]: times for call, times in store.everything()}
+    assert found == {2: _times(2), 20: _times(2), 3: _times(3), 30: _times(3)}
 
 
 def test_a_table_of_other_columns_is_rebuilt_once(tmp_path):

@@ -136,10 +136,21 @@ CASES = {
 
 AdamW = functools.partial(torch.optim.AdamW, lr=1e-3)
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
+OTHERS = [  # each holds as much as the parameters, or several of its own, beside its state
+    functools.partial(torch.optim.AdamW, foreach=True),
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    functools.partial(torch.optim.Adagrad, foreach=True),
+]
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer"), [*((case, AdamW) for case in CASES), ("deep, alone", SGD)]
+    ("case", "optimizer"),
+    [
+        *((case, AdamW) for case in CASES),
+        *(("deep, alone", optimizer) for optimizer in (SGD, *OTHERS)),
+        *(("deep, ZeRO-3", optimizer) for optimizer in OTHERS[:2]),
+    ],
 )
 def test_counted_is_held(case: str, optimizer: Any) -> None:
     make_model, make_batch, num_processes, constraints = CASES[case]

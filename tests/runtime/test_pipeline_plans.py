@@ -16,7 +16,7 @@ from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError, OptimizerError, PlanError
 from autopar.plan import Plan
 from autopar.schedules import Action, Kind
 from autopar.schedules import build as build_schedule
@@ -185,6 +185,100 @@ def test_state_goes_out_and_comes_back(model: nn.Module) -> None:
     compiled.load_state_dict(state)
     compiled.load_optimizer_state_dict(optimizer)
     assert [compiled.train_step(**batch).item() for batch in batches()] == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_groups_are_those_of_the_whole_model(model: nn.Module, options: dict[str, Any]) -> None:
+    """On every device, though it holds a part of the parameters; kernels that refuse tensors
+    without data too."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:5], "lr": 0.0}, {"params": parameters[5:], "lr": 0.5}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, **options)
+
+    compiled = compiled_for(model, 2, num_stages=2, num_microbatches=2, optimizer=make)
+    expected = reference_steps(model, batches(), make)
+    assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    names = [name for name, _ in model.named_parameters()]
+    groups = compiled.optimizer_state_dict()["param_groups"]
+    assert [group["params"] for group in groups] == [names[:5], names[5:]]
+
+
+class Normalised(torch.optim.SGD):
+    """Its step depends on all gradients."""
+
+
+def with_hook(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = sgd(parameters)
+    optimizer.register_step_pre_hook(
+        lambda *_: torch.nn.utils.clip_grad_norm_(parameters, 0.1) and None
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [functools.partial(Normalised, lr=0.1), with_hook])
+def test_what_may_look_at_all_parameters_has_them_on_every_device(
+    model: nn.Module, make: Any
+) -> None:
+    with pytest.raises(OptimizerError, match="different devices of a pipeline"):
+        compiled_for(model, 2, num_stages=2, num_microbatches=2, optimizer=make)
+    forced = [autopar.Force("data_parallel")]
+    compiled = compiled_for(model, 2, mesh={"x": 2}, constraints=forced, optimizer=make)
+    expected = reference_steps(model, batches(), make)
+    assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_masks_of_padding_are_cut_into_micro_batches(name: str) -> None:
+    model, make_batch = build(name)
+    model = model.double()
+
+    def padded(seed: int) -> dict[str, Tensor]:
+        batch = to_double(make_batch(seed))
+        rows, length = batch["input_ids"].shape
+        lengths = length - torch.arange(rows) % 4
+        mask = (torch.arange(length) < lengths[:, None]).long()
+        return {**batch, "attention_mask": mask}
+
+    given = [padded(seed) for seed in range(3)]
+    compiled = autopar.compile(
+        model, 2, example_inputs=given[0], optimizer=sgd, profile_limit_s=0, num_stages=2,
+        num_microbatches=4,
+    )  # fmt: skip
+    losses = [compiled.train_step(**batch).item() for batch in given]
+    assert losses == pytest.approx(reference_steps(model, given, sgd).losses, abs=TOLERANCE)
+
+
+class Labelled(nn.Module):
+    """Its loss picks each row's label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        chances = self.second(torch.relu(self.first(x))).log_softmax(-1)
+        return -chances[torch.arange(len(y)), y].mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"x": 2}, "constraints": [autopar.Force("data_parallel")]},
+        {"cuts": ["second"], "schedule": "gpipe"},
+    ],
+    ids=str,
+)
+def test_labels_are_picked_in_each_part_of_the_batch(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, labels = Labelled().double(), torch.arange(16) % 5
+    given = [{"x": torch.randn(16, 8).double(), "y": labels - 5} for _ in range(3)]
+    compiled = autopar.compile(
+        model, 2, example_inputs=given[0], optimizer=sgd, profile_limit_s=0, num_microbatches=4,
+        **options,
+    )  # fmt: skip
+    losses = [compiled.train_step(**batch).item() for batch in given]
+    assert losses == pytest.approx(reference_steps(model, given, sgd).losses, rel=1e-9)
 
 
 def test_norms_count_each_parameter_once(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.errors import InputError, OptimizerError
+from autopar.errors import InputError, OptimizerError, WorkerError
 from autopar.lowering import lower
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R, S
 from autopar.runtime.local import LocalRunner
 from autopar.runtime.optimizers import ELEMENTWISE
+from autopar.runtime.workers.group import WorkerGroup
 from autopar.strategy import Analysis, Strategy
+from autopar.torch_private import CheckpointWriter
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of, stored_assignment
 
@@ -282,6 +285,25 @@ class TestStateDict:
         assert_close(model.state_dict(), before)
 
 
+class Dying(CheckpointWriter):
+    """Of a process that ends when its data is written, before anybody is told."""
+
+    def write_data(self, *args: Any) -> Any:
+        super().write_data(*args).wait()
+        os._exit(9)
+
+
+class Saver:
+    """Each rank's own tensor, as one checkpoint."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+
+    def save(self, path: str, value: float, dies: bool = False) -> None:
+        kind = Dying if dies and self.rank == 1 else CheckpointWriter
+        dcp.save({str(self.rank): torch.full((5000,), value)}, storage_writer=kind(path))
+
+
 class TestCheckpoints:
     @pytest.mark.parametrize(("saved", "loaded"), [("2", "2x2"), ("2x2", "2"), ("2", "4")])
     def test_training_goes_on_elsewhere(
@@ -306,6 +328,48 @@ class TestCheckpoints:
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         assert_close(state["model"], runner.full_state_dict())
+
+    def test_what_cannot_be_written_or_read_costs_nothing(
+        self, groups: Groups, tmp_path: Path
+    ) -> None:
+        runner = start(groups, "2", adamw)
+        losses = train(runner, BATCHES[:2])
+        with pytest.raises(InputError, match=r"cannot be written to .*File name too long"):
+            runner.save(tmp_path / ("x" * 300))
+        runner.save(tmp_path)
+        losses += train(runner, BATCHES[2:3])
+        largest = max(tmp_path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+        content = largest.read_bytes()
+        largest.write_bytes(content[: len(content) // 2])
+        with pytest.raises(InputError, match=r"not whole: the file .* bytes instead of"):
+            runner.load(tmp_path)
+        largest.unlink()
+        with pytest.raises(InputError, match=r"not whole: the file .* is missing"):
+            runner.load(tmp_path)
+        losses += train(runner, BATCHES[3:])
+        assert losses == pytest.approx(eager(adamw, BATCHES)[2], rel=1e-9)
+        largest.write_bytes(b"\0" * len(content))
+        with pytest.raises(InputError, match=r"is damaged: rank .* load another checkpoint"):
+            runner.load(tmp_path)
+        largest.write_bytes(content)
+        runner.load(tmp_path)
+        assert train(runner, BATCHES[2:]) == pytest.approx(losses[2:], rel=1e-9)
+
+    def test_a_save_that_dies_leaves_the_one_before(self, tmp_path: Path) -> None:
+        with WorkerGroup(2, service=Saver, threads_per_worker=1) as group:
+            group.call("save", str(tmp_path), 1.0)
+            before = {file.name for file in tmp_path.iterdir()}
+            with pytest.raises(WorkerError, match="worker 1"):
+                group.call("save", str(tmp_path), 2.0, True)
+        assert before < {file.name for file in tmp_path.iterdir()}  # what it had written
+        state = {"0": torch.zeros(5000), "1": torch.zeros(5000)}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(part, torch.ones(5000)) for part in state.values())
+        with WorkerGroup(2, service=Saver, threads_per_worker=1) as group:
+            group.call("save", str(tmp_path), 3.0)
+        assert len(list(tmp_path.iterdir())) == 3
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert all(torch.equal(part, torch.full((5000,), 3.0)) for part in state.values())
 
     def test_optimizer_state_goes_on_elsewhere(self, groups: Groups) -> None:
         first = start(groups, "2", adamw)
@@ -397,6 +461,17 @@ class TestWhatDoesNotFit:
             with pytest.raises(InputError, match="pass the name of a folder"):
                 act(path)
         assert runner.full_state_dict()
+
+    def test_groups_that_depend_on_what_a_device_has(self, groups: Groups) -> None:
+        def make(parameters: list[Any]) -> torch.optim.Optimizer:
+            large = [p for p in parameters if p.numel() > 100]
+            small = [p for p in parameters if p.numel() <= 100]
+            return torch.optim.SGD([{"params": large}, {"params": small, "lr": 0.1}], lr=0.2)
+
+        with pytest.raises(OptimizerError, match=r"'qkv.weight'.*must not depend on sizes"):
+            start(groups, "2", make)
+        runner = start(groups, "whole", make)
+        assert train(runner, BATCHES) == pytest.approx(eager(make, BATCHES)[2], rel=1e-9)
 
     def test_a_checkpoint_cannot_be_written_onto_a_file(
         self, groups: Groups, tmp_path: Path

@@ -60,30 +60,53 @@ def refused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "num_states", "is_fused"),
+    ("make", "num_states", "is_fused", "temporaries"),
     [
-        (None, 2, True),
-        (partial(torch.optim.SGD, lr=0.1), 0, True),
-        (MAKES["sgd"], 1, True),
-        (partial(torch.optim.AdamW, foreach=False), 2, False),
-        (partial(torch.optim.AdamW, fused=True), 2, True),
-        (MAKES["adam"], 3, True),
-        (MAKES["rmsprop"], 1, False),
-        (torch.optim.Adafactor, 0, False),  # a row and a column, which are no parameter's size
-        (torch.optim.LBFGS, 2, True),
-        (refused, 2, True),
+        (None, 2, True, (0, 0, 0)),
+        (partial(torch.optim.SGD, lr=0.1), 0, True, (0, 0, 0)),
+        (MAKES["sgd"], 1, True, (0, 0, 0)),
+        # A root, a part of it, and that of the parameter before, which lasts until then.
+        (partial(torch.optim.AdamW, foreach=False), 2, False, (0, 2, 1)),
+        (partial(torch.optim.AdamW, foreach=True), 2, False, (1, 0, 0)),
+        (partial(torch.optim.AdamW, fused=True), 2, True, (0, 0, 0)),
+        (MAKES["adam"], 3, True, (0, 0, 0)),
+        (MAKES["rmsprop"], 1, False, (0, 1, 1)),
+        (torch.optim.LBFGS, 2, True, (0, 0, 0)),
+        (refused, 2, True, (0, 0, 0)),
     ],
 )
-def test_an_optimizers_states_are_counted(make: Any, num_states: int, is_fused: bool) -> None:
+def test_what_an_optimizer_holds_is_counted(
+    make: Any, num_states: int, is_fused: bool, temporaries: tuple[int, int, int]
+) -> None:
     device = Cluster.preset("cpu").device
-    expected = OptimizerSpec(num_states=num_states, is_fused=is_fused)
+    expected = OptimizerSpec(
+        num_states=num_states,
+        is_fused=is_fused,
+        temporaries_of_all=temporaries[0],
+        temporaries_of_one=temporaries[1],
+        temporaries_before=temporaries[2],
+    )
     assert optimizer_spec(make, device) == expected
+
+
+def test_what_looks_at_all_parameters_updates_them_at_once() -> None:
+    device = Cluster.preset("cpu").device
+    found = optimizer_spec(torch.optim.Adafactor, device)
+    assert found.num_states == 0  # a row and a column, which are no parameter's size
+    assert found.is_joint
+    assert optimizer_spec(MAKES["adamw"], device, is_clipped=True).is_joint
+    sgd = OptimizerSpec(num_states=0, is_fused=False, temporaries_of_one=2, temporaries_before=1)
+    assert sgd.workspace_bytes([300, 100, 100]) == max(2 * 300, 2 * 100 + 300, 2 * 100 + 100)
+    assert sgd.workspace_bytes([]) == 0
 
 
 def test_on_cuda_updates_are_fused_where_the_user_says_so() -> None:
     device = Cluster.preset("h100-sxm").device
     assert not optimizer_spec(None, device).is_fused
     assert not optimizer_spec(MAKES["adamw"], device).is_fused
+    # torch updates many tensors at once there, and holds a root of each.
+    assert optimizer_spec(MAKES["adamw"], device).temporaries_of_all == 1
+    assert optimizer_spec(None, device).temporaries_of_all == 1
     assert optimizer_spec(partial(torch.optim.AdamW, fused=True), device).is_fused
 
 
