@@ -54,16 +54,17 @@ def allocator_of(device: DeviceSpec) -> Allocator:
     return CPU_ALLOCATOR if device.kind == "cpu" else CUDA_ALLOCATOR
 
 
-CPU_LIBRARIES_BYTES = 28 << 20
-CPU_HELD_BACK = 0.2
-"""What a step's kernels and libraries touch first; and the part of freed activations and workspaces
-that stays with the process. Fitted to the growth of processes in six steps under 79 of the plans
-of benchmarks/fidelity.py: half of the errors are below 5%, the worst is 14%."""
+CPU_LIBRARIES_BYTES = 24 << 20
+CPU_HELD_BACK = 0.16
+"""What a step's kernels and libraries touch first; and the part of what a step frees (activations,
+workspaces, gradients) that stays with the process in holes of its heap. Fitted to the growth of
+processes under the 90 plans of benchmarks/fidelity.py."""
+_FREED = (Category.ACTIVATIONS, Category.WORKSPACE, Category.GRADIENTS)
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:
     """By how much a CPU process grows whose tensors take ``by_category`` at the peak."""
-    freed = by_category.get(Category.ACTIVATIONS, 0) + by_category.get(Category.WORKSPACE, 0)
+    freed = sum(by_category.get(category, 0) for category in _FREED)
     return sum(by_category.values()) + CPU_LIBRARIES_BYTES + int(CPU_HELD_BACK * freed)
 
 

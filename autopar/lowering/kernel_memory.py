@@ -52,9 +52,10 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     allocator = allocator_of(device)
 
     def working(node: fx.Node) -> int:
-        is_cpu = device.kind == "cpu"
-        copies = _convolution_bytes(node, device.num_threads) + _lstm_bytes(node) if is_cpu else 0
-        return copies or _collective_bytes(node, is_cpu=is_cpu)
+        if device.kind != "cpu":
+            return _collective_bytes(node, is_cpu=False)
+        copies = _convolution_bytes(node, device.num_threads) + _lstm_bytes(node)
+        return copies + _batch_norm_bytes(node) or _collective_bytes(node, is_cpu=True)
 
     memory = KernelMemory()
     graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
@@ -163,6 +164,15 @@ def _in_lanes(tensor: Tensor, *dims: int) -> int:
     """
     padded = math.prod(-(-size // _LANES) * _LANES for size in dims[:2])
     return _bytes(tensor) // math.prod(dims[:2]) * padded
+
+
+def _batch_norm_bytes(node: fx.Node) -> int:
+    """torch makes the gradient of the input twice where input and cotangent lie alike in memory."""
+    if node.target is not aten.native_batch_norm_backward.default:
+        return 0
+    args: Any = node.args
+    cotangent, x = (n.meta["val"] for n in args[:2])
+    return _bytes(x) if args[9][0] and cotangent.stride() == x.stride() else 0
 
 
 def _lstm_bytes(node: fx.Node) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.collectives import (
@@ -139,6 +139,7 @@ class _Play:
         self.remaining = self.route.contributions.copy()
         self.scattering: deque[tuple[int, int]] = deque()
         self.joined: dict[int, int] = {}
+        self.updated: set[int] = set()
         self.parameter_of = {p.value: p for p in program.parameters}
         for p in program.parameters:
             if route.device in p.devices:
@@ -159,7 +160,8 @@ class _Play:
                 _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
             )
             self.live[Category.INPUTS] += size
-        self.due = {v for a in self.route.late_updates for v in self.route.parameters[a.stage]}
+        late = () if optimizer.is_joint else self.route.late_updates
+        self.due = {v for a in late for v in self.route.parameters[a.stage]}
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
         self.rounds: list[list[int]] = [[]]
         """Gradients that come together: first those that are not communicated."""
@@ -185,7 +187,8 @@ class _Play:
                 self.live[category] -= self.sizes.pop(key)
 
     def _update_late(self, stage: int) -> None:
-        """The gradients of the last step are let go of."""
+        """The gradients of the last step are let go of then."""
+        self._update(self.route.parameters[stage])
         for value in self.due.intersection(self.route.parameters[stage]):
             self.live[Category.GRADIENTS] -= self.parameter_bytes[value].stored
             self.due.discard(value)
@@ -193,10 +196,11 @@ class _Play:
     def run(self) -> ProgramMemory:
         for action in self.route.actions:
             stage, microbatch = action.stage, action.microbatch
-            if action in self.route.late_updates:
-                self._update_late(stage)
             if action.kind is Kind.U and not self.optimizer.is_joint:
-                self._update(self.route.parameters[stage])
+                if action in self.route.late_updates:
+                    self._update_late(stage)
+                else:
+                    self._update(v for v in self.route.parameters[stage] if not self.remaining[v])
             if microbatch is None:
                 continue
             recomputed = stage in self.program.pipeline.shape.recomputed
@@ -229,15 +233,20 @@ class _Play:
     # --- updates ---------------------------------------------------------------------------
     def _last_updates(self) -> list[list[int]]:
         """The parameters that are updated together behind the last action."""
-        trained = {v for values in self.route.parameters.values() for v in values}
+        stages = self.route.parameters.values()
         if self.optimizer.is_joint:
-            return [sorted(trained)]
+            return [sorted({value for values in stages for value in values})]
         if self.program.pipeline.shape.reduces:
-            return [list(values) for values in self.route.parameters.values()]
+            return [list(values) for values in stages]
         return self.rounds
 
-    def _update(self, values: Sequence[int]) -> None:
-        sizes = [self.parameter_bytes[value].stored for value in values]
+    def _update(self, values: Iterable[int]) -> None:
+        """Those of these parameters that are on this device and not updated yet."""
+        device = self.route.device
+        here = [v for v in values if device in self.parameter_of[v].devices]
+        due = [v for v in here if v not in self.updated]
+        self.updated.update(due)
+        sizes = [self.parameter_bytes[value].stored for value in due]
         self._at("update", self.optimizer.workspace_bytes(sizes))
 
     # --- forward ---------------------------------------------------------------------------
@@ -370,7 +379,10 @@ class _Play:
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         if kernel.backward_weight is None:
             return
+        num_inputs = len(block.interface.inputs)
+        values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
         self._at(f"W {block.name}", memory.workspace["W"])
+        self._at(f"W {block.name}", self._first_sums(values))
         for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
             self._release(key, (microbatch, position), category)
         self._release_outputs(position, microbatch, for_weight=True)
@@ -378,8 +390,6 @@ class _Play:
         for buffer in self.late.pop((microbatch, position), ()):
             self._drop(buffer)
         if kernel.cotangents:
-            num_inputs = len(block.interface.inputs)
-            values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
             complete = [v for v in values if self._contribute(v)]
             communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
             self.rounds[0] += [v for v in complete if v not in communicated]
@@ -393,6 +403,13 @@ class _Play:
             if is_for_weight == for_weight:
                 key = (microbatch, block.interface.outputs[index])
                 self._release(key, (microbatch, position), Category.ACTIVATIONS)
+
+    def _first_sums(self, values: Sequence[int]) -> int:
+        """What is held while second contributions are added to first ones, which makes new memory;
+        later ones are added in place."""
+        totals = self.route.contributions
+        sums = [self.parameter_bytes[v].used for v in values if self.remaining[v] == totals[v] - 1]
+        return sum(self.parameter_bytes[v].used for v in values) + max(sums) if sums else 0
 
     def _contribute(self, value: int) -> bool:
         """A gradient has its full size from its first contribution on; at the end as stored.

@@ -13,7 +13,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -52,6 +52,8 @@ CALL_LIMIT_S = 120.0
 """One call that takes longer than this to measure is given up, and with it all that are left."""
 DISTURBED, MAX_REPEATS = 0.15, 3
 """A measurement is made again, so often, when other programs had such a share of the host."""
+ALIKE = 1.2
+"""Times of one call that differ by no more are both right."""
 AGAIN = 0.25
 """What was measured while the processors were slow, and then what takes longest, is measured again
 for this part of the time that all measurements took."""
@@ -208,7 +210,8 @@ def _measure_in_workers(
             times = [reply.found for reply in replies if isinstance(reply.found, OpTime)]
             if len(times) < len(replies):
                 raise next(r.found for r in replies if isinstance(r.found, CostError))
-            best = _quicker(best, max(times, key=_total_s))
+            slowest = max(times, key=_total_s)
+            best = slowest if best is None else _quicker(best, slowest)
             if others.share < DISTURBED:
                 break
         assert best is not None
@@ -237,29 +240,42 @@ def measure_again(
     """Calls that were measured while the processors were slow, by now perhaps at their usual pace.
 
     ``paces_s`` has each call's seconds of `Pace`, which ``measure`` writes anew; in its order,
-    round by round. Then once all others, the costliest first: what takes a host's processor away
-    for less than a call is in no pace. The shorter time of each direction stays in the store.
+    round by round; of these the shorter time of each direction stays in the store. Then once all
+    others, the costliest first: what takes a host's processor away for less than a call is in no
+    pace. Where the two times of a direction differ by more than `ALIKE`, the shorter one stays,
+    and else their mean: of two that nothing disturbed, the shorter one is as much too short as the
+    other is too long.
     """
 
-    def again(calls: Iterable[OpCall]) -> None:
+    def again(calls: Iterable[OpCall], joined: Callable[[OpTime, OpTime], OpTime]) -> None:
         for call in calls:
             if time.monotonic() > deadline_s:
                 return
             with contextlib.suppress(CostError):  # what is known of it stays
-                store.put(call, _quicker(store.get(call), measure(call)))
+                times, known = measure(call), store.get(call)
+                store.put(call, times if known is None else joined(known, times))
 
     slow: set[OpCall] = set()
     for _ in range(MAX_REPEATS):
         slow.update(found := slow_ones(paces_s))
-        again(found)
+        again(found, _quicker)
     known = {call: times for call in paces_s if call not in slow and (times := store.get(call))}
-    again(sorted(known, key=lambda call: -known[call].total_s))
+    again(sorted(known, key=lambda call: -known[call].total_s), _mean)
 
 
-def _quicker(known: OpTime | None, times: OpTime) -> OpTime:
+def _mean(known: OpTime, times: OpTime) -> OpTime:
+    """Of each direction the mean where the two are alike, and else the shorter time."""
+    shorter = _quicker(known, times)
+    means = {}
+    for name in _DIRECTIONS:
+        least_s, most_s = sorted((getattr(known, name), getattr(times, name)))
+        if least_s < most_s <= ALIKE * least_s:
+            means[name] = (least_s + most_s) / 2
+    return replace(shorter, **means)
+
+
+def _quicker(known: OpTime, times: OpTime) -> OpTime:
     """The least of each direction; how far it spread is the worst of those they are from."""
-    if known is None:
-        return times
     kept = {name: min(known, times, key=attrgetter(name)) for name in _DIRECTIONS}
     spreads = [found.spread for name, found in kept.items() if getattr(found, name)]
     return OpTime(

@@ -73,7 +73,8 @@ def check_optimizer(
         return
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if has_step_hooks(optimizer):
+    has_hooks = has_step_hooks(optimizer)
+    if has_hooks:
         name += " with hooks beside its steps"
     trained = [program for program in programs if program.trainable]
     for program in trained:
@@ -84,7 +85,7 @@ def check_optimizer(
                 f"update. {_use(ELEMENTWISE)}, or a plan that stores this parameter whole on "
                 "every device"
             )
-    if kind in PARAMETERWISE and not has_step_hooks(optimizer):
+    if kind in PARAMETERWISE and not has_hooks:
         return
     for program in trained:
         if program.devices != trained[0].devices:

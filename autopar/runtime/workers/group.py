@@ -14,8 +14,8 @@ import contextlib
 import datetime
 import itertools
 import math
-import multiprocessing.connection
 import os
+import select
 import socket
 import threading
 import time
@@ -288,20 +288,23 @@ class WorkerGroup:
         answers: dict[int, _Answer] = {}
         troubles: list[Trouble] = []
         settled_s = deadline_s
+        poller = select.poll()
+        files = {worker.rank: worker.channel.fileno() for worker in self._workers}
+        for file in files.values():
+            poller.register(file, select.POLLIN)
         while len(answers) + len(troubles) < self._world_size and not self.closed:
             done = {*answers, *(trouble.rank for trouble in troubles)}
             waiting = [worker for worker in self._workers if worker.rank not in done]
             left_s = min(settled_s, deadline_s) - time.monotonic()
-            ready = multiprocessing.connection.wait(
-                [worker.channel.fileno() for worker in waiting], max(0, min(left_s, _POLL_S))
-            )
+            ready = dict(poller.poll(1000 * max(0, min(left_s, _POLL_S))))
             for worker in waiting:
-                if worker.channel.fileno() in ready:
+                if files[worker.rank] in ready:
                     outcome = _outcome(worker, deadline_s)
                 elif worker.has_ended():  # a process that it forked holds its socket open
                     outcome = Trouble.of_death(worker)
                 else:
                     continue
+                poller.unregister(files[worker.rank])
                 if isinstance(outcome, Trouble):
                     troubles.append(outcome)
                     now_s = time.monotonic()

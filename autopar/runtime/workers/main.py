@@ -4,10 +4,10 @@ In: a connected socket from the parent (``autopar.runtime.workers.process`` star
 Out: one ``Reply`` for ``Start`` and for each ``Call``. It exists apart from the parent's half so
 that a worker is a fresh interpreter that never imports the user's ``__main__``.
 
-A worker never outlives its parent. One thread reads the socket, whose end of file is the parent's
-death; another watches the parent's process id, because a process that the parent forked (a data
-loader's) may hold the parent's end of the socket open. ``PR_SET_PDEATHSIG`` is not used: it
-fires when the *thread* that started the worker ends.
+A worker never outlives its parent. While it waits, the socket's end of file is the parent's death;
+a thread watches the parent's process id, because a call may take long, and because a process that
+the parent forked (a data loader's) may hold the parent's end of the socket open.
+``PR_SET_PDEATHSIG`` is not used: it fires when the *thread* that started the worker ends.
 
 A worker that fails reports and then holds still with its connections open, until its parent ends
 it: the other workers go on waiting in their collectives and do not add errors of their own.
@@ -18,7 +18,6 @@ import datetime
 import io
 import math
 import os
-import queue
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -109,43 +108,44 @@ def main(socket_fd: int, board_fd: int, parent_pid: int) -> None:
             # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.
             stream.reconfigure(line_buffering=True, write_through=False)
     channel = Channel(socket.socket(fileno=socket_fd))
-    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
     threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
     try:
-        _serve(channel, inbox)
+        _serve(channel)
     except BaseException as error:
         _report(channel, error)
         threading.Event().wait()
 
 
-def _serve(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
-    start: Start = unpack(inbox.get())
+def _serve(channel: Channel) -> None:
+    start: Start = unpack(_next(channel))
     _join_group(start)
-    build: Build = unpack(inbox.get())
+    build: Build = unpack(_next(channel))
     service = build.service(start.rank, start.world_size, *build.service_args)
     del build
     whereabouts.say(whereabouts.NOTHING)
     _reply(channel, Reply())
     while True:
-        request, common = unpack_watched(_taken_up(inbox))
+        message = _next(channel)
+        whereabouts.say(_IN_CALL)
+        request, common = unpack_watched(message)
         if isinstance(request, Stop):
             break
-        rank_args, own = unpack_watched(inbox.get()) if request.by_rank else ((), lambda: None)
+        rank_args, own = unpack_watched(_next(channel)) if request.by_rank else ((), lambda: None)
         value = getattr(service, request.method)(*request.args, *rank_args)
         whereabouts.say(_IN_CALL)
-        with packed(Reply(value=value)) as message:
+        with packed(Reply(value=value)) as reply:
             del request, rank_args, value  # a batch is not kept while waiting for the next
             let_go = common() is own() is None
             whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
-            channel.send(dataclasses.replace(message, let_go=let_go), deadline_s=math.inf)
+            channel.send(dataclasses.replace(reply, let_go=let_go), deadline_s=math.inf)
     dist.destroy_process_group()
 
 
-def _taken_up(inbox: "queue.SimpleQueue[Message]") -> Message:
-    message = inbox.get()
-    whereabouts.say(_IN_CALL)
-    return message
+def _next(channel: Channel) -> Message:
+    try:
+        return channel.receive(deadline_s=math.inf)
+    except ConnectionError:
+        _die()
 
 
 def _join_group(start: Start) -> None:
@@ -186,23 +186,13 @@ def _report(channel: Channel, error: BaseException) -> None:
     _reply(channel, Reply(failure=Failure(time_s=time_s, summary=summary, traceback=text)))
 
 
-def _read(channel: Channel, inbox: "queue.SimpleQueue[Message]") -> None:
-    try:
-        while True:
-            inbox.put(channel.receive(deadline_s=math.inf))
-    except ConnectionError:
-        _die()
-    except BaseException:
-        traceback.print_exc()
-        _die()
-
-
 def _watch(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(_PARENT_POLL_S)
     _die()
 
 
-def _die() -> None:
+def _die() -> NoReturn:
     """End this worker and whatever it started; a worker leads a process group of its own."""
     os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)  # not reached: the signal is this process's too

@@ -26,6 +26,7 @@ script needs no ``if __name__ == "__main__"`` guard and is never run twice.
 
 import array
 import contextlib
+import copyreg
 import io
 import math
 import mmap
@@ -124,19 +125,17 @@ def packed(value: object, spare: Spare | None = None) -> Iterator[Message]:
     (tied parameters) stay so at the receiver. Raises what pickling raises; nothing has been sent
     then.
     """
-    buffer = io.BytesIO()
-    writer = _SegmentWriter()
-    _Pickler(buffer, writer).dump(value)
-    payload, size_bytes = buffer.getvalue(), writer.size_bytes
+    payload, tensors = _pickled(value)
+    size_bytes = tensors.size_bytes
     if size_bytes <= _SMALL_BYTES:
         small = bytearray(size_bytes)
-        writer.write(small)
-        del value, writer
+        tensors.write(small)
+        del value, tensors
         yield Message(payload=payload, small=small)
         return
     segment = (spare or Spare()).taken(size_bytes)
-    writer.write(segment.mapping)
-    del value, writer
+    tensors.write(segment.mapping)
+    del value, tensors
     try:
         yield Message(payload=payload, segment_fd=segment.fd, segment_size_bytes=size_bytes)
     finally:
@@ -170,18 +169,35 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
     # class (cloudpickle's) has an attribute of this name.
     dispatch_table = pickle.Pickler.dispatch_table  # type: ignore[assignment]
 
-    def __init__(self, file: io.BytesIO, segment: "_SegmentWriter") -> None:
-        super().__init__(file)
-        torch_reducers = self.dispatch_table  # copyreg's and torch's, set by ForkingPickler
-        segment.reduce_other_tensor = torch_reducers[torch.Tensor]
-        segment.reduce_other_storage = torch_reducers[torch.UntypedStorage]
+    def __init__(self) -> None:
+        self._buffer, self._reducers = io.BytesIO(), _Reducers()
+        super().__init__(self._buffer)
+        known = self.dispatch_table  # copyreg's and torch's, set by ForkingPickler
+        self._num_known = _num_known_reducers()
+        self._reducers.other_tensor = known[torch.Tensor]
+        self._reducers.other_storage = known[torch.UntypedStorage]
         self.dispatch_table = {
             **cloudpickle.Pickler.dispatch_table,
-            **torch_reducers,
-            torch.Tensor: segment.reduce_tensor,
-            Parameter: segment.reduce_tensor,
-            torch.UntypedStorage: segment.reduce_storage,
+            **known,
+            torch.Tensor: self._reducers.of_tensor,
+            Parameter: self._reducers.of_tensor,
+            torch.UntypedStorage: self._reducers.of_storage,
         }
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether no reduction was registered since it was made."""
+        return self._num_known == _num_known_reducers()
+
+    def pickled(self, value: object) -> tuple[bytes, "_Tensors"]:
+        """Of the value nothing is held afterwards."""
+        self.dump(value)
+        payload = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        self.clear_memo()
+        self.globals_ref.clear()
+        return payload, self._reducers.taken()
 
     def persistent_id(self, obj: object) -> tuple[int, int] | None:
         if type(obj) is _Span:
@@ -189,30 +205,62 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
         return None
 
 
-class _SegmentWriter:
-    """Reduces tensors to spans of a segment, which it lays out and, at the end, writes.
+def _num_known_reducers() -> int:
+    return len(copyreg.dispatch_table) + len(_Pickler._extra_reducers)
 
-    Apart from the pickler, which would otherwise be in a reference cycle with its own table of
-    reducers and keep the tensors of old messages alive until the garbage collector's next round.
-    """
 
-    reduce_other_tensor: Callable[[torch.Tensor], Any]
-    reduce_other_storage: Callable[[torch.UntypedStorage], Any]
+_idle_picklers: list[_Pickler] = []
+"""Making one takes longer than pickling a batch: 0.1 ms where a step has emptied the caches."""
+
+
+def _pickled(value: object) -> tuple[bytes, "_Tensors"]:
+    """The pickle, and what its spans stand for. A pickler that fails is not used again."""
+    try:
+        pickler = _idle_picklers.pop()  # at once, so no two threads have the same
+    except IndexError:
+        pickler = _Pickler()
+    if not pickler.knows_all:
+        pickler = _Pickler()
+    found = pickler.pickled(value)
+    _idle_picklers.append(pickler)
+    return found
+
+
+class _Tensors:
+    """The tensors of one message: where each goes in its segment."""
 
     def __init__(self) -> None:
-        self._spans: dict[tuple[int, int, int], _Span] = {}
-        self._sources: list[tuple[_Span, torch.Tensor]] = []
+        self.spans: dict[tuple[int, int, int], _Span] = {}
+        self.sources: list[tuple[_Span, torch.Tensor]] = []
         self.size_bytes = 0
 
     def write(self, memory: bytearray | mmap.mmap) -> None:
-        """Copy the tensors met so far, not by torch, whose other threads would go on to spin for
-        milliseconds on the very cores that the receivers begin to work on."""
+        """Copy them, not by torch, whose other threads would go on to spin for milliseconds on the
+        very cores that the receivers begin to work on."""
         target = memoryview(memory)
-        for span, source in self._sources:
+        for span, source in self.sources:
             end_bytes = span.offset_bytes + span.size_bytes
             target[span.offset_bytes : end_bytes] = source.numpy().data
 
-    def reduce_tensor(self, tensor: torch.Tensor) -> Any:
+
+class _Reducers:
+    """Reduces tensors to spans of a segment, which it lays out.
+
+    Apart from the pickler, which would otherwise be in a reference cycle with its own table.
+    """
+
+    other_tensor: Callable[[torch.Tensor], Any]
+    other_storage: Callable[[torch.UntypedStorage], Any]
+
+    def __init__(self) -> None:
+        self._tensors = _Tensors()
+
+    def taken(self) -> _Tensors:
+        """Those met since the last time."""
+        found, self._tensors = self._tensors, _Tensors()
+        return found
+
+    def of_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} is the result of a differentiable "
@@ -222,7 +270,7 @@ class _SegmentWriter:
             raise ValueError("a quantized tensor cannot be sent; pass tensor.dequantize()")
         plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if not plain or tensor.is_nested:
-            return self.reduce_other_tensor(tensor)
+            return self.other_tensor(tensor)
         tensor = tensor.resolve_conj().resolve_neg()
         size, stride = tuple(tensor.shape), tensor.stride()
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
@@ -241,25 +289,26 @@ class _SegmentWriter:
             is_parameter,
         )
 
-    def reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+    def of_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
-            return self.reduce_other_storage(storage)
+            return self.other_storage(storage)
         span = self._span(storage, start_bytes=0, size_bytes=storage.nbytes())
         return _rebuild_storage, (span,)
 
     def _span(self, storage: torch.UntypedStorage, *, start_bytes: int, size_bytes: int) -> _Span:
         if not size_bytes:
             return _Span(offset_bytes=0, size_bytes=0)
+        found = self._tensors
         key = (storage.data_ptr(), start_bytes, size_bytes)
-        if key not in self._spans:
-            offset_bytes = -(-self.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if key not in found.spans:
+            offset_bytes = -(-found.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             span = _Span(offset_bytes=offset_bytes, size_bytes=size_bytes)
             source = torch.empty(0, dtype=torch.uint8)
             source.set_(storage, start_bytes, (size_bytes,), (1,))
-            self.size_bytes = offset_bytes + size_bytes
-            self._spans[key] = span
-            self._sources.append((span, source))
-        return self._spans[key]
+            found.size_bytes = offset_bytes + size_bytes
+            found.spans[key] = span
+            found.sources.append((span, source))
+        return found.spans[key]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -345,33 +394,43 @@ class Channel:
         if message.segment_fd is not None:
             fds = array.array("i", [message.segment_fd]).tobytes()
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-        sent = 0
-        while not sent:  # the descriptor travels with the first byte
-            self._wait(select.POLLOUT, deadline_s)
-            with contextlib.suppress(BlockingIOError):
-                sent = self._socket.sendmsg([header], rights)
-        self._send_all(memoryview(header)[sent:], deadline_s)
-        self._send_all(memoryview(message.payload), deadline_s)
-        self._send_all(memoryview(message.small), deadline_s)
+        parts = [memoryview(part) for part in (header, message.payload, message.small)]
+        while parts:
+            try:
+                sent = self._socket.sendmsg(parts, rights)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline_s)
+                continue
+            rights = []  # the descriptor travels with the first byte
+            parts = _left(parts, sent)
 
     def receive(self, *, deadline_s: float) -> Message:
         """The next message; whoever calls must ``unpack`` it, which closes its descriptor."""
         header = bytearray()
         segment_fd = None
         while len(header) < _HEADER.size:
-            self._wait(select.POLLIN, deadline_s)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 data, ancillary, _flags, _address = self._socket.recvmsg(
                     _HEADER.size - len(header), socket.CMSG_SPACE(_FD_SIZE_BYTES), _CLOEXEC
                 )
-                _require_data(len(data))
-                header += data
-                for _level, _type, raw in ancillary:
-                    segment_fd = array.array("i", raw[:_FD_SIZE_BYTES])[0]
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline_s)
+                continue
+            _require_data(len(data))
+            header += data
+            for _level, _type, raw in ancillary:
+                segment_fd = array.array("i", raw[:_FD_SIZE_BYTES])[0]
         payload_size_bytes, small_size_bytes, segment_size_bytes, let_go = _HEADER.unpack(header)
         payload, small = bytearray(payload_size_bytes), bytearray(small_size_bytes)
-        self._receive_into(memoryview(payload), deadline_s)
-        self._receive_into(memoryview(small), deadline_s)
+        parts = [memoryview(part) for part in (payload, small) if part]
+        while parts:
+            try:
+                count = self._socket.recvmsg_into(parts)[0]
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline_s)
+                continue
+            _require_data(count)
+            parts = _left(parts, count)
         return Message(
             payload=payload,
             small=small,
@@ -379,20 +438,6 @@ class Channel:
             segment_size_bytes=segment_size_bytes,
             let_go=let_go,
         )
-
-    def _send_all(self, data: memoryview, deadline_s: float) -> None:
-        while data:
-            self._wait(select.POLLOUT, deadline_s)
-            with contextlib.suppress(BlockingIOError):
-                data = data[self._socket.send(data) :]
-
-    def _receive_into(self, data: memoryview, deadline_s: float) -> None:
-        while data:
-            self._wait(select.POLLIN, deadline_s)
-            with contextlib.suppress(BlockingIOError):
-                count = self._socket.recv_into(data)
-                _require_data(count)
-                data = data[count:]
 
     def _wait(self, event: int, deadline_s: float) -> None:
         poller = select.poll()
@@ -403,6 +448,16 @@ class Channel:
                 return
             if left_s <= 0:
                 raise TimeoutError("the other process did not take part in time")
+
+
+def _left(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the parts after their first ``count`` bytes; none is empty."""
+    left = []
+    for part in parts:
+        if count < len(part):
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left
 
 
 def _require_data(count: int) -> None:
