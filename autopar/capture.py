@@ -28,6 +28,7 @@ from autopar.data_dependent import isolate_composites, isolate_regions
 from autopar.errors import CaptureError, InputError
 from autopar.exported import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.graph import Graph, verify
+from autopar.loss_offsets import offsets_as_tensors
 from autopar.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.torch_private import (
     DataDependentOutputException,
@@ -347,6 +348,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
             program = exported.run_decompositions({})
             isolate_regions(program.graph_module)
             free_counted_dimensions(program.graph_module)
+            offsets_as_tensors(program.graph_module)
             return program
     except (CaptureError, InputError):
         raise

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.exported import is_random
+from autopar.rewriting import Ops, meta_of, value_of
 
 _ATEN = torch.ops.aten
 _MAX_ANCESTORS = 50
@@ -52,7 +53,7 @@ class _Indexed:
     @property
     def free(self) -> list[int]:
         """Dimensions of the source that have no index."""
-        return [d for d in range(_value(self.source).dim()) if d not in self.indices]
+        return [d for d in range(value_of(self.source).dim()) if d not in self.indices]
 
     def labels(self) -> list[_Label]:
         """Of the result: the picked dimensions where adjacent indices stood, else first."""
@@ -64,10 +65,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if found is None:
         return
     with graph.inserting_before(node), torch.no_grad():
-        ops = _Ops(graph, node)
+        ops = Ops(graph, node)
         wide = {d: ops.wide(index, len(found.picked)) for d, index in found.others.items()}
         places = found.counted.values()
-        if all(_value(index).shape[k] == 1 for index in wide.values() for k in places):
+        if all(value_of(index).shape[k] == 1 for index in wide.values() for k in places):
             result, labels = _indexed_alike(ops, found, wide)
         elif len(wide) == 1:
             result, labels = _gathered(ops, found, *wide.popitem())
@@ -84,14 +85,14 @@ def _indexed(node: fx.Node) -> _Indexed | None:
     assert isinstance(source, fx.Node)
     assert isinstance(entries, Sequence)
     indices = {d: index for d, index in enumerate(entries) if isinstance(index, fx.Node)}
-    if any(_value(index).dtype in (torch.bool, torch.uint8) for index in indices.values()):
+    if any(value_of(index).dtype in (torch.bool, torch.uint8) for index in indices.values()):
         return None
-    if not all(type(s) is int for n in (source, *indices.values()) for s in _value(n).shape):
+    if not all(type(s) is int for n in (source, *indices.values()) for s in value_of(n).shape):
         return None  # sizes that depend on values: the reader says so
-    picked = tuple(torch.broadcast_shapes(*(_value(index).shape for index in indices.values())))
+    picked = tuple(torch.broadcast_shapes(*(value_of(index).shape for index in indices.values())))
     counted: dict[int, int] = {}
     for d, index in indices.items():
-        place = _counted_place(index, _value(source).shape[d], picked)
+        place = _counted_place(index, value_of(source).shape[d], picked)
         if place is not None and place not in counted.values():
             counted[d] = place
     return _Indexed(source, indices, counted, picked) if counted else None
@@ -99,7 +100,7 @@ def _indexed(node: fx.Node) -> _Indexed | None:
 
 def _counted_place(index: fx.Node, size: int, picked: Sequence[int]) -> int | None:
     """Along which of the picked dimensions an index is 0, 1, ..., size - 1; None if along none."""
-    shape = _value(index).shape
+    shape = value_of(index).shape
     places = [k for k, length in enumerate(shape, len(picked) - len(shape)) if length > 1]
     if len(places) != 1 or size != math.prod(shape) or picked[places[0]] != size:
         return None
@@ -119,9 +120,9 @@ def _known(node: fx.Node) -> Tensor | None:
             continue
         needed[found] = None
         is_plain = found.op == "call_function" and not is_random(found.target)
-        if not is_plain or not isinstance(_meta(found), Tensor) or len(needed) > _MAX_ANCESTORS:
+        if not is_plain or not isinstance(meta_of(found), Tensor) or len(needed) > _MAX_ANCESTORS:
             return None
-        if _value(found).numel() > _value(node).numel():
+        if value_of(found).numel() > value_of(node).numel():
             return None
         stack += found.all_input_nodes
     values: dict[fx.Node, Any] = {}
@@ -133,13 +134,13 @@ def _known(node: fx.Node) -> Tensor | None:
 
 
 def _indexed_alike(
-    ops: _Ops, found: _Indexed, wide: Mapping[int, fx.Node]
+    ops: Ops, found: _Indexed, wide: Mapping[int, fx.Node]
 ) -> tuple[fx.Node, list[_Label]]:
     """What else is indexed is so in all rows alike."""
     places = sorted(found.counted.values())
     left = [k for k in range(len(found.picked)) if k not in places]
     result = found.source
-    dims = range(_value(result).dim())
+    dims = range(value_of(result).dim())
     if wide:
         narrow = {d: ops(_ATEN.squeeze.dims, index, places) for d, index in wide.items()}
         result = ops(_ATEN.index.Tensor, result, [narrow.get(d) for d in dims])
@@ -152,21 +153,21 @@ def _indexed_alike(
     return result, [rows.get(label, label) for label in labels]
 
 
-def _gathered(ops: _Ops, found: _Indexed, dim: int, index: fx.Node) -> tuple[fx.Node, list[_Label]]:
+def _gathered(ops: Ops, found: _Indexed, dim: int, index: fx.Node) -> tuple[fx.Node, list[_Label]]:
     """One dimension is indexed in each row by its own."""
     rows = sorted(found.counted, key=found.counted.__getitem__)
     places = [found.counted[d] for d in rows]
     left = [k for k in range(len(found.picked)) if k not in places]
     source = ops.permuted(found.source, [*rows, dim, *found.free])
     sizes = [found.picked[k] for k in places]
-    length, *rest = _value(source).shape[len(rows) :]
+    length, *rest = value_of(source).shape[len(rows) :]
     index = ops(_ATEN.expand.default, index, list(found.picked))
     index = ops.reshaped(ops.permuted(index, [*places, *left]), [*sizes, -1])
     is_from_the_end = ops(_ATEN.lt.Scalar, index, 0)
     index = ops(_ATEN.where.self, is_from_the_end, ops(_ATEN.add.Tensor, index, length), index)
     for _ in rest:
         index = ops(_ATEN.unsqueeze.default, index, -1)
-    num_picked = _value(index).shape[len(rows)]
+    num_picked = value_of(index).shape[len(rows)]
     index = ops(_ATEN.expand.default, index, [*sizes, num_picked, *rest])
     result = ops(_ATEN.gather.default, source, len(rows), index)
     result = ops.reshaped(result, [*sizes, *(found.picked[k] for k in left), *rest])
@@ -185,42 +186,3 @@ def _placed(free: Sequence[int], indexed: Sequence[int], picked: Sequence[int]) 
     at = sum(d < first for d in free)
     labels[at:at] = [("picked", k) for k in picked]
     return labels
-
-
-class _Ops:
-    """Adds calls to a graph, as if the op that they stand for had been written as them."""
-
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph = graph
-        self.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta = {**self.meta, "val": target(*fx.map_arg(args, _meta), **kwargs)}
-        return made
-
-    def wide(self, index: fx.Node, num_dims: int) -> fx.Node:
-        """With as many dimensions, new ones of size 1 in front."""
-        for _ in range(num_dims - _value(index).dim()):
-            index = self(_ATEN.unsqueeze.default, index, 0)
-        return index
-
-    def permuted(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
-        if list(order) == sorted(order):
-            return node
-        return self(_ATEN.permute.default, node, list(order))
-
-    def reshaped(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        if not _value(node).is_contiguous():
-            node = self(_ATEN.clone.default, node, memory_format=torch.contiguous_format)
-        return self(_ATEN.view.default, node, list(shape))
-
-
-def _meta(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
-def _value(node: fx.Node) -> Tensor:
-    found = _meta(node)
-    assert isinstance(found, Tensor), node
-    return found

@@ -125,9 +125,7 @@ def _serve(channel: Channel) -> None:
     whereabouts.say(whereabouts.NOTHING)
     _reply(channel, Reply())
     while True:
-        message = _next(channel)
-        whereabouts.say(_IN_CALL)
-        request, common = unpack_watched(message)
+        request, common = unpack_watched(_taken_up(channel))
         if isinstance(request, Stop):
             break
         rank_args, own = unpack_watched(_next(channel)) if request.by_rank else ((), lambda: None)
@@ -139,6 +137,12 @@ def _serve(channel: Channel) -> None:
             whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
             channel.send(dataclasses.replace(reply, let_go=let_go), deadline_s=math.inf)
     dist.destroy_process_group()
+
+
+def _taken_up(channel: Channel) -> Message:
+    message = _next(channel)
+    whereabouts.say(_IN_CALL)
+    return message
 
 
 def _next(channel: Channel) -> Message:
