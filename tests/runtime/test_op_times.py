@@ -139,7 +139,7 @@ def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path
     usual, costly, slow, slower, broken = (relu(rows) for rows in (16, 256, 32, 64, 128))
     paces_s = {usual: 1.0, costly: 1.0, slow: 1.5, slower: 1.4, broken: 2.0}
     later = {slow: iter([4.0]), slower: iter([9.0, 2.0])}  # seconds; the first of slower's: slow
-    later |= {costly: iter([6.0]), usual: iter([5.5])}
+    later |= {costly: iter([6.0]), usual: iter([5.5, 8.0])}
     asked = []
 
     def times(seconds: float, backward_s: float = 0.5) -> OpTime:
@@ -154,19 +154,21 @@ def test_what_was_measured_while_processors_were_slow_is_measured_again(tmp_path
             raise CostError("no memory")
         seconds = next(later[call])
         paces_s[call] = 1.6 if seconds == 9.0 else 1.05
-        return times(seconds, backward_s=0.25 if call == usual else 0.5)
+        return times(seconds, backward_s=0.25 if seconds == 5.5 else 0.4 if call == usual else 0.5)
 
     store = ProfileStore(tmp_path / "times", Cluster.detect(1).device)
     for call in paces_s:
         store.put(call, times(7.0 if call == costly else 5.0))
     measure_again(measure, paces_s, store, time.monotonic() + 60)
     kept = [(found.forward_s, found.input_grad_s) for call in paces_s if (found := store.get(call))]
-    # Of the usual ones each direction has the mean of times that are alike, or the shorter one.
-    assert kept == [(5.25, 0.25), (6.5, 0.5), (4.0, 0.5), (2.0, 0.5), (5.0, 0.5)]
+    # Of the costly one the mean of two that are alike, of the usual one the middle of three times.
+    assert kept == [(5.5, 0.4), (6.5, 0.5), (4.0, 0.5), (2.0, 0.5), (5.0, 0.5)]
     found = store.get(usual)
     assert found is not None
-    assert found.spread == 5.5
-    assert [call for call in asked if call != broken] == [slow, slower, slower, costly, usual]
+    assert found.spread == 8.0
+    assert [call for call in asked if call != broken] == [
+        slow, slower, slower, costly, usual, usual,
+    ]  # fmt: skip
     asked.clear()
     measure_again(measure, {usual: 1.0, slow: 2.0}, store, time.monotonic() - 1)
     assert not asked  # no time left
