@@ -54,11 +54,12 @@ def allocator_of(device: DeviceSpec) -> Allocator:
     return CPU_ALLOCATOR if device.kind == "cpu" else CUDA_ALLOCATOR
 
 
-CPU_LIBRARIES_BYTES = 24 << 20
-CPU_HELD_BACK = 0.16
+CPU_LIBRARIES_BYTES = 26 << 20
+CPU_HELD_BACK = 0.17
 """What a step's kernels and libraries touch first; and the part of what a step frees (activations,
 workspaces, gradients) that stays with the process in holes of its heap. Fitted to the growth of
-processes under the 90 plans of benchmarks/fidelity.py."""
+processes in two runs of the 90 plans of benchmarks/fidelity.py: half of the errors are below 3%,
+nine in ten below 9%, the worst is 19%; from one run to the other a plan's differs by up to 13%."""
 _FREED = (Category.ACTIVATIONS, Category.WORKSPACE, Category.GRADIENTS)
 
 
