@@ -187,7 +187,7 @@ class _Play:
                 self.live[category] -= self.sizes.pop(key)
 
     def _update_late(self, stage: int) -> None:
-        """The gradients of the last step are let go of then."""
+        """Updates of the last step, after which its gradients are let go of."""
         self._update(self.route.parameters[stage])
         for value in self.due.intersection(self.route.parameters[stage]):
             self.live[Category.GRADIENTS] -= self.parameter_bytes[value].stored

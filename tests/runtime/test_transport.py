@@ -1,9 +1,11 @@
 """What arrives is what was sent; large tensors go through one shared segment and nothing else."""
 
+import copyreg
 import functools
 import os
 import socket
 import time
+import weakref
 
 import hypothesis
 import pytest
@@ -123,6 +125,24 @@ def test_lambdas_closures_and_partials_are_sent_by_value() -> None:
     assert times(torch.tensor(2.0)) == 6.0
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert optimizer([parameter]).param_groups[0]["lr"] == 0.25
+
+
+class Mark:
+    pass
+
+
+def test_a_reduction_that_is_replaced_counts_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        monkeypatch.setitem(copyreg.dispatch_table, Mark, lambda _, name=name: (str, (name,)))
+        assert sent_through_socket(Mark())[0] == name
+
+
+def test_nothing_of_a_message_is_held() -> None:
+    tensor = torch.randn(1 << 16)
+    held = weakref.ref(tensor)
+    with packed([tensor, lambda: 1]):
+        del tensor
+        assert held() is None
 
 
 def test_a_tensor_with_a_history_is_refused_with_the_fix() -> None:

@@ -173,7 +173,7 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
         self._buffer, self._reducers = io.BytesIO(), _Reducers()
         super().__init__(self._buffer)
         known = self.dispatch_table  # copyreg's and torch's, set by ForkingPickler
-        self._num_known = _num_known_reducers()
+        self._known = _registered()
         self._reducers.other_tensor = known[torch.Tensor]
         self._reducers.other_storage = known[torch.UntypedStorage]
         self.dispatch_table = {
@@ -186,8 +186,8 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
 
     @property
     def knows_all(self) -> bool:
-        """Whether no reduction was registered since it was made."""
-        return self._num_known == _num_known_reducers()
+        """Whether no reduction was registered, or replaced, since it was made."""
+        return self._known == _registered()
 
     def pickled(self, value: object) -> tuple[bytes, "_Tensors"]:
         """Of the value nothing is held afterwards."""
@@ -205,8 +205,9 @@ class _Pickler(multiprocessing.reduction.ForkingPickler, cloudpickle.Pickler):
         return None
 
 
-def _num_known_reducers() -> int:
-    return len(copyreg.dispatch_table) + len(_Pickler._extra_reducers)
+def _registered() -> dict[type, Callable[[Any], Any]]:
+    """All reductions that `ForkingPickler` begins with."""
+    return {**copyreg.dispatch_table, **_Pickler._extra_reducers}
 
 
 _idle_picklers: list[_Pickler] = []
