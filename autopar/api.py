@@ -30,8 +30,8 @@ from autopar.forward_plan import plan_forward
 from autopar.joint import Fixed, fixed_parts, is_searched, plan_with, searched_calls
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.training import lower_training
 from autopar.meshes import MeshSizes, check_mesh
-from autopar.microbatches import lower_training
 from autopar.pipelines import PipelineChoice, pipeline_choice
 from autopar.placement import Placements
 from autopar.plan import Plan, strategy_of

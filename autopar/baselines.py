@@ -25,9 +25,9 @@ FlexFlow's Markov chain  the search of FlexFlow on the plan's own mesh and price
                          parallelism on, with as many proposals as planning has time for
 =======================  =========================================================================
 
-What is priced by formula the runtime cannot run (it updates a parameter where it is stored, and
-gathers it once), or only on a mesh that the planner does not try by itself. No pipelines: the
-runtime has one stage.
+The runtime cannot run those priced by formula (it updates a parameter where it is stored, and
+gathers it once), or only on a mesh that the planner does not try by itself. There are no pipelines
+among them.
 """
 
 from __future__ import annotations
@@ -46,18 +46,27 @@ from autopar.pricing import Array, OpTable, slowest_groups
 from autopar.problem import Candidate, NodeKind, PricedGraph
 from autopar.search import Solution, solve, solve_each
 from autopar.step_time import Change, time_parts
+from autopar.strategy_names import (
+    ALONG_DATA,
+    ALONG_TENSORS,
+    DATA,
+    GATHERED_TWICE,
+    HYBRID,
+    MARKOV_CHAIN,
+    MEGATRON,
+    MEGATRON_SEQUENCE,
+    ONE_WEIRD_TRICK,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    name_of,
+)
 
-DATA, ZERO1, ZERO2, ZERO3 = "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"
-GATHERED_TWICE = "ZeRO-3, gathered twice"
-HYBRID = "data x ZeRO-3"
-ONE_WEIRD_TRICK = "one weird trick"
-MARKOV_CHAIN = "FlexFlow's Markov chain"
-
-ALONG_DATA = (DATA, ZERO1, ZERO2, ZERO3, GATHERED_TWICE, HYBRID)
-ALONG_TENSORS: Mapping[str, Parallelism] = {
-    "tensor parallel": Parallelism.TENSOR_PARALLEL,
-    "Megatron": Parallelism.MEGATRON,
-    "Megatron + sequence": Parallelism.MEGATRON_SEQUENCE,
+TENSOR_FORMS: Mapping[str, Parallelism] = {
+    TENSOR: Parallelism.TENSOR_PARALLEL,
+    MEGATRON: Parallelism.MEGATRON,
+    MEGATRON_SEQUENCE: Parallelism.MEGATRON_SEQUENCE,
 }
 
 MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 30, 20_000
@@ -94,11 +103,6 @@ class Baselines:
         """Those that the runtime can run, the fastest first."""
         found = sorted(self.found.values(), key=lambda baseline: baseline.time_s)
         return [each.candidate for each in found if each.candidate is not None]
-
-
-def name_of(data: str, tensor: str = "") -> str:
-    """``ZeRO-3 x Megatron``, or the one that is not empty."""
-    return " x ".join(part for part in (data, tensor) if part)
 
 
 KEYS: tuple[Key, ...] = (
@@ -191,15 +195,15 @@ def _forced_strategies(
         yield (DATA, ""), (data,) * num_axes
         yield (ZERO3, ""), (zero3,) * num_axes
         yield (ONE_WEIRD_TRICK, ""), (Parallelism.ONE_WEIRD_TRICK,) * num_axes
-        for tensor, kind in ALONG_TENSORS.items():
+        for tensor, kind in TENSOR_FORMS.items():
             yield ("", tensor), (kind,) * num_axes
     if num_axes > 1:
         yield (HYBRID, ""), (data, *(zero3,) * (num_axes - 1))
-        for tensor, kind in ALONG_TENSORS.items():
+        for tensor, kind in TENSOR_FORMS.items():
             yield (DATA, tensor), (*(data,) * (num_axes - 1), kind)
             yield (ZERO3, tensor), (*(zero3,) * (num_axes - 1), kind)
     if num_axes > 2:
-        for tensor, kind in ALONG_TENSORS.items():
+        for tensor, kind in TENSOR_FORMS.items():
             yield (HYBRID, tensor), (data, *(zero3,) * (num_axes - 2), kind)
 
 

@@ -244,3 +244,14 @@ def disassemble(whole: Tensor, num: int, dim: int, outer: int) -> Tensor:
     split = [*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :]]
     shape[dim] //= num
     return whole.reshape(split).movedim(dim + 1, 0).reshape(num, *shape).contiguous()
+
+
+def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
+    """Slice ``index`` of the digit behind ``outer`` of ``dim``; a view where ``outer`` is 1."""
+    if outer == 1:
+        size = whole.shape[dim] // num
+        return whole.narrow(dim, index * size, size)
+    shape = whole.shape
+    split = (*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :])
+    kept = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
+    return whole.reshape(split).select(dim + 1, index).reshape(kept)

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import CaptureError
-from autopar.torch_private import (
-    FakeTensorMode,
-    autograd_again,
-    outside_of_tracing,
-    pytree,
-    trace_fx,
-)
+from autopar.torch_private import FakeTensorMode, autograd_again, outside_of_tracing, pytree
+from autopar.tracing import trace_fx
 
 _NAMESPACE = "autopar_functions"
 _Function = torch.autograd.Function

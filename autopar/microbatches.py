@@ -28,7 +28,6 @@ from autopar.blocks import TOTALS
 from autopar.capture import Captured
 from autopar.errors import InputError, PlanError
 from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind
-from autopar.lowering import RankProgram, lower
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.placement import P, Placement, Placements, R, S, State, V, is_valid, paddings
 from autopar.rules import Choice, Split
@@ -68,15 +67,6 @@ def with_totals(captured: Captured) -> tuple[Captured, Analysis]:
     if graph is not captured.graph:
         captured, analysis = replace(captured, graph=graph), Analysis(graph)
     return captured, analysis
-
-
-def lower_training(
-    strategy: Strategy, num_microbatches: int = 1, *, device_type: str = "cpu"
-) -> RankProgram:
-    """The training program of a strategy, one micro-batch after the other where there are any."""
-    if num_microbatches > 1:
-        strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
-    return lower(strategy, device_type=device_type)
 
 
 # --- totals as values ---------------------------------------------------------------------------

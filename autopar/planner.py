@@ -22,9 +22,10 @@ from autopar.graph import ValueKind
 from autopar.lowering import RankProgram
 from autopar.lowering.memory import ProgramMemory, program_memory
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
 from autopar.meshes import MeshSizes, candidate_meshes
-from autopar.microbatches import Microbatches, analysed, lower_training
+from autopar.microbatches import Microbatches, analysed
 from autopar.pipelines import (
     PipelineChoice,
     PipelineTimes,

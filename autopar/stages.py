@@ -14,7 +14,7 @@ from autopar.errors import InputError, PlanError
 from autopar.graph import Block, Graph, Op
 from autopar.lowering import RankProgram, lower
 from autopar.lowering.pipeline import forward_schedule, with_pipeline
-from autopar.microbatches import lower_training
+from autopar.lowering.training import lower_training
 from autopar.schedules import Schedule
 from autopar.strategy import Strategy
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.pipelines import BlockTimes, block_of_ops, strategy_times
+from autopar.block_times import BlockTimes, block_of_ops, strategy_times
 from autopar.problem import Candidate
 
 

@@ -134,8 +134,8 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
 
 def parts_ms(best: Any, known: Any) -> Row:
     """Milliseconds of the plan and of data parallelism by what they are spent on."""
-    from autopar.baselines import DATA
     from autopar.step_time import time_parts
+    from autopar.strategy_names import DATA
 
     parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}
     return {

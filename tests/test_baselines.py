@@ -12,21 +12,7 @@ from autopar.cost_models.update import FUSED_ADAMW
 from autopar.search import solve
 
 from autopar import planner
-from autopar.baselines import (
-    ALONG_DATA,
-    ALONG_TENSORS,
-    DATA,
-    GATHERED_TWICE,
-    HYBRID,
-    KEYS,
-    MARKOV_CHAIN,
-    ONE_WEIRD_TRICK,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    name_of,
-    price_baselines,
-)
+from autopar.baselines import KEYS, price_baselines
 from autopar.capture import capture
 from autopar.constraints import Force, MemoryBudget, narrow
 from autopar.graph import ValueKind
@@ -39,6 +25,19 @@ from autopar.pricing import Pricing
 from autopar.problem import Candidate, price_graph
 from autopar.step_time import time_parts
 from autopar.strategy import Analysis
+from autopar.strategy_names import (
+    ALONG_DATA,
+    ALONG_TENSORS,
+    DATA,
+    GATHERED_TWICE,
+    HYBRID,
+    MARKOV_CHAIN,
+    ONE_WEIRD_TRICK,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    name_of,
+)
 from tests.models.zoo import build
 
 A100 = Cluster.preset("a100-80", nodes=2, devices_per_node=2)

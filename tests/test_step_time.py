@@ -10,12 +10,13 @@ from autopar.cost_models.communication import CommunicationModel
 from autopar.search import solve
 from msgspec import structs
 
+from autopar.block_times import strategy_times
 from autopar.capture import capture
 from autopar.constraints import Force, narrow
 from autopar.lowering.listing import collectives_of
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
-from autopar.microbatches import analysed, lower_training
-from autopar.pipelines import strategy_times
+from autopar.microbatches import analysed
 from autopar.planner import make_planned
 from autopar.pricing import Pricing
 from autopar.problem import Candidate, price_graph

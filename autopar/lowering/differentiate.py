@@ -25,7 +25,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.collectives import SHARD
-from autopar.torch_private import FakeTensorMode, trace_fx
+from autopar.torch_private import FakeTensorMode
+from autopar.tracing import trace_fx
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 

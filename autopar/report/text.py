@@ -6,15 +6,9 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.baselines import (
-    ALONG_DATA,
-    ALONG_TENSORS,
-    MARKOV_CHAIN,
-    ONE_WEIRD_TRICK,
-    name_of,
-)
 from autopar.cost_models.memory import device_bytes
 from autopar.plan import Plan, Prediction, SchedulePlan
+from autopar.strategy_names import ALONG_DATA, ALONG_TENSORS, MARKOV_CHAIN, ONE_WEIRD_TRICK, name_of
 
 MAX_ROWS = 14
 

@@ -44,13 +44,8 @@ from autopar.rules.base import (
     supplies,
 )
 from autopar.runtime.lockstep import LockstepMachine, Shards, gather, scatter
-from autopar.torch_private import (
-    FakeTensorMode,
-    canonical_call,
-    is_overload,
-    overloads_named,
-    trace_fx,
-)
+from autopar.torch_private import FakeTensorMode, canonical_call, is_overload, overloads_named
+from autopar.tracing import trace_fx
 
 MESHES = (
     Mesh(("a",), (2,)),

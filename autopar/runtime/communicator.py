@@ -29,6 +29,7 @@ from autopar.collectives import (
     SHARD,
     UNSHARD,
     assemble,
+    digit_slice,
     disassemble,
 )
 from autopar.direct_exchange import DirectExchange, direct_exchange
@@ -37,7 +38,6 @@ from autopar.errors import DeviceError
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.reduce_scatter import start_reduce_scatter
 from autopar.runtime.joined import all_gather_single
-from autopar.runtime.parts import digit_slice
 
 LocalFunction = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives import assemble, pad_end
+from autopar.collectives import assemble, digit_slice, pad_end
 from autopar.lowering.program import InputProgram, RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, State, local_shape, paddings
@@ -51,17 +51,6 @@ def local_input_shape(source: InputProgram, program: RankProgram) -> tuple[int, 
     if source.microbatch is not None:
         part[source.microbatch.dim] *= program.num_microbatches
     return tuple(part)
-
-
-def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
-    """Slice ``index`` of the digit behind ``outer`` of ``dim``; a view where ``outer`` is 1."""
-    if outer == 1:
-        size = whole.shape[dim] // num
-        return whole.narrow(dim, index * size, size)
-    shape = whole.shape
-    split = (*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :])
-    kept = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
-    return whole.reshape(split).select(dim + 1, index).reshape(kept)
 
 
 def gather(

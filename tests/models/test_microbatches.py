@@ -16,8 +16,9 @@ from autopar.capture import capture
 from autopar.constraints import Force
 from autopar.errors import InputError, PlanError
 from autopar.graph import verify
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
-from autopar.microbatches import analysed, lower_training
+from autopar.microbatches import analysed
 from autopar.plan import Plan, strategy_of
 from autopar.planner import make_planned
 from autopar.runtime.lockstep import LockstepRun

@@ -34,7 +34,8 @@ from autopar.placement import (
     redistribute,
 )
 from autopar.runtime.lockstep import LockstepMachine
-from autopar.torch_private import FakeTensorMode, trace_fx
+from autopar.torch_private import FakeTensorMode
+from autopar.tracing import trace_fx
 
 # (source, target, collective in forward, collective in backward); None where nothing is sent.
 TABLE = [

@@ -19,8 +19,8 @@ from autopar.capture import Captured, capture
 from autopar.constraints import Force
 from autopar.errors import InputError, PlanError
 from autopar.graph import Op
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
-from autopar.microbatches import lower_training
 from autopar.plan import Plan, strategy_of
 from autopar.planner import make_planned
 from autopar.pricing import Pricing

@@ -14,8 +14,8 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import InputError
 from autopar.lowering import lower
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
-from autopar.microbatches import lower_training
 from autopar.placement import S
 from autopar.planner import make_planned
 from autopar.strategy import Analysis, Strategy

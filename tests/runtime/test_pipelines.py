@@ -26,8 +26,9 @@ from autopar.constraints import Constraint, Force
 from autopar.errors import InputError, PlanError, ScheduleError
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.training import lower_training
 from autopar.mesh import Mesh
-from autopar.microbatches import analysed, lower_training
+from autopar.microbatches import analysed
 from autopar.planner import make_planned
 from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
 from autopar.stages import (

@@ -1,0 +1,16 @@
+"""The training program of a strategy: one micro-batch after the other where there are several."""
+
+from __future__ import annotations
+
+from autopar.lowering.program import RankProgram, lower
+from autopar.microbatches import Microbatches
+from autopar.strategy import Strategy
+
+
+def lower_training(
+    strategy: Strategy, num_microbatches: int = 1, *, device_type: str = "cpu"
+) -> RankProgram:
+    """The training program of a strategy, one micro-batch after the other where there are any."""
+    if num_microbatches > 1:
+        strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
+    return lower(strategy, device_type=device_type)
