@@ -1,9 +1,12 @@
 """Strategy search over numbers alone: exact, memory-aware, anytime, with bounds."""
 
 from autopar.search.api import solve
-from autopar.search.constraints import Constraint, Forbid, Force, Pin
 from autopar.search.problem import (
+    Constraint,
+    Forbid,
+    Force,
     Method,
+    Pin,
     Problem,
     SearchError,
     Solution,

@@ -9,39 +9,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from autopar.search.problem import Array, Problem, SearchError
-
-NodeRef = int | str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """The node takes exactly this choice."""
-
-    node: NodeRef
-    choice: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forbid:
-    """The node takes none of these choices."""
-
-    node: NodeRef
-    choices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Force:
-    """The node takes one of these choices."""
-
-    node: NodeRef
-    choices: tuple[int, ...]
-
-
-Constraint = Pin | Forbid | Force
+from autopar.search.problem import (
+    Array,
+    Constraint,
+    Forbid,
+    Pin,
+    Problem,
+    SearchError,
+)
 
 
 def apply_constraints(problem: Problem) -> Problem:

@@ -16,16 +16,41 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from autopar.search.constraints import Constraint
-
 Array = npt.NDArray[Any]
 Edge = tuple[int, int]
+NodeRef = int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """The node takes exactly this choice."""
+
+    node: NodeRef
+    choice: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forbid:
+    """The node takes none of these choices."""
+
+    node: NodeRef
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Force:
+    """The node takes one of these choices."""
+
+    node: NodeRef
+    choices: tuple[int, ...]
+
+
+Constraint = Pin | Forbid | Force
 
 
 class SearchError(ValueError):

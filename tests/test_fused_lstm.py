@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.fused_lstm import lstm_layer, workspace_bytes
-from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
+from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.types import Kernel, TensorMeta
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN"

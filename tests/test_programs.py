@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.constraints import Force, Pin
-from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
+from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.types import Kernel, TensorMeta
 from autopar.planner import Planned, make_planned
 from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 

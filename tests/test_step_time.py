@@ -13,8 +13,8 @@ from msgspec import structs
 from autopar.block_times import strategy_times
 from autopar.capture import capture
 from autopar.constraints import Force, narrow
-from autopar.lowering.listing import collectives_of
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import collectives_of
 from autopar.mesh import Mesh
 from autopar.microbatches import analysed
 from autopar.planner import make_planned

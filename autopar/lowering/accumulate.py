@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.collectives import ALL_REDUCE, COLLECTIVES
-from autopar.lowering.differentiate import Kernel
+from autopar.lowering.types import Kernel
 from autopar.mesh import MICROBATCH
 
 

@@ -17,7 +17,6 @@ would otherwise keep for itself) are made again there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,61 +24,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.collectives import SHARD
+from autopar.lowering.types import Kernel, TensorMeta
 from autopar.torch_private import FakeTensorMode
 from autopar.tracing import trace_fx
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """Shape, strides and dtype of one local tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> TensorMeta:
-        return TensorMeta(
-            shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype
-        )
-
-    @staticmethod
-    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        return TensorMeta(shape=tuple(shape), stride=tuple(reversed(stride)), dtype=dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """The three graphs of one kind of block, and how values go between them.
-
-    ``forward(*operands) -> (*outputs, *saved)``. ``saved_operands`` are operands the backward
-    pass reads as they are. ``backward_input(*saved_i, *cotangents_i) -> (*input_grads,
-    *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) -> weight_grads``, where
-    each ``*_sources`` lists where an argument comes from: ``("operand", i)``, ``("saved", i)``,
-    ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the operands named in
-    ``input_grads`` and ``weight_grads``.
-    """
-
-    forward: fx.GraphModule
-    backward_input: fx.GraphModule | None
-    backward_weight: fx.GraphModule | None
-    num_outputs: int
-    output_metas: tuple[TensorMeta, ...]
-    cotangents: tuple[int, ...]
-    input_sources: tuple[tuple[str, int], ...]
-    weight_sources: tuple[tuple[str, int], ...]
-    input_grads: tuple[int, ...]
-    weight_grads: tuple[int, ...]
 
 
 def trace_kernel(

@@ -15,7 +15,7 @@ from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
 from autopar.fused_lstm import scratch_bytes
 from autopar.local_sockets import MAX_RANKS
-from autopar.lowering.differentiate import Kernel
+from autopar.lowering.types import Kernel
 
 aten = torch.ops.aten
 

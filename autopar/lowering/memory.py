@@ -23,8 +23,8 @@ from autopar.cost_models.memory import Allocator, Category, allocator_of, device
 from autopar.cost_models.update import OptimizerSpec
 from autopar.local_sockets import MAX_RANKS
 from autopar.lowering.kernel_memory import InputGradient, KernelMemory, kernel_memory, made_bytes
-from autopar.lowering.program import ParameterProgram, RankProgram, Role
 from autopar.lowering.route import Route, routes_of
+from autopar.lowering.types import ParameterProgram, RankProgram, Role
 from autopar.placement import Placements, local_shape
 from autopar.schedules.action import Kind
 

@@ -10,11 +10,19 @@ before anything runs. ``device`` here means a position in the pipeline: the rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.types import (
+    NO_STAGE,
+    Boundary,
+    BufferProgram,
+    OutputProgram,
+    ParameterProgram,
+    Pipeline,
+    RankProgram,
+    TensorMeta,
+)
 from autopar.schedules import (
     Action,
     Durations,
@@ -29,57 +37,6 @@ from autopar.schedules import (
     with_reductions,
 )
 from autopar.schedules.communication import message_of
-
-if TYPE_CHECKING:
-    from autopar.lowering.program import (
-        BufferProgram,
-        OutputProgram,
-        ParameterProgram,
-        RankProgram,
-    )
-
-NO_STAGE = -1
-"""The stage of blocks that every device runs by itself: fixed values and totals."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """The messages between a stage and the next one, for one micro-batch on one rank.
-
-    ``values`` go on, in this order; ``gradients`` are those of them whose gradients come back.
-    ``metas`` and ``gradient_metas`` are their local shapes; all are sent contiguous.
-    """
-
-    values: tuple[int, ...]
-    metas: tuple[TensorMeta, ...]
-    gradients: tuple[int, ...]
-    gradient_metas: tuple[TensorMeta, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that one rank sends on for one micro-batch."""
-        return sum(meta.size_bytes for meta in self.metas)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """The stages of a program and the schedule that runs them.
-
-    ``stage_of_block`` has a stage for each block of the program, or `NO_STAGE`. ``boundaries`` has
-    one entry a stage but the last. The schedule's sends and receives are written out.
-    """
-
-    schedule: Schedule
-    stage_of_block: tuple[int, ...]
-    boundaries: tuple[Boundary, ...]
-
-    @property
-    def shape(self) -> PipelineShape:
-        return self.schedule.shape
-
-    @property
-    def num_devices(self) -> int:
-        return self.shape.num_devices
 
 
 def serial_schedule(num_microbatches: int) -> Schedule:

@@ -9,8 +9,7 @@ per distinct parameter redistribution, and the list of blocks and parameters tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,170 +20,26 @@ from autopar.collectives import move
 from autopar.errors import PlanError
 from autopar.graph import Block, Graph, Value, ValueKind
 from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
-from autopar.lowering.differentiate import Kernel, TensorMeta, trace_kernel
-from autopar.lowering.listing import (
-    CollectiveCall,
-    collective_nodes,
-    collectives_of,
-    format_program,
-    graphs_of,
-    operator_name,
-)
-from autopar.lowering.pipeline import (
-    Pipeline,
-    forward_schedule,
-    serial_pipeline,
-    serial_schedule,
-)
-from autopar.lowering.shard import (
+from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.listing import collective_nodes, operator_name
+from autopar.lowering.pipeline import forward_schedule, serial_pipeline, serial_schedule
+from autopar.lowering.shard import block_function, block_interface, block_signature, last_uses
+from autopar.lowering.types import (
     BlockInterface,
-    block_function,
-    block_interface,
-    block_signature,
-    last_uses,
+    BlockProgram,
+    BufferProgram,
+    InputProgram,
+    Kernel,
+    OutputProgram,
+    ParameterProgram,
+    RankProgram,
+    Role,
+    TensorMeta,
+    graphs_of,
 )
-from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, R, State, local_shape
 from autopar.schedules import Schedule
 from autopar.strategy import Strategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterProgram:
-    """One parameter: how it is stored, how blocks find it, and the kernel between the two.
-
-    ``devices``: the devices of the pipeline that hold it, each a copy of its own.
-    """
-
-    value: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: Placements
-    used: Placements
-    trainable: bool
-    kernel: int | None
-    first_block: int
-    last_block: int
-    devices: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferProgram:
-    """One buffer or constant: replicated; ``following`` is what it becomes after a step.
-
-    ``device`` is the device of the pipeline that updates it, and so has its present value; where
-    several replicas of a stage do, each with other micro-batches, ``shared`` are all of them.
-    ``factor``: a step multiplies it by this and adds what depends on the batch alone; None where
-    that is not known.
-    """
-
-    value: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    following: OutputProgram | None
-    device: int = 0
-    shared: tuple[int, ...] = ()
-    factor: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputProgram:
-    """One tensor input and the part of it that a rank reads.
-
-    ``microbatch`` is the split into micro-batches, ``placements`` that of one micro-batch.
-    """
-
-    value: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placements: Placements
-    microbatch: Placement | None = None
-
-    def part(self, num_microbatches: int) -> tuple[int, ...]:
-        """Shape of one micro-batch of it, whole."""
-        shape = list(self.shape)
-        if self.microbatch is not None:
-            shape[self.microbatch.dim] //= num_microbatches
-        return tuple(shape)
-
-
-class Role(StrEnum):
-    """When a block runs: in every micro-batch; once and for all; or in front of a step."""
-
-    EVERY = "every"
-    FIXED = "fixed"
-    TOTALS = "totals"
-
-    @property
-    def has_stage(self) -> bool:
-        """Whether the block belongs to a stage; the others run on every device by themselves."""
-        return self is Role.EVERY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockProgram:
-    """One block: its kernel and the values it reads and makes."""
-
-    name: str
-    kernel: int
-    interface: BlockInterface
-    role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputProgram:
-    """One value that leaves the program, and the kernel that makes it whole, if it needs one.
-
-    ``devices``: the devices of the pipeline that can make it; None where all can.
-    """
-
-    value: int
-    kernel: int | None
-    meta: TensorMeta
-    devices: tuple[int, ...] | None = (0,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgram:
-    """Everything a rank runs in one step; see the module's docstring.
-
-    ``mesh`` is that of one device of the pipeline: ranks number its positions device by device.
-    ``totals`` are values summed over the micro-batches before the first one is computed.
-    """
-
-    mesh: Mesh
-    num_microbatches: int
-    totals: tuple[OutputProgram, ...]
-    kernels: tuple[Kernel, ...]
-    blocks: tuple[BlockProgram, ...]
-    parameters: tuple[ParameterProgram, ...]
-    buffers: tuple[BufferProgram, ...]
-    inputs: tuple[InputProgram, ...]
-    loss: OutputProgram | None
-    outputs: tuple[OutputProgram, ...]
-    constants: tuple[tuple[str, Tensor], ...]
-    device_type: str
-    fingerprint: str
-    pipeline: Pipeline
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all devices of the pipeline together."""
-        return self.pipeline.num_devices * self.mesh.num_devices
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The device of the pipeline that ``rank`` belongs to, and its position on the mesh."""
-        return divmod(rank, self.mesh.num_devices)
-
-    def collectives(self) -> tuple[CollectiveCall, ...]:
-        """Every collective of one training step, in order of phase and block."""
-        return tuple(collectives_of(self))
-
-    def __str__(self) -> str:
-        return format_program(self)
 
 
 def lower(

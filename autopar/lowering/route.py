@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.lowering.pipeline import NO_STAGE
-from autopar.lowering.program import BufferProgram, ParameterProgram, RankProgram
+from autopar.lowering.types import NO_STAGE, BufferProgram, ParameterProgram, RankProgram
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from autopar.schedules.schedule import PipelineShape, Schedule
 

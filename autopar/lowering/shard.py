@@ -6,7 +6,6 @@ In comes a block and a strategy; out goes a plain function of local tensors that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,18 +13,10 @@ from torch.fx.traceback import annotate
 
 from autopar.collectives import move
 from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
+from autopar.lowering.types import BlockInterface
 from autopar.placement import Placements, local_shape
 from autopar.rules.base import LocalContext, run_local
 from autopar.strategy import Strategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockInterface:
-    """Values that enter and leave a block, in order. ``parameters`` are the last of ``inputs``."""
-
-    inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
-    outputs: tuple[int, ...]
 
 
 def last_uses(graph: Graph) -> dict[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.lowering.program import RankProgram, lower
+from autopar.lowering.program import lower
+from autopar.lowering.types import RankProgram
 from autopar.microbatches import Microbatches
 from autopar.strategy import Strategy
 

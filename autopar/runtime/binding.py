@@ -27,8 +27,7 @@ from autopar.collectives import (
     REDUCE_SCATTER,
     SHARD,
 )
-from autopar.lowering.differentiate import TensorMeta
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.direct_calls import DIRECT
 from autopar.runtime.joined import Once, start_gather, start_scatter, start_sum

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.lowering.program import ParameterProgram
+from autopar.lowering.types import ParameterProgram
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.parts import holder
 

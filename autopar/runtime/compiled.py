@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.capture import Captured
 from autopar.errors import InputError
 from autopar.exported import loss_fn_name
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.runtime.checkpoint import Path
 from autopar.runtime.executor import ActionTime
 from autopar.runtime.forward_programs import ForwardPrograms, LowerForward, local_signature

@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from autopar.lowering.differentiate import Kernel
-from autopar.lowering.pipeline import NO_STAGE
-from autopar.lowering.program import BlockProgram, BufferProgram, OutputProgram, RankProgram
 from autopar.lowering.route import Route
+from autopar.lowering.types import (
+    NO_STAGE,
+    BlockProgram,
+    BufferProgram,
+    Kernel,
+    OutputProgram,
+    RankProgram,
+)
 from autopar.runtime.machine import Machine, Phase
 from autopar.runtime.shared_buffers import Made
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from autopar.lowering.differentiate import TensorMeta
-from autopar.lowering.pipeline import Pipeline
 from autopar.lowering.route import Route, peer_of
+from autopar.lowering.types import Pipeline, TensorMeta
 from autopar.runtime.machine import Links, Received
 from autopar.schedules.action import Action, Kind
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autopar.lowering.program import OutputProgram, RankProgram, Role
 from autopar.lowering.route import Route, route_of
+from autopar.lowering.types import OutputProgram, RankProgram, Role
 from autopar.runtime.computation import Computation
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.faults.whereabouts import padded, say

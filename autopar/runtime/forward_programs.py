@@ -26,7 +26,7 @@ from autopar.capture import (
     without_data,
 )
 from autopar.errors import InputError
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.placement import Placements
 from autopar.runtime.parts import local_input_shape
 from autopar.targets import without_targets

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.types import TensorMeta
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.joined import start_sum
 from autopar.runtime.machine import Received

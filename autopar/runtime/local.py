@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.placement import local_shape
 from autopar.runtime import checkpoint
 from autopar.runtime.executor import ActionTime

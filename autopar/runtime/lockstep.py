@@ -29,8 +29,7 @@ from autopar.collectives import (
     disassemble,
 )
 from autopar.graph import Graph
-from autopar.lowering.differentiate import TensorMeta
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.mesh import MICROBATCH, Mesh
 from autopar.runtime.executor import Executor, StepResult
 from autopar.runtime.machine import NoLinks, Phase

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
-from autopar.lowering.differentiate import TensorMeta
+from autopar.lowering.types import TensorMeta
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autopar.cost_models import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.errors import OptimizerError
-from autopar.lowering.program import ParameterProgram
+from autopar.lowering.types import ParameterProgram
 from autopar.mesh import Mesh
 from autopar.placement import local_shape
 from autopar.runtime.parts import is_split

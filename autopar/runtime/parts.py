@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.collectives import assemble, digit_slice, pad_end
-from autopar.lowering.program import InputProgram, RankProgram
+from autopar.lowering.types import InputProgram, RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import Placement, Placements, State, local_shape, paddings
 

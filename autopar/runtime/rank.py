@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import InputError, OptimizerError
-from autopar.lowering.differentiate import TensorMeta
 from autopar.lowering.pipeline import has_late_updates
-from autopar.lowering.program import ParameterProgram, RankProgram
+from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.binding import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.clipping import Clipper
 from autopar.runtime.communicator import Communicator

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from autopar.lowering.differentiate import TensorMeta
-from autopar.lowering.program import ParameterProgram, RankProgram
 from autopar.lowering.route import Route
+from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.placement import local_shape
 from autopar.runtime.machine import Links, Machine
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autopar.lowering.differentiate import TensorMeta
-from autopar.lowering.program import BufferProgram, RankProgram
+from autopar.lowering.types import BufferProgram, RankProgram, TensorMeta
 from autopar.runtime.machine import Links, Machine
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import DeviceError, InputError
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.runtime import checkpoint
 from autopar.runtime.communicator import (
     initialize,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 
 _OPTIMIZER_FIX = (
     "Pass what compiled.optimizer_state_dict() gave: {'state': {'head.weight': {...}}, "

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import TypeIs
 
 from autopar.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
 PerStage = float | Sequence[float]
 
 
-def is_number(value: Any) -> "TypeIs[float]":
+def is_number(value: Any) -> TypeIs[float]:
     """True for whole and floating-point numbers, NumPy's too; False for True, False and text."""
     return isinstance(value, Real) and not isinstance(value, bool)
 

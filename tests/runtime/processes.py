@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured
 from autopar.lowering import lower
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import Placements, R
 from autopar.rules.base import Choice

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.lowering import lower
-from autopar.lowering.program import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.mesh import Mesh
 from autopar.placement import R, S
 from autopar.rules.base import Choice, enumerate_choices

@@ -1,0 +1,344 @@
+"""The frozen types of a lowered program, from one tensor to everything that a rank runs.
+
+A `RankProgram` has one `Kernel` (F, I and W graphs) per distinct block and per distinct parameter
+redistribution, and the blocks, parameters, buffers, inputs and outputs that use them; its
+`Pipeline` says which stage each block is in and in what order the stages run. The functions that
+build these are in the other files of this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.lowering.listing import collective_nodes, format_graph
+from autopar.mesh import Mesh
+from autopar.placement import Placement, Placements, format_placements
+from autopar.schedules import PipelineShape, Schedule
+
+NO_STAGE = -1
+"""The stage of blocks that every device runs by itself: fixed values and totals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Shape, strides and dtype of one local tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(
+            shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype
+        )
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return TensorMeta(shape=tuple(shape), stride=tuple(reversed(stride)), dtype=dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The three graphs of one kind of block, and how values go between them.
+
+    ``forward(*operands) -> (*outputs, *saved)``. ``saved_operands`` are operands the backward
+    pass reads as they are. ``backward_input(*saved_i, *cotangents_i) -> (*input_grads,
+    *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) -> weight_grads``, where
+    each ``*_sources`` lists where an argument comes from: ``("operand", i)``, ``("saved", i)``,
+    ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the operands named in
+    ``input_grads`` and ``weight_grads``.
+    """
+
+    forward: fx.GraphModule
+    backward_input: fx.GraphModule | None
+    backward_weight: fx.GraphModule | None
+    num_outputs: int
+    output_metas: tuple[TensorMeta, ...]
+    cotangents: tuple[int, ...]
+    input_sources: tuple[tuple[str, int], ...]
+    weight_sources: tuple[tuple[str, int], ...]
+    input_grads: tuple[int, ...]
+    weight_grads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInterface:
+    """Values that enter and leave a block, in order. ``parameters`` are the last of ``inputs``."""
+
+    inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterProgram:
+    """One parameter: how it is stored, how blocks find it, and the kernel between the two.
+
+    ``devices``: the devices of the pipeline that hold it, each a copy of its own.
+    """
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Placements
+    used: Placements
+    trainable: bool
+    kernel: int | None
+    first_block: int
+    last_block: int
+    devices: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferProgram:
+    """One buffer or constant: replicated; ``following`` is what it becomes after a step.
+
+    ``device`` is the device of the pipeline that updates it, and so has its present value; where
+    several replicas of a stage do, each with other micro-batches, ``shared`` are all of them.
+    ``factor``: a step multiplies it by this and adds what depends on the batch alone; None where
+    that is not known.
+    """
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    following: OutputProgram | None
+    device: int = 0
+    shared: tuple[int, ...] = ()
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputProgram:
+    """One tensor input and the part of it that a rank reads.
+
+    ``microbatch`` is the split into micro-batches, ``placements`` that of one micro-batch.
+    """
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Placements
+    microbatch: Placement | None = None
+
+    def part(self, num_microbatches: int) -> tuple[int, ...]:
+        """Shape of one micro-batch of it, whole."""
+        shape = list(self.shape)
+        if self.microbatch is not None:
+            shape[self.microbatch.dim] //= num_microbatches
+        return tuple(shape)
+
+
+class Role(StrEnum):
+    """When a block runs: in every micro-batch; once and for all; or in front of a step."""
+
+    EVERY = "every"
+    FIXED = "fixed"
+    TOTALS = "totals"
+
+    @property
+    def has_stage(self) -> bool:
+        """Whether the block belongs to a stage; the others run on every device by themselves."""
+        return self is Role.EVERY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProgram:
+    """One block: its kernel and the values it reads and makes."""
+
+    name: str
+    kernel: int
+    interface: BlockInterface
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputProgram:
+    """One value that leaves the program, and the kernel that makes it whole, if it needs one.
+
+    ``devices``: the devices of the pipeline that can make it; None where all can.
+    """
+
+    value: int
+    kernel: int | None
+    meta: TensorMeta
+    devices: tuple[int, ...] | None = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """The messages between a stage and the next one, for one micro-batch on one rank.
+
+    ``values`` go on, in this order; ``gradients`` are those of them whose gradients come back.
+    ``metas`` and ``gradient_metas`` are their local shapes; all are sent contiguous.
+    """
+
+    values: tuple[int, ...]
+    metas: tuple[TensorMeta, ...]
+    gradients: tuple[int, ...]
+    gradient_metas: tuple[TensorMeta, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one rank sends on for one micro-batch."""
+        return sum(meta.size_bytes for meta in self.metas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The stages of a program and the schedule that runs them.
+
+    ``stage_of_block`` has a stage for each block of the program, or `NO_STAGE`. ``boundaries`` has
+    one entry a stage but the last. The schedule's sends and receives are written out.
+    """
+
+    schedule: Schedule
+    stage_of_block: tuple[int, ...]
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def shape(self) -> PipelineShape:
+        return self.schedule.shape
+
+    @property
+    def num_devices(self) -> int:
+        return self.shape.num_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One collective: ``phase`` F (forward), I, W, or G (gradient of a parameter)."""
+
+    phase: str
+    where: str
+    kind: str
+    axes: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """Everything a rank runs in one step; see the module's docstring.
+
+    ``mesh`` is that of one device of the pipeline: ranks number its positions device by device.
+    ``totals`` are values summed over the micro-batches before the first one is computed.
+    """
+
+    mesh: Mesh
+    num_microbatches: int
+    totals: tuple[OutputProgram, ...]
+    kernels: tuple[Kernel, ...]
+    blocks: tuple[BlockProgram, ...]
+    parameters: tuple[ParameterProgram, ...]
+    buffers: tuple[BufferProgram, ...]
+    inputs: tuple[InputProgram, ...]
+    loss: OutputProgram | None
+    outputs: tuple[OutputProgram, ...]
+    constants: tuple[tuple[str, Tensor], ...]
+    device_type: str
+    fingerprint: str
+    pipeline: Pipeline
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all devices of the pipeline together."""
+        return self.pipeline.num_devices * self.mesh.num_devices
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The device of the pipeline that ``rank`` belongs to, and its position on the mesh."""
+        return divmod(rank, self.mesh.num_devices)
+
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """Every collective of one training step, in order of phase and block."""
+        return tuple(collectives_of(self))
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+def graphs_of(kernel: Kernel) -> Iterator[tuple[str, fx.GraphModule]]:
+    yield "F", kernel.forward
+    if kernel.backward_input is not None:
+        yield "I", kernel.backward_input
+    if kernel.backward_weight is not None:
+        yield "W", kernel.backward_weight
+
+
+def collectives_of(program: RankProgram) -> Iterator[CollectiveCall]:
+    def of(module: fx.GraphModule, phase: str, where: str) -> Iterator[CollectiveCall]:
+        for node in collective_nodes(module):
+            source: Any = node.args[0]
+            largest = max((node.meta["val"], source.meta["val"]), key=Tensor.numel)
+            yield CollectiveCall(
+                phase=phase,
+                where=where,
+                kind=str(node.target).split(".")[1],
+                axes=str(node.args[1]),
+                size_bytes=largest.numel() * largest.element_size(),
+            )
+
+    for parameter in program.parameters:
+        if parameter.kernel is not None:
+            yield from of(program.kernels[parameter.kernel].forward, "F", parameter.name)
+    for block in program.blocks:
+        yield from of(program.kernels[block.kernel].forward, "F", block.name)
+    for block in reversed(program.blocks):
+        for phase, module in graphs_of(program.kernels[block.kernel]):
+            if phase != "F":
+                yield from of(module, phase, block.name)
+    for parameter in reversed(program.parameters):
+        if parameter.kernel is not None and parameter.trainable:
+            backward = program.kernels[parameter.kernel].backward_input
+            if backward is not None:
+                yield from of(backward, "G", parameter.name)
+
+
+def format_program(program: RankProgram) -> str:
+    """The program as text: parameters, blocks, then the distinct kernels' graphs."""
+    lines = [f"program on mesh {program.mesh} ({program.device_type})", "", "parameters"]
+    for p in program.parameters:
+        via = "" if p.kernel is None else f"  by kernel {p.kernel}"
+        lines.append(
+            f"  {p.name} {list(p.shape)}: stored {format_placements(p.stored)}, "
+            f"used {format_placements(p.used)}{via}"
+        )
+    stages = program.pipeline.stage_of_block
+    lines += ["", "blocks"]
+    lines += [
+        f"  {i} {b.name}: kernel {b.kernel}" + (f", stage {s}" if s > 0 else "")
+        for i, (b, s) in enumerate(zip(program.blocks, stages))
+    ]
+    if program.pipeline.shape.num_stages > 1:
+        lines += ["", *_pipeline_lines(program.pipeline)]
+    for number, kernel in enumerate(program.kernels):
+        for phase, module in graphs_of(kernel):
+            lines += ["", f"kernel {number} {phase}"]
+            lines += [f"  {line}" for line in format_graph(module)]
+    return "\n".join(lines)
+
+
+def _pipeline_lines(pipeline: Pipeline) -> list[str]:
+    lines = ["pipeline"]
+    for stage, boundary in enumerate(pipeline.boundaries):
+        sent = ", ".join(f"{str(m.dtype)[6:]}{list(m.shape)}" for m in boundary.metas)
+        back = len(boundary.gradients)
+        lines.append(f"  stage {stage} to {stage + 1}: {sent or 'nothing'}; {back} gradients back")
+    return lines + [f"  {line}" for line in str(pipeline.schedule).splitlines()]
