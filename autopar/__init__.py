@@ -2,10 +2,7 @@
 
 from autopar._version import __version__
 from autopar.api import compile, plan
-from autopar.capture import Captured, capture
-from autopar.constraints import Forbid, Force, MemoryBudget, Pin
-from autopar.cost_models import Cluster
-from autopar.errors import (
+from autopar.base.errors import (
     AutoparError,
     CaptureError,
     ClusterError,
@@ -19,10 +16,13 @@ from autopar.errors import (
     ScheduleError,
     WorkerError,
 )
-from autopar.plan import Plan
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import Captured, capture
+from autopar.plan.document import Plan
+from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.rules.base import register as register_rule
-from autopar.rules.checking import check_rule
 from autopar.runtime.compiled import Compiled
+from autopar.testing.check_rule import check_rule
 
 __all__ = [
     "AutoparError",

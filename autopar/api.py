@@ -16,43 +16,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.batch_norm import check_batch_norm, with_batch_norm
-from autopar.capture import Arguments, Captured, capture, check_model
-from autopar.constraints import Constraint
+from autopar.base.errors import InputError, OptimizerError, PlanError
+from autopar.comm.groups import initialize
 from autopar.cost_models import (
     Cluster,
     ComputeModel,
     default_store_path,
 )
 from autopar.cost_models.cluster import is_count
-from autopar.errors import InputError, OptimizerError, PlanError
-from autopar.forward_plan import plan_forward
-from autopar.joint import Fixed, fixed_parts, is_searched, plan_with, searched_calls
+from autopar.frontend.capture import Arguments, Captured, capture, check_model
+from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.ir.placement import Placements
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
-from autopar.meshes import MeshSizes, check_mesh
-from autopar.pipelines import PipelineChoice, pipeline_choice
-from autopar.placement import Placements
-from autopar.plan import Plan, strategy_of
+from autopar.passes.batch_norm import check_batch_norm, with_batch_norm
+from autopar.plan.document import Plan, strategy_of
+from autopar.planning.constraints import Constraint
+from autopar.planning.forward import plan_forward
+from autopar.planning.joint import Fixed, fixed_parts, is_searched, plan_with, searched_calls
+from autopar.planning.meshes import MeshSizes, check_mesh
+from autopar.planning.pipelines import PipelineChoice, pipeline_choice
 from autopar.report.progress import show_progress
-from autopar.runtime.clipping import check_max_grad_norm
-from autopar.runtime.collective_times import collective_times
-from autopar.runtime.communicator import initialize
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.devices import resolve_devices
-from autopar.runtime.op_times import op_times
-from autopar.runtime.optimizers import (
+from autopar.runtime.host.devices import resolve_devices
+from autopar.runtime.measure.collective_times import collective_times
+from autopar.runtime.measure.op_times import op_times
+from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device
+from autopar.runtime.state.optimizers import (
     MakeOptimizer,
     MakeScheduler,
     check_makes_optimizer,
     optimizer_spec,
 )
-from autopar.runtime.spmd import from_first_rank, is_spmd, rank_device
+from autopar.runtime.step.clipping import check_max_grad_norm
 from autopar.schedules import Schedule
-from autopar.stages import lower_staged_forward
-from autopar.strategy import Analysis, Strategy
-from autopar.targets import LossFn, check_loss_fn
+from autopar.sharding.strategy import Analysis, Strategy
 
 Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
@@ -87,19 +87,20 @@ def plan(
     * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried, as
       it is of sizes that are None: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of each
       of its devices.
-    * ``constraints``: what to force, forbid, pin or keep within; see `autopar.constraints`.
+    * ``constraints``: what to force, forbid, pin or keep within; see
+      `autopar.planning.constraints`.
     * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
       with one update at the end; rows of the batch by it is their size. The result is that of the
       whole batch; the memory for activations is that of one part. By default 1, or searched where
       a pipeline is.
     * ``num_stages``, ``schedule``: train as a pipeline of so many stages of contiguous blocks, in
-      the order of a schedule: a name that `autopar.schedules.build` knows (by default ``"1f1b"``),
-      or what it makes. The schedule says how many pipeline devices there are, which share the
-      cluster's devices evenly. Beside a pipeline's name, whatever of stages, micro-batches and
-      mesh is not given is searched together with the sharding; with ``"auto"`` the schedule is
-      searched too, or none chosen; see `autopar.joint`.
-      ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines:
-      all devices have all stages, and reduce each stage's gradients into the next step.
+      the order of a schedule: a name that `autopar.schedules.generators.build` knows (by default
+      ``"1f1b"``), or what it makes. The schedule says how many pipeline devices there are, which
+      share the cluster's devices evenly. Beside a pipeline's name, whatever of stages,
+      micro-batches and mesh is not given is searched together with the sharding; with ``"auto"``
+      the schedule is searched too, or none chosen; see `autopar.planning.joint`. ``"conventional"``
+      and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines: all devices have all
+      stages, and reduce each stage's gradients into the next step.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
     * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
@@ -107,7 +108,8 @@ def plan(
       does not suffice otherwise, and one whose parts are all given never.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard, as unsynchronised
-      ``DistributedDataParallel`` does, with nothing to communicate; see `autopar.batch_norm`.
+      ``DistributedDataParallel`` does, with nothing to communicate; see
+      `autopar.passes.batch_norm`.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
       ``functools.partial(torch.optim.SGD, lr=0.1)``: called once, over a small parameter, to learn
       how much state it keeps. By default AdamW's is planned for.

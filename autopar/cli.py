@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from autopar.base.errors import AutoparError
 from autopar.cost_models import Cluster
-from autopar.errors import AutoparError
-from autopar.plan import Plan
+from autopar.plan.document import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ auto-model mappings is built small (see ``small_transformers.py``) and goes thro
 build  the model is made, with random weights, in train mode, in float64 if it can be
 eager  three steps of SGD in eager PyTorch, twice: both runs must agree, or there is no reference
 export ``torch.export`` alone captures the call, with the loss (the share is of these)
-capture ``autopar.capture``
+capture ``autopar.frontend.capture``
 plan   ``autopar.plan`` for two CPU devices on which every split pays: their links cost nothing
 train  ``autopar.compile`` with that plan: three steps on two real gloo processes
 match  losses, the first step's gradients, and the weights and buffers after the third
@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 import transformers
-from autopar.cost_models import DeviceSpec, Level, PeakFlops
 from setting import setting
 from small_transformers import (
     Architecture,
@@ -54,6 +53,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Cluster
+from autopar.cost_models import DeviceSpec, Level, PeakFlops
 
 RESULT = Path(__file__).parent / "results" / "architectures.json"
 PACKAGES = ("torch", "transformers", "autopar")

@@ -61,11 +61,10 @@ def main() -> int:
 
 def priced(graph: Any, preset: str, nodes: int, sizes: tuple[int, ...]) -> Any:
     from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-
-    from autopar.mesh import Mesh
-    from autopar.pricing import Pricing
-    from autopar.problem import price_graph
-    from autopar.strategy import Analysis
+    from autopar.ir.mesh import Mesh
+    from autopar.pricing.problem import price_graph
+    from autopar.pricing.tables import Pricing
+    from autopar.sharding.strategy import Analysis
 
     cluster = Cluster.preset(preset, nodes=nodes, devices_per_node=8)
     mesh = Mesh(("x", "y")[: len(sizes)], sizes)
@@ -108,11 +107,10 @@ def llama_search(graph: Any) -> list[Row]:
 
 def llama_planner(graph: Any) -> list[Row]:
     """The planner over every mesh, in bytes counted by liveness over the lowered program."""
+    from autopar.base.errors import ConstraintError
     from autopar.cost_models import Cluster
-
-    from autopar.constraints import MemoryBudget
-    from autopar.errors import ConstraintError
-    from autopar.planner import make_planned
+    from autopar.planning.constraints import MemoryBudget
+    from autopar.planning.planner import make_planned
 
     cluster = Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
     free = make_planned(graph, cluster).plan

@@ -33,10 +33,11 @@ from typing import Any
 
 import psutil
 import torch
-from autopar.cost_models.others import watched
-from autopar.cost_models.pace import SLOW, Pace
 from cpu_models import MODELS, fresh
 from setting import setting
+
+from autopar.cost_models.others import watched
+from autopar.cost_models.pace import SLOW, Pace
 
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 PICTURE = RESULT.with_suffix(".png")
@@ -132,7 +133,7 @@ def measured(name: str, count: int, plan: str, num_steps: int) -> Row | None:
     """The row of one plan, whose processes have the machine to themselves; None where there is no
     such plan."""
     import autopar
-    from autopar.errors import ConstraintError
+    from autopar.base.errors import ConstraintError
 
     model, batch = fresh(name)
     start = time.perf_counter()

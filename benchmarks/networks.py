@@ -386,7 +386,7 @@ NETWORKS: dict[str, Network] = {
 
 def captured(name: str) -> Any:
     """The network's graph, captured on the meta device."""
-    from autopar.capture import capture
+    from autopar.frontend.capture import capture
 
     with torch.device("meta"):
         module, batch = {**NETWORKS, "densenet201": densenet201}[name]()

@@ -16,15 +16,15 @@ from typing import Any
 
 import matplotlib
 import torch
-from autopar.cost_models import Cluster, CommunicationModel, Level
 from msgspec import structs
 from setting import setting
 from torch import nn
 
-from autopar.blocks import FIXED
-from autopar.capture import capture
-from autopar.graph import Block, Graph
-from autopar.layer_times import (
+from autopar.cost_models import Cluster, CommunicationModel, Level
+from autopar.frontend.capture import capture
+from autopar.ir.blocks import FIXED
+from autopar.ir.graph import Block, Graph
+from autopar.pricing.layer_times import (
     LayerTimes,
     layer_co_run,
     layer_durations,

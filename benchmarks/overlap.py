@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.runtime import communicator
+from autopar.comm import groups as communicator
 from autopar.schedules import Kind
 
 RESULT = Path(__file__).parent / "results" / "overlap.json"

@@ -34,7 +34,7 @@ from runtime import timed
 from setting import num_cores, setting
 from torch import Tensor, nn
 
-from autopar.direct_messages import direct_messages
+from autopar.comm.transports.shared_memory import direct_messages
 from autopar.schedules import Action, Durations, Kind, Links, simulate
 from autopar.schedules.action import SEND_KINDS
 

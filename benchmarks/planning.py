@@ -32,7 +32,7 @@ def llama_graph(num_layers: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from autopar.capture import capture
+    from autopar.frontend.capture import capture
 
     config = LlamaConfig(
         num_hidden_layers=num_layers,
@@ -54,7 +54,7 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
     import transformers  # noqa: F401  (its import is no part of planning)
 
     import autopar
-    from autopar import planner
+    from autopar.planning import planner
 
     cluster = autopar.Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
     marks = [("capture", time.perf_counter(), time.process_time())]

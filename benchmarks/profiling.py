@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autopar.cost_models import Cluster, ProfileStore
 from cpu_models import fresh
 from setting import setting
 from torch import nn
 
-from autopar.capture import Arguments, Captured, capture
-from autopar.local_calls import calls_of
-from autopar.meshes import candidate_meshes
-from autopar.runtime.op_times import op_times
-from autopar.strategy import Analysis
+from autopar.cost_models import Cluster, ProfileStore
+from autopar.frontend.capture import Arguments, Captured, capture
+from autopar.planning.meshes import candidate_meshes
+from autopar.pricing.local_calls import calls_of
+from autopar.runtime.measure.op_times import op_times
+from autopar.sharding.strategy import Analysis
 
 RESULT = Path(__file__).parent / "results" / "profiling.json"
 NUM_DEVICES, LIMIT_S = 8, 110.0

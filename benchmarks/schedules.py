@@ -28,7 +28,7 @@ from autopar.schedules import (
     simulate,
     verify,
 )
-from autopar.schedules.oracle import optimal_schedule
+from autopar.schedules.generators.oracle import optimal_schedule
 
 RESULT = Path(__file__).parent / "results" / "schedules.json"
 ONE_COPY = ("gpipe", "1f1b", "zb_h1", "zb_h2")

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from autopar.search import Problem, solve
 from setting import setting
+
+from autopar.search import Problem, solve
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "search.json"

@@ -3,11 +3,11 @@
     python benchmarks/strategies.py [--networks alexnet gpt2] [--instances FOLDER] [--fresh]
 
 Each cell searches every mesh of up to two axes exactly, offline, and prices the strategies of
-`autopar.baselines`. The global batch is the same for any number of devices. For PaSE's four
-networks the speed-up over data parallelism stands beside the paper's, and beside what the authors'
-own cost model says of their own graphs (FOLDER holds these instances as .npz), with a reason where
-they differ by more than a quarter. benchmarks/results/strategies.json keeps the cells; a cell that
-is there is not made again unless --fresh is given.
+`autopar.planning.baselines`. The global batch is the same for any number of devices. For PaSE's
+four networks the speed-up over data parallelism stands beside the paper's, and beside what the
+authors' own cost model says of their own graphs (FOLDER holds these instances as .npz), with a
+reason where they differ by more than a quarter. benchmarks/results/strategies.json keeps the cells;
+a cell that is there is not made again unless --fresh is given.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def analysed(network: str) -> Any:
-    from autopar.strategy import Analysis
+    from autopar.sharding.strategy import Analysis
 
     return Analysis(captured(network).graph)
 
@@ -86,11 +86,10 @@ def analysed(network: str) -> Any:
 def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
     """One network on so many devices of one kind: the plan and every known strategy."""
     from autopar.cost_models import Cluster
-
-    from autopar.baselines import MARKOV_STEPS_PER_NODE, price_baselines
-    from autopar.meshes import candidate_meshes
-    from autopar.planner import cheapest, search_meshes
-    from autopar.step_time import time_parts
+    from autopar.planning.baselines import MARKOV_STEPS_PER_NODE, price_baselines
+    from autopar.planning.meshes import candidate_meshes
+    from autopar.planning.planner import cheapest, search_meshes
+    from autopar.pricing.step_time import time_parts
 
     inner = min(count, DEVICES_PER_NODE)
     cluster = Cluster.preset(preset, nodes=count // inner, devices_per_node=inner)
@@ -134,8 +133,8 @@ def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
 
 def parts_ms(best: Any, known: Any) -> Row:
     """Milliseconds of the plan and of data parallelism by what they are spent on."""
-    from autopar.step_time import time_parts
-    from autopar.strategy_names import DATA
+    from autopar.plan.strategy_names import DATA
+    from autopar.pricing.step_time import time_parts
 
     parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}
     return {

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autopar.cost_models import Cluster
 from setting import setting
 
-from autopar.capture import capture
-from autopar.graph import Block, Graph
-from autopar.layer_times import layer_durations, layer_links, layer_times
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Block, Graph
+from autopar.pricing.layer_times import layer_durations, layer_links, layer_times
 from autopar.schedules import build, simulate
 
 RESULTS = Path(__file__).parent / "results"

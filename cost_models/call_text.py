@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import torch
+
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.estimate import CostError
 

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+
 from autopar.cost_models.estimate import CostError
 
 

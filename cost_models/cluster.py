@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 import torch
+
+from autopar.base.errors import ClusterError
 from autopar.cost_models.described import (
     is_finite,
     require_counts,
@@ -20,8 +22,6 @@ from autopar.cost_models.described import (
     shown,
     whole_numbers,
 )
-
-from autopar.errors import ClusterError
 
 
 class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,8 +5,8 @@ are made so that they tile the world, as the groups of a mesh axis do, and all o
 collective at once: what is measured is what a plan will meet, shared links included. On CPUs the
 ranks also compute before each collective, as in a step: threads that a collective needs sleep, or
 find every core taken. Each collective has other memory than the ones before it, as long as a cache
-could hold that. Where the runtime makes collectives over sockets (`autopar.direct_exchange`), so
-are they here.
+could hold that. Where the runtime makes collectives over sockets
+(`autopar.comm.transports.direct_exchange`), so are they here.
 """
 
 import itertools
@@ -22,6 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from autopar.comm.transports.direct_exchange import DirectExchange, direct_exchange
+from autopar.comm.transports.reduce_scatter import start_reduce_scatter
+from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.communication import (
     Collective,
@@ -31,10 +35,6 @@ from autopar.cost_models.communication import (
 )
 from autopar.cost_models.estimate import CostError
 from autopar.cost_models.store import CollectiveTime, ProfileStore, StoreWarning
-
-from autopar.direct_exchange import DirectExchange, direct_exchange
-from autopar.direct_messages import DirectMessages, direct_messages
-from autopar.reduce_scatter import start_reduce_scatter
 
 BETWEEN_S = 0.004
 """For how long a rank computes before a collective, as long as a few layers take."""

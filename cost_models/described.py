@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from autopar.errors import ClusterError
+from autopar.base.errors import ClusterError
 
 
 def whole_numbers(given: Any, kind: Any, where: str) -> Any:

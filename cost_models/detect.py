@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import structs
+
+from autopar.base.errors import ClusterError
 from autopar.cost_models import cgroup
 from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops, is_count
 from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
-from msgspec import structs
-
-from autopar.errors import ClusterError
 
 _CACHE_VERSION = 3
 _PROBE_S = 0.15

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 class CostError(AutoparError, ValueError):

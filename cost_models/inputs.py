@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 from autopar.cost_models.calls import OpCall, TensorSpec, resolve
 from autopar.cost_models.shapes import is_creation
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError, NotNowError, OpEstimate

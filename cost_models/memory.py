@@ -12,9 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from torch import fx
+
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
-from torch import fx
 
 
 class Category(StrEnum):

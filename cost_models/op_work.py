@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import torch
+
 from autopar.cost_models.calls import OpCall, resolve
 from autopar.cost_models.contraction_work import CONTRACTION_RULES
 from autopar.cost_models.layer_work import LAYER_RULES, pointwise_work, view_work

@@ -7,10 +7,10 @@ collectives reach, reserves) say what they are derived from.
 
 from dataclasses import dataclass
 
-from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops, is_count
 from msgspec import structs
 
-from autopar.errors import ClusterError
+from autopar.base.errors import ClusterError
+from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops, is_count
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -44,7 +44,7 @@ _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
 _STANDS_STILL = 1e3
 """A CPU computes nothing beside a collective on its host, which the thread that computes makes
-itself (`autopar.direct_exchange`): a slow-down so large that nothing is hidden."""
+itself (`autopar.comm.transports.direct_exchange`): a slow-down so large that nothing is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

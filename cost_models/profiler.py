@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from autopar.base.errors import ClusterError
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.compute import ComputeModel, RooflineModel
@@ -21,10 +25,6 @@ from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.op_work import work
 from autopar.cost_models.patterns import pattern, position_of
 from autopar.cost_models.store import OpTime, ProfileStore
-from rich.console import Console
-from rich.progress import Progress
-
-from autopar.errors import ClusterError
 
 # How far outside the measured range of operations or bytes a ratio still holds, as a factor; from
 # there to this factor once more it fades.

@@ -9,6 +9,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 import torch
+
 from autopar.cost_models.calls import OpCall, TensorSpec, resolve
 from autopar.cost_models.estimate import CostError
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from autopar.cost_models.call_text import call_from_text, call_to_text
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec

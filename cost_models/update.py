@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.work import Family, OpWork, Work

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.shapes import outputs
 

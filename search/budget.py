@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
 from autopar.search import ilp
 from autopar.search.lagrangian import Lagrangian, Point
 from autopar.search.problem import Array

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+
 from autopar.search.problem import (
     Array,
     Constraint,

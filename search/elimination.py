@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from autopar.search.minplus import Check, aligned, go_on, min_sum_step
 from autopar.search.ordering import HOPELESS, Order, candidate_orders
 from autopar.search.problem import Array, Edge, SearchError

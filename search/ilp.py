@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
 from autopar.search.problem import Array, Method, Problem
 from autopar.search.reduction import Reduction, reduce_problem

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from autopar.search.elimination import Program, best_program, compile_order
 from autopar.search.mathopt import LinearProgram, solve_linear
 from autopar.search.problem import Array, Problem

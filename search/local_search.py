@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from autopar.search.elimination import compile_order
 from autopar.search.ordering import Rule, simulate
 from autopar.search.problem import Array, Problem

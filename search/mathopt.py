@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from autopar.search.problem import Array, SearchError
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
+
+from autopar.search.problem import Array, SearchError
 
 
 class LinearSolverError(SearchError):

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+
 from autopar.search.local_search import cheapest_choices
 from autopar.search.problem import Array, Method, Problem
 from autopar.search.solver import Capability, Options, Progress

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from autopar.search.problem import Array, Problem
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from autopar.search.problem import Array
 
 _CHUNK_ELEMENTS = 1 << 20

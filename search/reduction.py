@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from autopar.search.minplus import Check, go_on
 from autopar.search.problem import Array, Edge, Problem
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import Captured
-from autopar.graph import Value, ValueKind
+from autopar.frontend.capture import Captured
+from autopar.ir.graph import Value, ValueKind
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, S, V, is_valid
 from autopar.lowering import RankProgram, lower
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R, S, V, is_valid
 from autopar.rules import enumerate_choices
-from autopar.runtime.lockstep import LockstepRun, gather
-from autopar.strategy import Analysis, Assignment, Strategy
+from autopar.sharding.strategy import Analysis, Assignment, Strategy
+from autopar.testing.lockstep import LockstepRun, gather
 
 NUM_STEPS = 3
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]

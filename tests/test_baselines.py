@@ -7,25 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
+
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.cost_models.update import FUSED_ADAMW
-from autopar.search import solve
-
-from autopar import planner
-from autopar.baselines import KEYS, price_baselines
-from autopar.capture import capture
-from autopar.constraints import Force, MemoryBudget, narrow
-from autopar.graph import ValueKind
+from autopar.frontend.capture import capture
+from autopar.ir.graph import ValueKind
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, State
 from autopar.lowering import lower
-from autopar.lowering.memory import program_memory
-from autopar.mesh import Mesh
-from autopar.placement import R, State
-from autopar.planner import make_planned
-from autopar.pricing import Pricing
-from autopar.problem import Candidate, price_graph
-from autopar.step_time import time_parts
-from autopar.strategy import Analysis
-from autopar.strategy_names import (
+from autopar.memory.program import program_memory
+from autopar.plan.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
     DATA,
@@ -38,6 +29,15 @@ from autopar.strategy_names import (
     ZERO3,
     name_of,
 )
+from autopar.planning import planner
+from autopar.planning.baselines import KEYS, price_baselines
+from autopar.planning.constraints import Force, MemoryBudget, narrow
+from autopar.planning.planner import make_planned
+from autopar.pricing.problem import Candidate, price_graph
+from autopar.pricing.step_time import time_parts
+from autopar.pricing.tables import Pricing
+from autopar.search import solve
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 A100 = Cluster.preset("a100-80", nodes=2, devices_per_node=2)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.errors import InputError
-from autopar.graph import Graph
-from autopar.stages import staged_blocks, stages_from_cuts
+from autopar.base.errors import InputError
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Graph
+from autopar.lowering.stages import staged_blocks, stages_from_cuts
 
 WIDTH = 4
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.counting_indices import free_counted_dimensions
-from autopar.errors import CaptureError
+from autopar.base.errors import CaptureError
+from autopar.frontend.capture import capture
+from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 
 B, N, T, D = 4, 5, 3, 6
 INDEX = torch.ops.aten.index.Tensor

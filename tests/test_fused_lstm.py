@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.fused_lstm import lstm_layer, workspace_bytes
+from autopar.ir.fused_lstm import lstm_layer, workspace_bytes
 from autopar.lowering.differentiate import trace_kernel
 from autopar.lowering.types import Kernel, TensorMeta
 

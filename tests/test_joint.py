@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.cost_models.update import adamw
 
 import autopar
-from autopar.capture import capture
-from autopar.combinations import Combinations, Fixed
-from autopar.errors import AutoparError, ConstraintError
-from autopar.microbatches import analysed
-from autopar.plan import Plan
-from autopar.planner import search_meshes
-from autopar.step_time import time_parts
-from autopar.strategy import Analysis
+from autopar.base.errors import AutoparError, ConstraintError
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.cost_models.update import adamw
+from autopar.frontend.capture import capture
+from autopar.plan.document import Plan
+from autopar.planning.combinations import Combinations, Fixed
+from autopar.planning.planner import search_meshes
+from autopar.pricing.step_time import time_parts
+from autopar.sharding.microbatches import analysed
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster, CommunicationModel
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.graph import Graph
-from autopar.layer_times import (
+from autopar.cost_models import Cluster, CommunicationModel
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Graph
+from autopar.pricing.layer_times import (
     LayerTimes,
     layer_co_run,
     layer_durations,

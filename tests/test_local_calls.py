@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster, OpCall
 from torch import Tensor, fx, nn
 
-from autopar.capture import Captured, capture
-from autopar.constraints import Force, Pin
-from autopar.graph import Op
-from autopar.local_calls import calls_of, local_calls
-from autopar.planner import Planned, make_planned
+from autopar.cost_models import Cluster, OpCall
+from autopar.frontend.capture import Captured, capture
+from autopar.ir.graph import Op
+from autopar.planning.constraints import Force, Pin
+from autopar.planning.planner import Planned, make_planned
+from autopar.pricing.local_calls import calls_of, local_calls
 from autopar.rules.kernels import LocalCall, Phase
 
 CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.loss_offsets import offsets_as_tensors
+from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
 
 
 class Losses(nn.Module):

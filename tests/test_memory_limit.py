@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
-from autopar.cost_models.memory import device_bytes
 from msgspec import structs
 from torch import nn
 
 import autopar
-from autopar.errors import ConstraintError
-from autopar.plan import Plan
+from autopar.base.errors import ConstraintError
+from autopar.cost_models import Cluster
+from autopar.cost_models.memory import device_bytes
+from autopar.plan.document import Plan
 
 
 class Deep(nn.Module):

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 
-from autopar.capture import capture
-from autopar.graph import ValueKind
-from autopar.mesh import Mesh
-from autopar.microbatches import analysed
-from autopar.placement import R, S, V
-from autopar.pricing import OpTable, Pricing
-from autopar.problem import PricedGraph, price_graph
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.frontend.capture import capture
+from autopar.ir.graph import ValueKind
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, S, V
+from autopar.pricing.problem import PricedGraph, price_graph
+from autopar.pricing.tables import OpTable, Pricing
+from autopar.sharding.microbatches import analysed
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
 ROWS, NUM = 8, 4

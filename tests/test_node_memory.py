@@ -6,21 +6,21 @@ import math
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.cost_models.update import FUSED_ADAMW
 from torch import nn
 
-from autopar.baselines import price_baselines
-from autopar.capture import capture
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.cost_models.update import FUSED_ADAMW
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.lowering.memory import program_memory
-from autopar.mesh import Mesh
-from autopar.node_memory import late_share
-from autopar.pipelines import residence_of
-from autopar.pricing import Pricing
-from autopar.problem import NodeKind, price_graph
+from autopar.memory.program import program_memory
+from autopar.planning.baselines import price_baselines
+from autopar.planning.pipelines import residence_of
+from autopar.pricing.node_memory import late_share
+from autopar.pricing.problem import NodeKind, price_graph
+from autopar.pricing.tables import Pricing
 from autopar.schedules import build as schedule
-from autopar.strategy import Analysis
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 

@@ -7,22 +7,22 @@ import json
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, Profiler, ProfileStore, RooflineModel
-from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
-from autopar.cost_models.store import OpTime
-from autopar.cost_models.work import Family
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import autopar
-from autopar.capture import capture
-from autopar.constraints import Forbid, Force, MemoryBudget, Pin
-from autopar.errors import ConstraintError, InputError, PlanError
-from autopar.local_calls import calls_of
-from autopar.mesh import Mesh
-from autopar.plan import Plan, strategy_of
-from autopar.planner import make_planned
-from autopar.strategy import Analysis
+from autopar.base.errors import ConstraintError, InputError, PlanError
+from autopar.cost_models import Cluster, Profiler, ProfileStore, RooflineModel
+from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
+from autopar.cost_models.store import OpTime
+from autopar.cost_models.work import Family
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.plan.document import Plan, strategy_of
+from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
+from autopar.planning.planner import make_planned
+from autopar.pricing.local_calls import calls_of
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=4)

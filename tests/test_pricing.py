@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.cost_models.efficiency import TABLES
 from torch import nn
 
 import autopar
-from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.placement import P, R, S, V
-from autopar.pricing import Pricing, slowest_groups
-from autopar.strategy import Analysis
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.cost_models.efficiency import TABLES
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import P, R, S, V
+from autopar.pricing.tables import Pricing, slowest_groups
+from autopar.sharding.strategy import Analysis
 
 A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.constraints import Force, Pin
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import capture
 from autopar.lowering.differentiate import trace_kernel
 from autopar.lowering.types import Kernel, TensorMeta
-from autopar.planner import Planned, make_planned
+from autopar.planning.constraints import Force, Pin
+from autopar.planning.planner import Planned, make_planned
 from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 
 

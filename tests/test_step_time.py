@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from autopar.cost_models import Cluster, RooflineModel
-from autopar.cost_models.communication import CommunicationModel
-from autopar.search import solve
 from msgspec import structs
 
-from autopar.block_times import strategy_times
-from autopar.capture import capture
-from autopar.constraints import Force, narrow
+from autopar.cost_models import Cluster, RooflineModel
+from autopar.cost_models.communication import CommunicationModel
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import collectives_of
-from autopar.mesh import Mesh
-from autopar.microbatches import analysed
-from autopar.planner import make_planned
-from autopar.pricing import Pricing
-from autopar.problem import Candidate, price_graph
-from autopar.step_time import Change, time_parts
+from autopar.planning.constraints import Force, narrow
+from autopar.planning.planner import make_planned
+from autopar.pricing.block_times import strategy_times
+from autopar.pricing.problem import Candidate, price_graph
+from autopar.pricing.step_time import Change, time_parts
+from autopar.pricing.tables import Pricing
+from autopar.search import solve
+from autopar.sharding.microbatches import analysed
 from tests.models.zoo import build
 
 A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.targets import find_targets, without_targets
+from autopar.frontend.targets import find_targets, without_targets
 
 
 class Two(nn.Module):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
 from torch import nn
 
 import autopar
-from autopar.capture import capture
-from autopar.strategy import Analysis
-from autopar.utilisation import model_work
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import capture
+from autopar.pricing.utilisation import model_work
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.collectives import ALL_REDUCE, COLLECTIVES
+from autopar.comm.ops import ALL_REDUCE, COLLECTIVES
+from autopar.ir.mesh import MICROBATCH
 from autopar.lowering.types import Kernel
-from autopar.mesh import MICROBATCH
 
 
 def spans_microbatches(node: fx.Node) -> bool:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.collectives import SHARD
+from autopar.base.torch_private import FakeTensorMode
+from autopar.comm.ops import SHARD
+from autopar.ir.tracing import trace_fx
 from autopar.lowering.types import Kernel, TensorMeta
-from autopar.torch_private import FakeTensorMode
-from autopar.tracing import trace_fx
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.errors import PlanError
+from autopar.base.errors import PlanError
 from autopar.lowering.types import (
     NO_STAGE,
     Boundary,
@@ -36,7 +36,7 @@ from autopar.schedules import (
     with_communication,
     with_reductions,
 )
-from autopar.schedules.communication import message_of
+from autopar.schedules.transforms.communication import message_of
 
 
 def serial_schedule(num_microbatches: int) -> Schedule:

@@ -14,15 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autopar.batch_norm import carried_factor
-from autopar.blocks import FIXED, TOTALS
-from autopar.collectives import move
-from autopar.errors import PlanError
-from autopar.graph import Block, Graph, Value, ValueKind
+from autopar.base.errors import PlanError
+from autopar.comm.ops import move
+from autopar.ir.blocks import FIXED, TOTALS
+from autopar.ir.graph import Block, Graph, Value, ValueKind
+from autopar.ir.placement import Placement, Placements, R, State, local_shape
 from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
 from autopar.lowering.differentiate import trace_kernel
-from autopar.lowering.listing import collective_nodes, operator_name
 from autopar.lowering.pipeline import forward_schedule, serial_pipeline, serial_schedule
+from autopar.lowering.printing import collective_nodes, operator_name
 from autopar.lowering.shard import block_function, block_interface, block_signature, last_uses
 from autopar.lowering.types import (
     BlockInterface,
@@ -37,9 +37,9 @@ from autopar.lowering.types import (
     TensorMeta,
     graphs_of,
 )
-from autopar.placement import Placement, Placements, R, State, local_shape
+from autopar.passes.batch_norm import carried_factor
 from autopar.schedules import Schedule
-from autopar.strategy import Strategy
+from autopar.sharding.strategy import Strategy
 
 
 def lower(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from autopar.collectives import move
-from autopar.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
+from autopar.comm.ops import move
+from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
+from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.types import BlockInterface
-from autopar.placement import Placements, local_shape
 from autopar.rules.base import LocalContext, run_local
-from autopar.strategy import Strategy
+from autopar.sharding.strategy import Strategy
 
 
 def last_uses(graph: Graph) -> dict[int, int]:
@@ -98,7 +98,7 @@ class _BlockMachine:
             if split is not None and not mesh.is_sequential(a)
         )
         # Random ops draw equal numbers on replicas and different ones on shards: see
-        # autopar.runtime.randomness, which reads this from the traced nodes.
+        # autopar.runtime.machine.randomness, which reads this from the traced nodes.
         with annotate({"split_axes": split_axes}):
             results = run_local(context, operands)
         for index, supply, result in zip(op.outputs, supplies, results):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
-from autopar.microbatches import Microbatches
-from autopar.strategy import Strategy
+from autopar.sharding.microbatches import Microbatches
+from autopar.sharding.strategy import Strategy
 
 
 def lower_training(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.lowering.listing import collective_nodes, format_graph
-from autopar.mesh import Mesh
-from autopar.placement import Placement, Placements, format_placements
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Placements, format_placements
+from autopar.lowering.printing import collective_nodes, format_graph
 from autopar.schedules import PipelineShape, Schedule
 
 NO_STAGE = -1

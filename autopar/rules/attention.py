@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
 from autopar.rules.elementwise import broadcast_layout
 

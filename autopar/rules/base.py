@@ -13,7 +13,7 @@ space and the choice follow, for every axis,
 
 No axis assigned means ``R`` all over: computed redundantly. An op with no rule has only that.
 
-A dimension whose size does not divide is padded with zeros (see autopar.placement). A rule names
+A dimension whose size does not divide is padded with zeros (see autopar.ir.placement). A rule names
 the dimensions where its op bears that: its outputs stay finite, and so do its gradients where the
 gradient of the output is zero. What the op then leaves behind the end is zeroed, in the value and
 in the gradient, unless the rule says that zeros stay zeros.
@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.collectives import (
+from autopar.base.errors import PlanError, RuleError
+from autopar.comm.ops import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_MAX,
@@ -40,10 +41,9 @@ from autopar.collectives import (
     with_gradient,
 )
 from autopar.cost_models.calls import OpCall
-from autopar.errors import PlanError, RuleError
-from autopar.graph import Op, Ref, Value
-from autopar.mesh import Mesh
-from autopar.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
+from autopar.ir.graph import Op, Ref, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import P, Placement, Placements, R, S, Step, StepKind, V, is_valid
 from autopar.rules.kernels import LocalCall
 
 Layout = tuple[tuple[str, ...], ...]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.graph import Op, Value
-from autopar.mesh import Mesh
+from autopar.ir.graph import Op, Value
+from autopar.ir.mesh import Mesh
 from autopar.rules.base import (
     Choice,
     InternalCollective,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
 
 Outputs = Sequence[Value | None]

@@ -12,14 +12,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.rules.base import Layout, Space
 
 MAX_BASES = 3
 """At most this many further digits a dimension; the smallest are kept."""
 
 Digit = tuple[int, int]
-"""(tensor dimension, outer), as in autopar.placement.S."""
+"""(tensor dimension, outer), as in autopar.ir.placement.S."""
 
 
 def find_bases(

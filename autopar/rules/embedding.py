@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
 
 Outputs = Sequence[Value | None]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.graph import Op, Ref, Value
+from autopar.ir.graph import Op, Ref, Value
 from autopar.rules.base import Layout, Space, SpaceBuilder, layout, register
 from autopar.rules.elementwise import broadcast_layout
 

@@ -1,6 +1,7 @@
 """The calls that a device makes for an op, where its rule lowers it to kernels of other ops.
 
-For the price alone: `autopar.local_calls` lists them, `autopar.pricing` adds them up.
+For the price alone: `autopar.pricing.local_calls` lists them, `autopar.pricing.tables` adds them
+up.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules.base import Space, SpaceBuilder, layout, register
 
 Outputs = Sequence[Value | None]

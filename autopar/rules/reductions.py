@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Op, Value
-from autopar.mesh import Mesh
+from autopar.ir.graph import Op, Value
+from autopar.ir.mesh import Mesh
 from autopar.rules.base import (
     Choice,
     InternalCollective,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules.base import Layout, LocalContext, Space, SpaceBuilder, layout, register
 
 Outputs = Sequence[Value | None]

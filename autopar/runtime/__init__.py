@@ -1,0 +1,1 @@
+"""A step on real devices: machines, runners, workers, state, faults."""

@@ -12,17 +12,17 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import Captured
-from autopar.errors import InputError
-from autopar.exported import loss_fn_name
+from autopar.base.errors import InputError
+from autopar.frontend.capture import Captured
+from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
-from autopar.runtime.checkpoint import Path
-from autopar.runtime.executor import ActionTime
-from autopar.runtime.forward_programs import ForwardPrograms, LowerForward, local_signature
-from autopar.runtime.local import LocalRunner
-from autopar.runtime.optimizers import MakeOptimizer, MakeScheduler
-from autopar.runtime.rank import RankOptions
-from autopar.runtime.spmd import SpmdRunner, is_spmd
+from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
+from autopar.runtime.state.checkpoint import Path
+from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
+from autopar.runtime.step.rank import RankOptions
 
 _NUM_TIMED_STEPS = 100
 
@@ -77,7 +77,7 @@ class Compiled:
     * ``program``: the lowered training program (``lower(strategy)``).
     * ``forward_program``: makes the forward program of the training strategy
       (``lower(strategy, training=False)``) when it is first needed; ``lower_forward`` that of
-      any other call or mode (see `autopar.runtime.forward_programs`).
+      any other call or mode (see `autopar.runtime.step.forward_programs`).
     * ``plan``: anything; handed out as ``compiled.plan``.
     * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process has the one
       of its ``LOCAL_RANK``, and they only say how many there are.
@@ -168,10 +168,10 @@ class Compiled:
 
         Any call that the model takes will do: another batch size, or no labels. The first call of
         a kind, and the first in a mode, is captured and planned for; the last
-        `autopar.runtime.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or buffer
-        changes, in train mode neither. With a ``loss_fn``, its targets may be passed as in training
-        or left out; the output is the model's own either way. With ``local``, under ``torchrun``,
-        each rank passes its own part of a batch as it is trained with.
+        `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or
+        buffer changes, in train mode neither. With a ``loss_fn``, its targets may be passed as in
+        training or left out; the output is the model's own either way. With ``local``, under
+        ``torchrun``, each rank passes its own part of a batch as it is trained with.
         """
         return self._forwards.run(args, kwargs, training=self.training, local=local)
 

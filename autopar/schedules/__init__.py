@@ -1,18 +1,20 @@
 """Backward schedules as one type: generate, verify, simulate, search, draw and exchange."""
 
 from autopar.schedules.action import Action, Kind, parse_action
-from autopar.schedules.activations import with_offloading, with_recomputation
-from autopar.schedules.build import GENERATORS, build
-from autopar.schedules.communication import with_communication
-from autopar.schedules.durations import CoRun, Durations, Link, Links, Memory
 from autopar.schedules.exchange import from_csv, to_csv
-from autopar.schedules.out_of_order import (
+from autopar.schedules.generators.build import GENERATORS, build
+from autopar.schedules.generators.out_of_order import (
     Gain,
     KPoint,
     multi_stream_gain,
     reverse_first_k_gain,
 )
-from autopar.schedules.reductions import with_reductions
+from autopar.schedules.generators.search import (
+    Candidate,
+    SearchProblem,
+    SearchResult,
+    search_schedule,
+)
 from autopar.schedules.schedule import (
     PipelineShape,
     Resource,
@@ -23,10 +25,13 @@ from autopar.schedules.schedule import (
     parse_step,
     step,
 )
-from autopar.schedules.search import Candidate, SearchProblem, SearchResult, search_schedule
-from autopar.schedules.simulator import simulate
-from autopar.schedules.timeline import Interval, MemoryPoint, Timeline
-from autopar.schedules.trace import trace_events, trace_json
+from autopar.schedules.simulate.durations import CoRun, Durations, Link, Links, Memory
+from autopar.schedules.simulate.simulator import simulate
+from autopar.schedules.simulate.timeline import Interval, MemoryPoint, Timeline
+from autopar.schedules.simulate.trace import trace_events, trace_json
+from autopar.schedules.transforms.activations import with_offloading, with_recomputation
+from autopar.schedules.transforms.communication import with_communication
+from autopar.schedules.transforms.reductions import with_reductions
 from autopar.schedules.verify import format_grid, verify
 
 __all__ = [

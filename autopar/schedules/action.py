@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 
 
 class Kind(StrEnum):

@@ -18,7 +18,7 @@ before.
 
 from dataclasses import dataclass
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules.action import Action, Kind
 from autopar.schedules.schedule import Resource, Schedule, Step
 

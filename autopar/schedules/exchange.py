@@ -7,7 +7,7 @@ the other one. The two notations agree on F, I, W and B, so a cell is an action'
 import csv
 import io
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules.action import Action, Kind, parse_action
 from autopar.schedules.schedule import PipelineShape, Resource, Schedule, schedule_of
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
 from autopar.schedules.dependencies import (
     ABSENT,

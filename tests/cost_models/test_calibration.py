@@ -4,6 +4,7 @@ import random
 import statistics
 
 import msgspec
+
 from autopar.cost_models import (
     Cluster,
     OpCall,

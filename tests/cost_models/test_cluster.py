@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from autopar.cost_models import Cluster, DeviceSpec, Level, PeakFlops
-from autopar.cost_models.detect import usable_cores
-from autopar.cost_models.presets import PRESET_NAMES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.errors import ClusterError
+from autopar.base.errors import ClusterError
+from autopar.cost_models import Cluster, DeviceSpec, Level, PeakFlops
+from autopar.cost_models.detect import usable_cores
+from autopar.cost_models.presets import PRESET_NAMES
 
 TERA = 1e12
 

@@ -9,6 +9,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from autopar.cost_models import (
     Cluster,
     Collective,
@@ -24,8 +27,6 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.communication import MeasuredCurve
 from autopar.cost_models.store import CollectiveTime, StoreWarning
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SIZE = 1 << 26
 

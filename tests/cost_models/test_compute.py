@@ -3,6 +3,10 @@
 import msgspec
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from op_samples import samples
+
 from autopar.cost_models import (
     Cluster,
     OpCall,
@@ -16,9 +20,6 @@ from autopar.cost_models.compute import peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.presets import PRESET_NAMES
 from autopar.cost_models.work import Family
-from hypothesis import example, given
-from hypothesis import strategies as st
-from op_samples import samples
 
 H100 = Cluster.preset("h100-sxm").device
 

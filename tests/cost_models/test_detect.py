@@ -8,6 +8,7 @@ import warnings
 import msgspec
 import pytest
 import torch
+
 from autopar.cost_models import Cluster, cgroup, detect
 from autopar.cost_models.cgroup import limits
 from autopar.cost_models.detect import (

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from autopar.cost_models import CostError
-from autopar.cost_models.memory import Allocator, Category, graph_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.cost_models import CostError
+from autopar.cost_models.memory import Allocator, Category, graph_memory
 
 
 class _TrackedRun(fx.Interpreter):

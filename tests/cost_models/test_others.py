@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from autopar.cost_models.others import watched
 
 

@@ -4,10 +4,11 @@ import itertools
 import math
 
 import pytest
-from autopar.cost_models import OpCall, TensorSpec
-from autopar.cost_models.patterns import Thinned, pattern, position_of
 from hypothesis import given
 from hypothesis import strategies as st
+
+from autopar.cost_models import OpCall, TensorSpec
+from autopar.cost_models.patterns import Thinned, pattern, position_of
 
 
 def _product(m, k, n):

@@ -12,6 +12,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from op_samples import samples
+
+from autopar.base.errors import ClusterError
 from autopar.cost_models import (
     Cluster,
     CostError,
@@ -37,9 +40,6 @@ from autopar.cost_models.measure import (
 )
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
-from op_samples import samples
-
-from autopar.errors import ClusterError
 
 HERE = msgspec.structs.replace(Cluster.preset("cpu").device, name=cpu_name())
 QUICK = MeasureLimits(max_direction_s=0.005, max_samples=3, max_repeats=0, max_sets=2)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from op_samples import sample_ids, samples
+
 from autopar.cost_models import CostError, OpCall, TensorSpec
 from autopar.cost_models.shapes import is_view, outputs
-from op_samples import sample_ids, samples
 
 CASES = list(zip(sample_ids(), samples()))
 CASE_IDS = [name for name, _ in CASES]

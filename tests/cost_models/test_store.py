@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from autopar.cost_models import Cluster, CostError, OpCall, ProfileStore, StoreWarning, TensorSpec
-from autopar.cost_models.call_text import call_from_text, call_to_text
-from autopar.cost_models.store import SCHEMA_VERSION, CollectiveTime, OpTime
 from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import samples
+
+from autopar.cost_models import Cluster, CostError, OpCall, ProfileStore, StoreWarning, TensorSpec
+from autopar.cost_models.call_text import call_from_text, call_to_text
+from autopar.cost_models.store import SCHEMA_VERSION, CollectiveTime, OpTime
 
 DEVICE = Cluster.preset("cpu").device
 FORK = multiprocessing.get_context("fork")

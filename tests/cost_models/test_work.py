@@ -4,14 +4,15 @@ from math import prod
 
 import pytest
 import torch
-from autopar.cost_models import OpCall, TensorSpec, bytes_moved, flops
-from autopar.cost_models.compute import is_product
-from autopar.cost_models.op_work import work
-from autopar.cost_models.work import Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_samples import samples
 from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.cost_models import OpCall, TensorSpec, bytes_moved, flops
+from autopar.cost_models.compute import is_product
+from autopar.cost_models.op_work import work
+from autopar.cost_models.work import Family
 
 aten = torch.ops.aten
 MATRIX = [

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.blocks import FIXED
-from autopar.capture import capture
-from autopar.graph import Graph
-from autopar.torch_private import returns_views
+from autopar.base.torch_private import returns_views
+from autopar.frontend.capture import capture
+from autopar.ir.blocks import FIXED
+from autopar.ir.graph import Graph
 
 BATCH, LENGTH = 6, 5
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.strategy import Analysis, Strategy
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
 

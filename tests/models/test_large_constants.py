@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar import exported
-from autopar.capture import capture
-from autopar.exported import MAX_FIXED_BYTES
-from autopar.mesh import Mesh
-from autopar.strategy import Analysis, Strategy
+from autopar.cost_models import Cluster
+from autopar.frontend import reader as exported
+from autopar.frontend.capture import capture
+from autopar.frontend.reader import MAX_FIXED_BYTES
+from autopar.ir.mesh import Mesh
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.test_more_models import prepared
 from tests.models.zoo import optimizer_of
 from tests.oracles import (

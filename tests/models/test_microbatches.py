@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
-from autopar.blocks import TOTALS
-from autopar.capture import capture
-from autopar.constraints import Force
-from autopar.errors import InputError, PlanError
-from autopar.graph import verify
+from autopar.base.errors import InputError, PlanError
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import capture
+from autopar.ir.blocks import TOTALS
+from autopar.ir.graph import verify
+from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
-from autopar.mesh import Mesh
-from autopar.microbatches import analysed
-from autopar.plan import Plan, strategy_of
-from autopar.planner import make_planned
-from autopar.runtime.lockstep import LockstepRun
-from autopar.strategy import Strategy
+from autopar.plan.document import Plan, strategy_of
+from autopar.planning.constraints import Force
+from autopar.planning.planner import make_planned
+from autopar.sharding.microbatches import analysed
+from autopar.sharding.strategy import Strategy
+from autopar.testing.lockstep import LockstepRun
 from tests.models.zoo import build
 from tests.oracles import (
     assert_same,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.capture import capture
-from autopar.graph import Graph, Op
-from autopar.mesh import Mesh
+from autopar.base.torch_private import FakeTensorMode
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Graph, Op
+from autopar.ir.mesh import Mesh
 from autopar.rules.base import call_op
-from autopar.strategy import Analysis, Strategy
-from autopar.torch_private import FakeTensorMode
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MODELS, MORE_MODELS, build, optimizer_of
 from tests.oracles import (
     assert_same,

@@ -12,12 +12,12 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.base.errors import CaptureError
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.runtime.lockstep import LockstepRun
-from autopar.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy
+from autopar.testing.lockstep import LockstepRun
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
 
 NUM_SEEDS = 4

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
-from autopar.capture import Captured, capture
-from autopar.mesh import Mesh
-from autopar.planner import make_planned
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import Captured, capture
+from autopar.ir.mesh import Mesh
+from autopar.planning.planner import make_planned
 from autopar.rules.base import padded_dims
-from autopar.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import UNEVEN_MODELS, build
 from tests.oracles import (
     assert_same,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.errors import PlanError, RuleError
-from autopar.graph import Op, Value
-from autopar.mesh import Mesh
+from autopar.base.errors import PlanError, RuleError
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Op, Value
+from autopar.ir.mesh import Mesh
 from autopar.rules import LocalContext, Space, SpaceBuilder, layout, register, unregister
-from autopar.rules.checking import check_rule
-from autopar.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy
+from autopar.testing.check_rule import check_rule
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
 
 NAME = "rulestest.scaled_product.default"

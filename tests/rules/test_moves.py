@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.collectives import COLLECTIVES, move
-from autopar.mesh import Mesh
-from autopar.placement import (
+from autopar.base.torch_private import FakeTensorMode
+from autopar.comm.ops import COLLECTIVES, move
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import (
     P,
     Placement,
     Placements,
@@ -33,9 +34,8 @@ from autopar.placement import (
     parse_placement,
     redistribute,
 )
-from autopar.runtime.lockstep import LockstepMachine
-from autopar.torch_private import FakeTensorMode
-from autopar.tracing import trace_fx
+from autopar.ir.tracing import trace_fx
+from autopar.testing.lockstep import LockstepMachine
 
 # (source, target, collective in forward, collective in backward); None where nothing is sent.
 TABLE = [

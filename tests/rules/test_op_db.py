@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.errors import CaptureError, InputError
-from autopar.graph import Op
-from autopar.mesh import Mesh
+from autopar.base.errors import CaptureError, InputError
+from autopar.base.torch_private import canonical_call, pytree
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Op
+from autopar.ir.mesh import Mesh
 from autopar.rules import registered_targets, rule_of
 from autopar.rules.base import call_op
-from autopar.rules.checking import check_rule
-from autopar.torch_private import canonical_call, pytree
+from autopar.testing.check_rule import check_rule
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database imports expecttest")
 from torch.testing._internal.common_methods_invocations import (

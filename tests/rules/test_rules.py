@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.rules import registered_targets
-from autopar.rules.checking import MESHES, check_rule
+from autopar.testing.check_rule import MESHES, check_rule
 from tests.rules import further_cases, indexing_cases, view_cases  # noqa: F401 - they fill CASES
 from tests.rules.op_cases import CASES, INTEGER_TOO, New
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.graph import Op, Value
+from autopar.ir.graph import Op, Value
 from autopar.rules import Space, SpaceBuilder, layout
 
 _TIMES: list[float] = []

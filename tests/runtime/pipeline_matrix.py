@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.constraints import Constraint, Force
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
+from autopar.planning.constraints import Constraint, Force
 from autopar.schedules import Durations, Schedule, build, with_recomputation, with_reductions
 from tests.models import families, zoo
 

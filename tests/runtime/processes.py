@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import Captured
+from autopar.comm.groups import Communicator
+from autopar.frontend.capture import Captured
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R
 from autopar.lowering import lower
 from autopar.lowering.types import RankProgram
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R
 from autopar.rules.base import Choice
-from autopar.runtime.binding import ProcessMachine
-from autopar.runtime.communicator import Communicator
 from autopar.runtime.compiled import initial_state, state_keys
-from autopar.runtime.forward_programs import LowerForward
-from autopar.runtime.local import LocalRunner, RankService
-from autopar.runtime.randomness import Dice
-from autopar.runtime.rank import RankOptions
+from autopar.runtime.machine.process import ProcessMachine
+from autopar.runtime.machine.randomness import Dice
+from autopar.runtime.runners.local import LocalRunner, RankService
+from autopar.runtime.step.forward_programs import LowerForward
+from autopar.runtime.step.rank import RankOptions
 from autopar.runtime.workers.group import WorkerGroup
-from autopar.strategy import Analysis, Assignment, Strategy
+from autopar.sharding.strategy import Analysis, Assignment, Strategy
 from tests.oracles import Trained, random_assignment
 
 
 def single_op(mesh: Mesh, op: str, label: str, static: Sequence[int]) -> torch.fx.GraphModule:
-    """The graph of one raw op of ``autopar.collectives``."""
-    from autopar import collectives
+    """The graph of one raw op of ``autopar.comm.ops``."""
+    from autopar.comm import ops as collectives
 
     graph = torch.fx.Graph()
     operand, num = graph.placeholder("x"), mesh.size(mesh.axes_of(label))
@@ -49,7 +49,7 @@ class ProbedService(RankService):
         self, mesh: Mesh, op: str, label: str, static: Sequence[int], operand: Tensor
     ) -> tuple[Tensor, bool]:
         """One raw op on this rank's operand: the result, and whether the operand is as it was."""
-        from autopar import collectives
+        from autopar.comm import ops as collectives
 
         communicator = Communicator(mesh, torch.device("cpu"), [label])
         before = operand.clone()

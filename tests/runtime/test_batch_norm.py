@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from torch import Tensor, nn
 
 import autopar
-from autopar.batch_norm import with_batch_norm
-from autopar.capture import Captured, capture
-from autopar.constraints import Force
-from autopar.errors import InputError, PlanError
-from autopar.graph import Op
+from autopar.base.errors import InputError, PlanError
+from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
+from autopar.frontend.capture import Captured, capture
+from autopar.ir.graph import Op
+from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
-from autopar.mesh import Mesh
-from autopar.plan import Plan, strategy_of
-from autopar.planner import make_planned
-from autopar.pricing import Pricing
-from autopar.runtime.lockstep import LockstepRun
-from autopar.strategy import Analysis, Strategy
+from autopar.passes.batch_norm import with_batch_norm
+from autopar.plan.document import Plan, strategy_of
+from autopar.planning.constraints import Force
+from autopar.planning.planner import make_planned
+from autopar.pricing.tables import Pricing
+from autopar.sharding.strategy import Analysis, Strategy
+from autopar.testing.lockstep import LockstepRun
 from tests.oracles import (
     assert_same,
     lockstep_steps,
@@ -241,7 +241,7 @@ def test_nothing_is_communicated_or_priced(model: nn.Module, captured: Captured)
 def test_an_option_of_plan_and_compile_that_travels_with_the_plan(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopar.runtime.local import LocalRunner
+    from autopar.runtime.runners.local import LocalRunner
 
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))

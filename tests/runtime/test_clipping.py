@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture
-from autopar.errors import InputError
+from autopar.base.errors import InputError
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import S
 from autopar.lowering import lower
 from autopar.lowering.training import lower_training
-from autopar.mesh import Mesh
-from autopar.placement import S
-from autopar.planner import make_planned
-from autopar.strategy import Analysis, Strategy
+from autopar.planning.planner import make_planned
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import loss_of, random_assignment, to_double
 from tests.runtime.conftest import Groups
@@ -163,7 +163,7 @@ def test_low_precision_gradients_are_added_up_in_single_precision(groups: Groups
 
 
 def test_compile_clips_and_tells_the_norm(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.local import LocalRunner
+    from autopar.runtime.runners.local import LocalRunner
 
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from autopar.cost_models import Cluster, Collective, Source, StoreWarning
 
-from autopar.runtime.collective_times import collective_times
+from autopar.cost_models import Cluster, Collective, Source, StoreWarning
+from autopar.runtime.measure.collective_times import collective_times
 
 
 def test_what_workers_measure_is_used_where_the_store_is_another_programs(tmp_path: Path) -> None:

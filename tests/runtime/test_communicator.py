@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.collectives import ALONE_BYTES
-from autopar.mesh import Mesh
-from autopar.runtime.lockstep import LockstepMachine
+from autopar.comm.ops import ALONE_BYTES
+from autopar.ir.mesh import Mesh
+from autopar.testing.lockstep import LockstepMachine
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import single_op
 

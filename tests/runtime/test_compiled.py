@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.errors import InputError, OptimizerError, WorkerError
+from autopar.base.errors import InputError, OptimizerError, WorkerError
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import S
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.placement import S
 from autopar.runtime.compiled import Compiled
-from autopar.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MLP, build
 from tests.oracles import loss_of, random_assignment
 from tests.runtime.processes import lower_forward, stored_assignment

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from autopar.cost_models.detect import usable_cores
 
+from autopar.cost_models.detect import usable_cores
 from autopar.runtime.workers.group import WorkerGroup, cores_by_worker
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from autopar.errors import DeviceError
-from autopar.runtime.devices import MAX_CPU_WORKERS, resolve_devices
+from autopar.base.errors import DeviceError
+from autopar.runtime.host.devices import MAX_CPU_WORKERS, resolve_devices
 
 CPU = torch.device("cpu")
 

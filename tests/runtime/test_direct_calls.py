@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.direct_calls import DIRECT
+from autopar.runtime.machine.direct_calls import DIRECT
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 6), torch.randn(4, 6)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.direct_exchange import WHOLE_BYTES, DirectExchange, direct_exchange
-from autopar.errors import WorkerError
-from autopar.local_sockets import MAX_RANKS, PeerGone
+from autopar.base.errors import WorkerError
+from autopar.comm.transports.direct_exchange import WHOLE_BYTES, DirectExchange, direct_exchange
+from autopar.comm.transports.sockets import MAX_RANKS, PeerGone
 from autopar.runtime.workers.group import WorkerGroup
 
 SIZES = (0, 1, 7, 1000, WHOLE_BYTES // 4, WHOLE_BYTES // 4 + 1, 300_001)

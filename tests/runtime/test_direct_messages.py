@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.direct_messages import DirectMessages, direct_messages
-from autopar.errors import WorkerError
-from autopar.local_sockets import PeerGone
+from autopar.base.errors import WorkerError
+from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
+from autopar.comm.transports.sockets import PeerGone
 from autopar.runtime.workers.group import WorkerGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -158,7 +158,7 @@ def test_what_is_broken_off_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("autopar.direct_messages._copy_into", interrupted)
+        patch.setattr("autopar.comm.transports.shared_memory._copy_into", interrupted)
         with pytest.raises(KeyboardInterrupt):
             first.send(1, [torch.ones(3)])
     with pytest.raises(PeerGone):

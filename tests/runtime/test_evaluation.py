@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture
-from autopar.constraints import Force
-from autopar.errors import InputError
+from autopar.base.errors import InputError
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.runtime import forward_programs
+from autopar.planning.constraints import Force
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.local import LocalRunner
-from autopar.strategy import Analysis, Strategy
+from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.step import forward_programs
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build, token_batch, vector_batch
 from tests.oracles import loss_of, random_assignment, to_double
 from tests.runtime.conftest import Groups

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.mesh import Mesh
 from autopar.rules.base import LocalContext
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.runtime.compiled import Compiled
-from autopar.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import NUM_STEPS, loss_of, random_assignment, reference_steps, sgd, to_double
 from tests.runtime.processes import lower_forward

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from autopar.runtime.heap import with_heap_settings
+from autopar.runtime.host.heap import with_heap_settings
 
 SCRIPT = """
 import resource, sys
 from pathlib import Path
 import torch
-from autopar.runtime.heap import give_back_freed_memory, keep_freed_memory
+from autopar.runtime.host.heap import give_back_freed_memory, keep_freed_memory
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
@@ -47,7 +47,7 @@ def test_freed_memory_is_kept_for_the_next_step_and_given_back_when_asked_to() -
 
 CREEPING = """
 import torch
-from autopar.runtime.heap import FreedMemory, keep_freed_memory, resident_bytes
+from autopar.runtime.host.heap import FreedMemory, keep_freed_memory, resident_bytes
 
 keep_freed_memory()
 freed = FreedMemory()
@@ -78,7 +78,7 @@ def test_a_heap_that_creeps_is_given_back_once_in_a_while() -> None:
 HOLES = """
 import sys
 import torch
-from autopar.runtime import heap
+from autopar.runtime.host import heap
 
 if sys.argv[1] == "plain":
     heap._spare_small_chunks = lambda glibc: None

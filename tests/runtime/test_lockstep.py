@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.strategy import Analysis, Strategy
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MODELS, build
 from tests.oracles import (
     NUM_STEPS,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
@@ -22,13 +23,12 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, update_call
-
-from autopar.capture import capture
-from autopar.mesh import Mesh
-from autopar.pricing import Pricing
-from autopar.runtime import op_times as module
-from autopar.runtime.op_times import measure_again, op_times
-from autopar.strategy import Analysis
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.pricing.tables import Pricing
+from autopar.runtime.measure import op_times as module
+from autopar.runtime.measure.op_times import measure_again, op_times
+from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
 from torch import nn
 
 import autopar
-from autopar.batch_norm import with_batch_norm
-from autopar.capture import Captured, capture
-from autopar.constraints import Constraint, Force
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import Captured, capture
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.planner import make_planned
-from autopar.runtime.local import LocalRunner
+from autopar.lowering.stages import Stages, staged_blocks
+from autopar.passes.batch_norm import with_batch_norm
+from autopar.planning.constraints import Constraint, Force
+from autopar.planning.planner import make_planned
+from autopar.runtime.runners.local import LocalRunner
 from autopar.schedules import Schedule, build
-from autopar.stages import Stages, staged_blocks
 from tests.models.zoo import build as build_model
 from tests.oracles import NUM_STEPS, assert_same, reference_steps, to_double
 from tests.runtime.conftest import Groups

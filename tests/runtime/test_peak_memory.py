@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.runtime.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 
 SIZE_BYTES = 64 << 20
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 from autopar.runtime.faults import life, step_limit
 from autopar.schedules import Durations, with_recomputation, with_reductions
 from autopar.schedules import build as build_schedule

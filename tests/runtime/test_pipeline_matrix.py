@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from autopar.cost_models import Cluster
 
-from autopar.batch_norm import with_batch_norm
+from autopar.cost_models import Cluster
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.planner import make_planned
+from autopar.passes.batch_norm import with_batch_norm
+from autopar.planning.planner import make_planned
 from tests.runtime.conftest import Groups
 from tests.runtime.pipeline_matrix import INSIDE, MODELS, NUM_ROWS, Combination, combinations
 from tests.runtime.test_pipelines import ALONE, EXHAUSTIVE, Case

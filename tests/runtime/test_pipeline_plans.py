@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InputError, OptimizerError, PlanError
-from autopar.plan import Plan
+from autopar.base.errors import InputError, OptimizerError, PlanError
+from autopar.cost_models import Cluster
+from autopar.plan.document import Plan
 from autopar.schedules import Action, Kind
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
@@ -41,7 +41,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 @pytest.fixture(autouse=True)
 def _reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.local import LocalRunner
+    from autopar.runtime.runners.local import LocalRunner
 
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))

@@ -17,28 +17,28 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
 from torch import Tensor, nn
 
-from autopar.batch_norm import with_batch_norm
-from autopar.capture import Captured, capture
-from autopar.constraints import Constraint, Force
-from autopar.errors import InputError, PlanError, ScheduleError
+from autopar.base.errors import InputError, PlanError, ScheduleError
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import Captured, capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.training import lower_training
-from autopar.mesh import Mesh
-from autopar.microbatches import analysed
-from autopar.planner import make_planned
-from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
-from autopar.stages import (
+from autopar.lowering.stages import (
     Stages,
     lower_pipeline,
     lower_staged_forward,
     staged_blocks,
     stages_from_cuts,
 )
-from autopar.strategy import Strategy
+from autopar.lowering.training import lower_training
+from autopar.passes.batch_norm import with_batch_norm
+from autopar.planning.constraints import Constraint, Force
+from autopar.planning.planner import make_planned
+from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
+from autopar.sharding.microbatches import analysed
+from autopar.sharding.strategy import Strategy
 from tests.models.zoo import build as build_model
 from tests.models.zoo import gpt2, optimizer_of
 from tests.oracles import (

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import Captured, capture
+from autopar.frontend.capture import Captured, capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, S
 from autopar.lowering import lower
 from autopar.lowering.types import RankProgram
-from autopar.mesh import Mesh
-from autopar.placement import R, S
 from autopar.rules.base import Choice, enumerate_choices
-from autopar.runtime.lockstep import LockstepRun, gather
-from autopar.runtime.randomness import mixed
-from autopar.runtime.wire import pack, unpack
-from autopar.strategy import Analysis, Assignment, Strategy
+from autopar.runtime.machine.randomness import mixed
+from autopar.runtime.state.wire import pack, unpack
+from autopar.sharding.strategy import Analysis, Assignment, Strategy
+from autopar.testing.lockstep import LockstepRun, gather
 from tests.oracles import random_assignment, sgd, state_of
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import runner_of

@@ -14,16 +14,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.errors import InputError, OptimizerError, WorkerError
+from autopar.base.errors import InputError, OptimizerError, WorkerError
+from autopar.base.torch_private import CheckpointWriter
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, S
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.placement import Placements, R, S
-from autopar.runtime.local import LocalRunner
-from autopar.runtime.optimizers import ELEMENTWISE
+from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.state.optimizers import ELEMENTWISE
 from autopar.runtime.workers.group import WorkerGroup
-from autopar.strategy import Analysis, Strategy
-from autopar.torch_private import CheckpointWriter
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of, stored_assignment
 

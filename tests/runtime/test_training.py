@@ -13,16 +13,16 @@ import os
 from collections.abc import Sequence
 
 import pytest
-from autopar.cost_models import Cluster
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from autopar.capture import capture
-from autopar.constraints import Constraint, Force
+from autopar.cost_models import Cluster
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.planner import make_planned
-from autopar.strategy import Analysis, Strategy
+from autopar.planning.constraints import Constraint, Force
+from autopar.planning.planner import make_planned
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS, build, optimizer_of
 from tests.oracles import (
     NUM_STEPS,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from autopar.cost_models import Cluster
-from autopar.cost_models.update import OptimizerSpec
 from torch import nn
 
-from autopar.runtime.optimizers import optimizer_spec, update
+from autopar.cost_models import Cluster
+from autopar.cost_models.update import OptimizerSpec
+from autopar.runtime.state.optimizers import optimizer_spec, update
 
 MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, **o),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.runtime.wire import _Pickler
+from autopar.runtime.state.wire import _Pickler
 
 
 def test_memory_formats_and_layouts_need_no_module_of_the_user(monkeypatch: pytest.MonkeyPatch):

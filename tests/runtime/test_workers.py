@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from autopar.cost_models.detect import usable_cores
 
 import autopar
-from autopar.errors import InputError, WorkerError
+from autopar.base.errors import InputError, WorkerError
+from autopar.cost_models.detect import usable_cores
 from autopar.runtime.faults import life
-from autopar.runtime.local import LocalRunner
+from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.workers.failures import Trouble, root_cause
 from autopar.runtime.workers.group import WorkerGroup
 from tests.runtime.held_up import hold_up
@@ -571,7 +571,7 @@ except KeyboardInterrupt:
 
     def test_a_forked_child_neither_ends_nor_uses_the_workers(self) -> None:
         fork = """
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 if os.fork() == 0:
     try:
         group.call("hello", str.upper)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 from autopar.runtime.faults import life, step_limit, whereabouts
 from tests.models.zoo import build
 from tests.oracles import to_double

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autopar.capture import capture
-from autopar.errors import InputError
+from autopar.base.errors import InputError
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, S
 from autopar.lowering import lower
-from autopar.mesh import Mesh
-from autopar.placement import R, S
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.parts import local_part
-from autopar.strategy import Analysis, Strategy
+from autopar.runtime.state.shards import local_part
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import loss_of, random_assignment, to_double
 from tests.runtime.processes import lower_forward, stored_assignment

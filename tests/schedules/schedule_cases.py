@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import GENERATORS, Durations, Schedule, build
 
 # (generator, stages a device): each once, with every way in which Chimera joins units

@@ -21,7 +21,7 @@ from autopar.schedules import (
     trace_json,
     with_reductions,
 )
-from autopar.schedules.drawing import (
+from autopar.schedules.simulate.drawing import (
     draw_k,
     draw_memory,
     draw_timeline,

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from schedule_cases import PLAIN, schedules
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
+from autopar.base.torch_private import pipeline_csv, validate_pipeline_csv
 from autopar.schedules import (
     Action,
     Durations,
@@ -17,7 +18,6 @@ from autopar.schedules import (
     verify,
 )
 from autopar.schedules.schedule import schedule_of
-from autopar.torch_private import pipeline_csv, validate_pipeline_csv
 
 EXPORTED = tuple(name for name in PLAIN if name != "dualpipe")
 COSTS = (Durations(F=1, I=1, W=1), Durations(F=2, I=2, W=1), Durations(F=1, I=1, W=1, B=2.5))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import CoRun, Durations, Timeline, build, simulate
 
 DEPTHS = (4, 6, 8, 16, 32)

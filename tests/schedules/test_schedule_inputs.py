@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import (
     CoRun,
     Durations,
@@ -34,7 +34,7 @@ from autopar.schedules import (
     with_recomputation,
     with_reductions,
 )
-from autopar.schedules.oracle import optimal_schedule
+from autopar.schedules.generators.oracle import optimal_schedule
 
 CHAIN = build("1f1b", num_stages=4, num_microbatches=4)
 LAYERS = build("conventional", num_stages=3, num_microbatches=1)

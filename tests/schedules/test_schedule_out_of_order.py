@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import (
     CoRun,
     Durations,
@@ -20,8 +20,8 @@ from autopar.schedules import (
     simulate,
     verify,
 )
-from autopar.schedules.multi_stream import Phase, regions_of
-from autopar.schedules.out_of_order import golden_section, place_weights
+from autopar.schedules.generators.multi_stream import Phase, regions_of
+from autopar.schedules.generators.out_of_order import golden_section, place_weights
 
 Layers = tuple[list[int], list[int], list[int], list[int]]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import PLAIN, schedules, stage_durations
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import (
     Action,
     Durations,
@@ -24,12 +24,12 @@ from autopar.schedules import (
     verify,
     with_reductions,
 )
-from autopar.schedules.fixed_order import FixedOrder
-from autopar.schedules.list_scheduler import Policy, kind_priority, list_schedule
-from autopar.schedules.oracle import optimal_schedule
+from autopar.schedules.generators.fixed_order import FixedOrder
+from autopar.schedules.generators.list_scheduler import Policy, kind_priority, list_schedule
+from autopar.schedules.generators.oracle import optimal_schedule
+from autopar.schedules.generators.search import balanced_sizes, lower_bound_s
+from autopar.schedules.generators.shapes import chain_shape, looped_shape, v_shape
 from autopar.schedules.schedule import schedule_of
-from autopar.schedules.search import balanced_sizes, lower_bound_s
-from autopar.schedules.shapes import chain_shape, looped_shape, v_shape
 
 ONE_COPY = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "interleaved")
 

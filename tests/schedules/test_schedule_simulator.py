@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import PLAIN, VARIANTS, schedules, stage_durations, variant
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.schedules import (
     Action,
     CoRun,

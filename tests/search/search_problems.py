@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from autopar.search import Problem
 from hypothesis import strategies as st
+
+from autopar.search import Problem
 
 DATA = Path(__file__).parent / "data"
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from autopar.search import Problem, Status, ilp, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import Problem, Status, ilp, solve
 from tests.search.search_problems import layered, problems
 
 

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from autopar.search import Forbid, Force, Pin, Problem, SearchError, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import Forbid, Force, Pin, Problem, SearchError, solve
 from tests.search.search_problems import problems
 
 COSTS = [np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 2.0])]

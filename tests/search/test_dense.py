@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from autopar.search import Problem, SearchError, Status, solve
 from autopar.search.local_search import descend, improve
 from autopar.search.messages import Messages
 from autopar.search.reduction import reduce_problem
 from autopar.search.solver import Options, Progress
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.search.search_problems import dense, problems
 
 

@@ -5,6 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from autopar.search import Problem, SearchError, Status, solve
 from autopar.search.elimination import (
     TableTooLargeError,
@@ -13,9 +16,6 @@ from autopar.search.elimination import (
 )
 from autopar.search.minplus import min_sum_step
 from autopar.search.ordering import Rule, simulate
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.search.search_problems import authors_problem, dense, layered, problems
 
 

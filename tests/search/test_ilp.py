@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+
 from autopar.search import Status, solve
 from autopar.search.ilp import Formulation
 from autopar.search.mathopt import LinearProgram, solve_linear
-from hypothesis import given, settings
-
 from tests.search.search_problems import authors_problem, problems
 
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from autopar.search import Pin, Problem, SearchError, solve
 
 COSTS = [np.array([1.0, 2.0]), np.array([3.0, 4.0, 5.0])]

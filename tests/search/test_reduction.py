@@ -3,10 +3,10 @@
 import math
 
 import numpy as np
-from autopar.search import Problem, Status, solve
-from autopar.search.reduction import reduce_problem
 from hypothesis import given, settings
 
+from autopar.search import Problem, Status, solve
+from autopar.search.reduction import reduce_problem
 from tests.search.search_problems import problems
 
 

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 import pytest
-from autopar.search import Method, Problem, SearchError, Status, solve
-from autopar.search.api import SOLVERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import Method, Problem, SearchError, Status, solve
+from autopar.search.api import SOLVERS
 from tests.search.search_problems import authors_problem, dense, layered, problems
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from autopar.search.problem import SearchError
-from autopar.search.stages import cut_chain
 from hypothesis import given
 from hypothesis import strategies as st
+
+from autopar.search.problem import SearchError
+from autopar.search.stages import cut_chain
 
 times = st.integers(0, 20).map(float)
 

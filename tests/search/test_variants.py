@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from autopar.search import Pin, Problem, SearchError, solve, solve_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import Pin, Problem, SearchError, solve, solve_each
 from tests.search.search_problems import layered, problems
 
 

@@ -119,7 +119,7 @@ class Here:
         frame = sys._current_frames().get(call.thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
         print(
-            f"{stack}autopar.errors.WorkerError: {self.verdict.text}\n"
+            f"{stack}autopar.base.errors.WorkerError: {self.verdict.text}\n"
             f"rank {self.rank} is stuck in {call.name}, so its process ends here",
             file=sys.stderr, flush=True,
         )  # fmt: skip

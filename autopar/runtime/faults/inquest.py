@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import FrameType, TracebackType
 
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 
 _WAITING = (
-    "torch/distributed/", "autopar/runtime/links.py", "autopar/runtime/communicator.py",
-    "autopar/runtime/reductions.py", "autopar/direct_exchange.py", "autopar/direct_messages.py",
-    "autopar/local_sockets.py",
-)  # fmt: skip
+    "torch/distributed/",
+    "autopar/comm/groups.py",
+    "autopar/comm/transports/",
+    "autopar/runtime/machine/links.py",
+    "autopar/runtime/step/reductions.py",
+)
 _MAX_LISTED = 8
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.faults.here import Call, Here
 from autopar.runtime.faults.inquest import Verdict, raised_by_peers

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 from autopar.runtime.faults.inquest import waits_for_peers
 from autopar.runtime.faults.life import is_stopped
 from autopar.runtime.workers.main import Failure

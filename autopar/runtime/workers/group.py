@@ -28,9 +28,9 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
-from autopar.errors import InputError, WorkerError
-from autopar.runtime.heap import with_heap_settings
+from autopar.runtime.host.heap import with_heap_settings
 from autopar.runtime.workers.failures import Trouble, hang_error, root_cause
 from autopar.runtime.workers.main import Build, Call, Reply, Start, Stop
 from autopar.runtime.workers.process import WorkerProcess, end_processes

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.faults import whereabouts
-from autopar.runtime.heap import keep_freed_memory
+from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.workers.transport import Channel, Message, packed, unpack, unpack_watched
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in

@@ -8,7 +8,7 @@ from one that is slow, as in the first step of all.
 import time
 from collections.abc import Sequence
 
-from autopar.errors import WorkerError
+from autopar.base.errors import WorkerError
 from autopar.runtime.faults import life
 from autopar.runtime.workers.failures import hang_error, waits_for_peers_by
 from autopar.runtime.workers.process import WorkerProcess, python_stacks

@@ -1,0 +1,1 @@
+"""Errors, and the names of private torch API."""

@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives by mesh axis, process groups, and what carries them."""

@@ -1,0 +1,258 @@
+"""Moves of values between placements, as axis-named ops that fx can trace, print and differentiate.
+
+A move is an ``autograd.Function`` whose forward and backward call raw ops of the ``autopar``
+library. The raw ops name mesh *axes*, not process groups, so a sharded graph is built without any
+process group; at run time each raw op is bound to a communicator
+(`autopar.runtime.machine.process`), and in tests the programs of all ranks run side by side in one
+process (`autopar.testing.lockstep`).
+
+Raw ops, ``num`` being the group's size, ``dim`` and ``outer`` the digit (see autopar.ir.placement):
+
+- ``all_reduce(x, axes, num)``
+- ``all_gather(x, axes, num, dim, outer)``      dim grows ``num`` times
+- ``reduce_scatter(x, axes, num, dim, outer)``  dim shrinks ``num`` times
+- ``all_to_all(x, axes, num, src_dim, src_outer, dst_dim, dst_outer)``  src grows, dst shrinks
+- ``shard(x, axes, num, dim, outer)``     this device's slice, no communication
+- ``unshard(x, axes, num, dim, outer)``   the inverse with zeros elsewhere, no communication
+- ``mask(x, axes, num)``                  x at position 0 of the group, zeros elsewhere
+- ``axis_index(like, axes, num)``         this device's position in its group, a 0-d int64 tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, State, Step, StepKind, redistribute
+
+ALONE_BYTES = 4 << 20
+"""Tensors of which a rank has more than this to send are gathered and scattered alone: joining
+copies them."""
+MAX_SCATTERS = 2
+"""How many reduce-scatters are on their way at most, so that whole gradients do not pile up."""
+
+_UNBOUND = (
+    "an axis-named collective was called outside a bound program; run programs through "
+    "autopar.runtime (or autopar.testing.lockstep in tests)"
+)
+
+
+def _raw_op(name: str, fake: Callable[..., Tensor]) -> Any:
+    """Register ``autopar::name``; its schema is read from the fake's annotations."""
+
+    def unbound(*args: Any, **kwargs: Any) -> Tensor:
+        raise AutoparError(_UNBOUND)
+
+    schema = torch.library.infer_schema(fake, mutates_args=())
+    op = torch.library.custom_op(f"autopar::{name}", unbound, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    return getattr(torch.ops.autopar, name).default
+
+
+def _same(x: Tensor, axes: str, num: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _grown(x: Tensor, axes: str, num: int, dim: int, outer: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= num
+    return x.new_empty(shape)
+
+
+def _shrunk(x: Tensor, axes: str, num: int, dim: int, outer: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= num
+    return x.new_empty(shape)
+
+
+def _exchanged(
+    x: Tensor, axes: str, num: int, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
+) -> Tensor:
+    shape = list(x.shape)
+    shape[src_dim] *= num
+    shape[dst_dim] //= num
+    return x.new_empty(shape)
+
+
+def _index(like: Tensor, axes: str, num: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+ALL_REDUCE = _raw_op("all_reduce", _same)
+ALL_REDUCE_MAX = _raw_op("all_reduce_max", _same)
+ALL_GATHER = _raw_op("all_gather", _grown)
+REDUCE_SCATTER = _raw_op("reduce_scatter", _shrunk)
+ALL_TO_ALL = _raw_op("all_to_all", _exchanged)
+SHARD = _raw_op("shard", _shrunk)
+UNSHARD = _raw_op("unshard", _grown)
+MASK = _raw_op("mask", _same)
+AXIS_INDEX = _raw_op("axis_index", _index)
+
+RAW_OPS = frozenset(
+    {
+        ALL_REDUCE,
+        ALL_REDUCE_MAX,
+        ALL_GATHER,
+        REDUCE_SCATTER,
+        ALL_TO_ALL,
+        SHARD,
+        UNSHARD,
+        MASK,
+        AXIS_INDEX,
+    }
+)
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+
+
+class _Move(torch.autograd.Function):
+    """One step: ``forward_op`` on the value, ``backward_op`` on its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward_op: Callable[[Tensor], Tensor],
+        backward_op: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.backward_op = backward_op
+        return forward_op(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.backward_op(grads[0]), None, None
+
+
+def identity(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def step_functions(step: Step, bind: Callable[..., Function]) -> tuple[Function, Function]:
+    """What a step does to the local part, and to its gradient.
+
+    ``bind(op, *digits)`` gives the raw ``op`` along the step's axes as a function of a tensor.
+    """
+    source, target = (step.source.dim, step.local_outer), (step.target.dim, step.target_local_outer)
+    leave, enter = (step.source.dim, step.padding), (step.target.dim, step.target_padding)
+    varying = State.VARYING in (step.source.state, step.target.state)
+    match step.kind:
+        case StepKind.SLICE:
+            undo = UNSHARD if varying else ALL_GATHER
+            return _padded(bind(SHARD, *target), *enter), _trimmed(bind(undo, *target), *enter)
+        case StepKind.MASK:
+            return bind(MASK), bind(MASK) if varying else identity
+        case StepKind.PAD:
+            return _trimmed(bind(UNSHARD, *source), *leave), _padded(bind(SHARD, *source), *leave)
+        case StepKind.VARY:
+            return identity, bind(ALL_REDUCE)
+        case StepKind.UNVARY:
+            return identity, bind(MASK)
+        case StepKind.ALL_REDUCE:
+            return bind(ALL_REDUCE), bind(ALL_REDUCE) if varying else identity
+        case StepKind.ALL_GATHER:
+            undo = REDUCE_SCATTER if varying else SHARD
+            return _trimmed(bind(ALL_GATHER, *source), *leave), _padded(bind(undo, *source), *leave)
+        case StepKind.REDUCE_SCATTER:
+            return (
+                _padded(bind(REDUCE_SCATTER, *target), *enter),
+                _trimmed(bind(ALL_GATHER, *target), *enter),
+            )
+        case StepKind.ALL_TO_ALL:
+            there, back = bind(ALL_TO_ALL, *source, *target), bind(ALL_TO_ALL, *target, *source)
+            return (
+                _trimmed(_padded(there, *enter), *leave),
+                _trimmed(_padded(back, *leave), *enter),
+            )
+
+
+def _padded(function: Function, dim: int, padding: int) -> Function:
+    """Zeros behind the end of ``dim`` before ``function``."""
+    if not padding:
+        return function
+    return lambda x: function(pad_end(x, dim, padding))
+
+
+def _trimmed(function: Function, dim: int, padding: int) -> Function:
+    """Without the padding of ``dim`` after ``function``."""
+    if not padding:
+        return function
+
+    def trimmed(x: Tensor) -> Tensor:
+        whole = function(x)
+        return whole.narrow(dim, 0, whole.shape[dim] - padding)
+
+    return trimmed
+
+
+def pad_end(x: Tensor, dim: int, padding: int) -> Tensor:
+    """``x`` with ``padding`` zeros behind the end of ``dim``."""
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, padding]) if padding else x
+
+
+def _traced(op: Any, *args: Any) -> Function:
+    return lambda x: op(x, *args)
+
+
+def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
+    """Apply one step of `redistribute` to the local part ``x``."""
+    axes, num = mesh.axes_label(step.axes), mesh.size(step.axes)
+    if num == 1:
+        return x
+    forward, backward = step_functions(step, lambda op, *digits: _traced(op, axes, num, *digits))
+    if not (x.is_floating_point() or x.is_complex()):
+        return forward(x)
+    return with_gradient(x, forward, backward)
+
+
+def with_gradient(x: Tensor, forward: Function, backward: Function) -> Tensor:
+    """``forward(x)``, whose gradient goes through ``backward``."""
+    result: Tensor = _Move.apply(x, forward, backward)
+    return result
+
+
+def move(
+    x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Tensor:
+    """Turn the local part of a value of global ``shape`` from ``source`` into ``target``."""
+    for step in redistribute(source, target, shape, mesh):
+        x = apply_step(x, step, mesh)
+    return x
+
+
+def assemble(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """``[num, *local]`` to the whole: the parts become the digit behind ``outer`` of ``dim``.
+
+    Contiguous, as the graphs around it were traced, also where a size of 1 would allow a view.
+    """
+    num, local = parts.shape[0], list(parts.shape[1:])
+    split = [*local[:dim], outer, local[dim] // outer, *local[dim + 1 :]]
+    whole = parts.reshape(num, *split).movedim(0, dim + 1)
+    local[dim] *= num
+    return whole.reshape(local).contiguous()
+
+
+def disassemble(whole: Tensor, num: int, dim: int, outer: int) -> Tensor:
+    """The inverse of `assemble`: ``[num, *local]``, contiguous."""
+    shape = list(whole.shape)
+    split = [*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :]]
+    shape[dim] //= num
+    return whole.reshape(split).movedim(dim + 1, 0).reshape(num, *shape).contiguous()
+
+
+def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
+    """Slice ``index`` of the digit behind ``outer`` of ``dim``; a view where ``outer`` is 1."""
+    if outer == 1:
+        size = whole.shape[dim] // num
+        return whole.narrow(dim, index * size, size)
+    shape = whole.shape
+    split = (*shape[:dim], outer, num, shape[dim] // (outer * num), *shape[dim + 1 :])
+    kept = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
+    return whole.reshape(split).select(dim + 1, index).reshape(kept)

@@ -1,0 +1,1 @@
+"""What carries messages between processes: sockets and shared memory beside torch.distributed."""

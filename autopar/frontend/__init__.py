@@ -1,0 +1,1 @@
+"""From a model and example inputs to the graph."""

@@ -1,0 +1,439 @@
+"""Capture: an ordinary ``nn.Module`` and example inputs become a `Graph`.
+
+``torch.export`` (non-strict) runs the model's own Python once over fake CPU tensors, so nothing is
+allocated and parameters may live on the meta device. The exported graph is made functional, then
+read into autopar's own frozen types: metadata checks and tuple indexing disappear, tied parameters
+get one name, everything that depends on neither parameters nor inputs (masks, positions) moves to
+the front, and the rest is cut into blocks by module path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import CaptureError, InputError
+from autopar.base.gc_pause import collector_paused
+from autopar.base.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    keyed_leaves,
+    mark_no_grad_regions,
+    pytree,
+    without_generated_code,
+)
+from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
+from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
+from autopar.frontend.rewrites.custom_functions import functions_as_operators
+from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate_regions
+from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
+from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
+from autopar.ir.graph import Graph, verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a call of the model becomes the graph's inputs, and its outputs the model's own.
+
+    ``leaves`` has one entry per flattened argument: the position among the graph's tensor inputs,
+    or the constant that was captured. ``input_names`` names the tensor inputs as users know them.
+    """
+
+    in_spec: Any
+    leaves: tuple[Any, ...]
+    input_names: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[torch.dtype, ...]
+    out_spec: Any
+    out_leaves: tuple[Any, ...]
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensor inputs of a call; raises InputError where it differs from the example."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if spec != self.in_spec:
+            raise InputError(
+                "inputs do not match the example inputs: they must have the same structure "
+                f"(positional and keyword). Expected {self.describe()}; got "
+                f"{len(args)} positional and keywords {sorted(kwargs)}"
+            )
+        tensors: list[Tensor] = []
+        for leaf, expected in zip(leaves, self.leaves):
+            if isinstance(expected, _InputSlot):
+                tensors.append(self._check(leaf, expected.position))
+            elif isinstance(leaf, Tensor) or leaf != expected:
+                raise InputError(
+                    f"argument {leaf!r} differs from the value {expected!r} the model was "
+                    "captured with; compile again for another value"
+                )
+        return tensors
+
+    def _check(self, leaf: Any, position: int) -> Tensor:
+        name, shape = self.input_names[position], self.input_shapes[position]
+        dtype = self.input_dtypes[position]
+        if not isinstance(leaf, Tensor):
+            raise InputError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
+        if tuple(leaf.shape) != shape or leaf.dtype != dtype:
+            raise InputError(
+                f"input {name!r} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}; the model "
+                f"was compiled for {shape} and {dtype}. Pad or drop the batch, or compile again "
+                "with example_inputs of the new shape"
+            )
+        return leaf
+
+    def key(self) -> CallKey:
+        """The `call_key` of the example: equal for every call that `flatten` takes."""
+        leaves = tuple(
+            (self.input_shapes[leaf.position], self.input_dtypes[leaf.position])
+            if isinstance(leaf, _InputSlot)
+            else _constant_key(leaf)
+            for leaf in self.leaves
+        )
+        return self.in_spec, leaves
+
+    def example(self) -> Arguments:
+        """A call like the example, with tensors that hold no data."""
+        leaves = [
+            torch.empty(
+                self.input_shapes[leaf.position],
+                dtype=self.input_dtypes[leaf.position],
+                device="meta",
+            )
+            if isinstance(leaf, _InputSlot)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return Arguments(*pytree.tree_unflatten(leaves, self.in_spec))
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{n}: {tuple(s)} {d}"
+            for n, s, d in zip(self.input_names, self.input_shapes, self.input_dtypes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _InputSlot:
+    position: int
+
+
+CallKey = tuple[Any, tuple[Any, ...]]
+"""The structure of a call and what a program depends on of each argument."""
+
+
+def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
+    """Equal for calls that one program can run: structure, shapes, dtypes and plain values."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
+        for leaf in leaves
+    )
+
+
+def _constant_key(leaf: Any) -> Any:
+    """``True == 1 == 1.0``, but a model may tell them apart."""
+    return type(leaf), leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A graph with the signature of the model it was captured from."""
+
+    graph: Graph
+    signature: Signature
+
+
+class _OutputNote:
+    """The structure of the model's output, noted while it is traced.
+
+    torch.export puts back what tracing changes on a module, but not on an object it holds.
+    """
+
+    def __init__(self) -> None:
+        self.spec: Any = None
+        self.leaves: tuple[Any, ...] = ()
+
+
+class _Step(nn.Module):
+    """The model together with its loss: returns (loss or None, flat output tensors)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        targets: Targets | None,
+        *,
+        with_loss: bool,
+    ) -> None:
+        super().__init__()
+        self.with_loss = with_loss
+        self.model = model
+        self.loss_fn = loss_fn
+        self.targets = targets
+        self.output = _OutputNote()
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        target_args: tuple[Any, ...] = ()
+        target_kwargs: dict[str, Any] = {}
+        if self.targets is not None:
+            args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
+        output = self.model(*args, **kwargs)
+        loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
+        leaves, self.output.spec = pytree.tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kept = iter(range(len(tensors)))
+        self.output.leaves = tuple(
+            _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
+        )
+        return (loss, *tensors)
+
+    def _loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        if self.loss_fn is None:
+            return _find_loss(output)
+        return checked_loss(self.loss_fn(output, *args, **kwargs), of="what loss_fn returns")
+
+
+def _plain(leaf: Any) -> Any:
+    """Constants among the outputs are kept; other objects (caches) become None."""
+    return leaf if isinstance(leaf, int | float | str | bool | type(None)) else None
+
+
+def _find_loss(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    if isinstance(output, tuple | list) and output and not hasattr(output, "loss"):
+        return _find_loss(output[0]) if isinstance(output[0], Tensor) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return checked_loss(loss, of="the model's .loss") if isinstance(loss, Tensor) else None
+
+
+class Arguments(NamedTuple):
+    """Example inputs that are positional and keyword at once: ``Arguments((x,), {"y": y})``."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from a tuple, a mapping or a single tensor."""
+    if isinstance(example_inputs, Arguments):
+        return tuple(example_inputs.args), dict(example_inputs.kwargs)
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    raise InputError(
+        "example_inputs must be a tuple (positional), a mapping (keyword) or one tensor, got "
+        f"{type(example_inputs).__name__}; write example_inputs=(x, y)"
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raise InputError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+@collector_paused()
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    training: bool | None = None,
+    differentiable: bool = True,
+) -> Captured:
+    """Capture one call of ``model`` on the global batch; the model itself stays as it is.
+
+    It is captured in its present mode, part by part, or as after ``model.train(training)``. With
+    ``differentiable`` off only its forward pass is wanted: the graph has no loss, and no gradient
+    flows through any value.
+
+    Raises CaptureError with the user's file and line where the model cannot be captured, and
+    InputError for inputs that do not fit.
+    """
+    check_model(model)
+    check_loss_fn(loss_fn)
+    args, kwargs = split_inputs(example_inputs)
+    targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    # A call under no_grad or inference_mode must give the same graph as any other.
+    with torch.inference_mode(False), torch.enable_grad():
+        step = _Step(
+            _copy_with(fake, model, memo),
+            _copy_with(fake, loss_fn, memo),
+            targets,
+            with_loss=differentiable,
+        )
+        if training is not None:
+            step.train(training)
+        _check_batch_norms(step.model)
+        fake_args, fake_kwargs = pytree.tree_map(
+            lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        with without_generated_code():
+            program = _export(step, fake_args, fake_kwargs)
+    graph = ProgramReader(model, program, differentiable=differentiable).read()
+    verify(graph)
+    return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
+
+
+def _check_batch_norms(model: nn.Module) -> None:
+    """Raise CaptureError for running averages over all batches: their weight is read from a count
+    of batches."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    for name, part in model.named_modules():
+        is_averaging = isinstance(part, kinds) and part.training and part.track_running_stats
+        if is_averaging and part.momentum is None:
+            raise CaptureError(
+                f"{type(part).__name__} {name!r} has momentum=None: the weight of a batch in its "
+                "running averages is read from a tensor, which cannot be captured. Give it one, "
+                f"such as momentum=0.1, or call eval() of {name!r}"
+            )
+
+
+def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
+    """Copies to capture from later: the same modes and names, but no tensor holds data."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    memo: dict[int, Any] = {}
+    return _copy_with(empty, model, memo), _copy_with(empty, loss_fn, memo)
+
+
+def _copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of ``module`` with other tensors, made by ``make``; tied ones stay tied."""
+    if not isinstance(module, nn.Module):
+        return module
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if id(tensor) not in memo:
+            made = make(tensor)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # left there by an earlier call
+                memo[id(value)] = value.detach()
+    return copy.deepcopy(module, memo)
+
+
+def _export(step: _Step, args: Any, kwargs: Any) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Of a forward pass alone the recorded operators are all there is to know.
+            with functions_as_operators() if step.with_loss else contextlib.nullcontext():
+                exported = torch.export.export(step, args, kwargs, strict=False)
+            mark_no_grad_regions(exported.graph_module)
+            isolate_composites(exported.graph_module)
+            program = exported.run_decompositions({})
+            isolate_regions(program.graph_module)
+            free_counted_dimensions(program.graph_module)
+            offsets_as_tensors(program.graph_module)
+            return program
+    except (CaptureError, InputError):
+        raise
+    except Exception as error:
+        if _fails_without_export(step, args, kwargs):
+            raise InputError(
+                "the model itself fails on the example inputs, before any capture: "
+                f"{type(error).__name__}: {_first_line(error)}{_where(error)}"
+            ) from error
+        raise CaptureError(_explain(error)) from error
+
+
+def _fails_without_export(step: _Step, args: Any, kwargs: Any) -> bool:
+    try:
+        step(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return False
+    except Exception:
+        return True
+    return False
+
+
+_OUTPUT_TYPE = (
+    "Return tensors, tuples, dicts or dataclasses registered with torch.export:\n"
+    "    torch.export.register_dataclass(MyOutput)"
+)
+_GENERIC = (
+    "Check it with\n    torch.export.export(model, args, kwargs, strict=False)\n"
+    "and see the reasons it names."
+)
+
+
+def _explain(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if re.search(r"data.?dependent|unbacked|GuardOnData|_local_scalar_dense|nonzero", text, re.I):
+        hint = DATA_DEPENDENT_FIX
+    elif "output" in text and "type" in text:
+        hint = _OUTPUT_TYPE
+    else:
+        hint = _GENERIC
+    head = f"the model cannot be captured as one graph{_where(error)}"
+    return f"{head}\n{type(error).__name__}: {_first_line(error)}\nHow to fix it: {hint}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"
+
+
+def _where(error: BaseException) -> str:
+    """The last frame outside torch, autopar and this module, as `` at file:line (code)``."""
+    own = re.compile(r"[/\\](torch|autopar|contextlib|copyreg)([/\\]|\.py)")
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not own.search(f.filename) and not f.filename.startswith("<")
+    ]
+    user = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s+(.*)', str(error))
+    user = [u for u in user if not own.search(u[0])]
+    if frames:
+        last = frames[-1]
+        return f" at {last.filename}:{last.lineno} in {last.name}: {last.line}"
+    if user:
+        file, line, name, code = user[-1]
+        return f" at {file}:{line} in {name}: {code}"
+    return ""
+
+
+def _signature(step: _Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    names = keyed_leaves((tuple(args), dict(kwargs)))
+    slots: list[Any] = []
+    tensors: list[tuple[str, Tensor]] = []
+    for leaf, name in zip(leaves, names):
+        if isinstance(leaf, Tensor):
+            slots.append(_InputSlot(len(tensors)))
+            tensors.append((name, leaf))
+        else:
+            slots.append(leaf)
+    return Signature(
+        in_spec=in_spec,
+        leaves=tuple(slots),
+        input_names=tuple(name for name, _ in tensors),
+        input_shapes=tuple(tuple(t.shape) for _, t in tensors),
+        input_dtypes=tuple(t.dtype for _, t in tensors),
+        out_spec=step.output.spec,
+        out_leaves=step.output.leaves,
+    )

@@ -1,0 +1,1 @@
+"""Rewrites of an exported program before it is read."""

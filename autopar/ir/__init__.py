@@ -1,0 +1,1 @@
+"""The values that every later stage speaks of: graph, blocks, mesh, placements."""

@@ -1,0 +1,253 @@
+"""The captured graph: frozen values, ops and blocks that every later stage reads.
+
+Made by `autopar.frontend.capture.capture`. An op refers to values by `Ref`; multi-output ops list
+all their outputs, so there are no tuple-indexing nodes. Ops are in topological order and blocks are
+contiguous runs of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from autopar.base.errors import GraphError
+
+
+class ValueKind(StrEnum):
+    """Where a value comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of value ``index`` among an op's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor of the graph. ``target`` is the key in ``state_dict()``, for those it has.
+
+    ``differentiable``: a gradient flows back through it. ``fixed``: it depends on no parameter
+    and no input, and is not large, so it is computed once, alike on all devices (masks,
+    positions). ``strides``: in elements, of an op's result as the model makes it; None where it is
+    contiguous.
+    """
+
+    index: int
+    name: str
+    kind: ValueKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    target: str | None = None
+    differentiable: bool = False
+    fixed: bool = False
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call of an ATen operator on whole (global) values.
+
+    ``args`` and ``kwargs`` hold `Ref` where a tensor goes, nested in tuples as in the schema.
+    ``outputs`` has one entry per tensor returned, None for those nobody uses. ``per_shard``: each
+    device computes it of its own shard of the batch alone, though of the whole batch it would be
+    another result (see `autopar.passes.batch_norm`).
+    """
+
+    index: int
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int | None, ...]
+    module_path: str
+    location: str = ""
+    per_shard: bool = False
+    inputs: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Value of each tensor operand, in the order of the arguments (repeats kept)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", refs_in((self.args, self.kwargs)))
+
+    @property
+    def target_name(self) -> str:
+        return str(self.target)
+
+    def bind(self, operands: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with each operand in the place of its `Ref`, in order of `inputs`."""
+        iterator = iter(operands)
+        args = map_refs(self.args, lambda _: next(iterator))
+        kwargs = map_refs(self.kwargs, lambda _: next(iterator))
+        return args, dict(kwargs)
+
+
+def refs_in(node: Any) -> tuple[int, ...]:
+    """The values that ``node`` refers to, in its order, repeats kept."""
+    return tuple(_refs(node))
+
+
+def _refs(node: Any) -> Iterator[int]:
+    if isinstance(node, Ref):
+        yield node.index
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from _refs(item)
+
+
+def map_refs(node: Any, replace: Callable[[Ref], Any]) -> Any:
+    """``node`` with every `Ref` replaced; the nesting stays."""
+    if isinstance(node, Ref):
+        return replace(node)
+    if isinstance(node, tuple):
+        return tuple(map_refs(item, replace) for item in node)
+    return node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A contiguous run of ops: a layer, a residual unit, or what lies between them."""
+
+    index: int
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A model's training computation on the global batch.
+
+    ``loss`` is None for a model captured without one. ``outputs`` are the values of the model's
+    own output (for the forward program); ``mutations`` pairs a buffer with its next value.
+    ``aliases`` maps every further name of a tied parameter to the one that is kept. ``constants``
+    holds the data of CONSTANT values by name.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    blocks: tuple[Block, ...]
+    inputs: tuple[int, ...]
+    loss: int | None
+    outputs: tuple[int, ...]
+    mutations: tuple[tuple[int, int], ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    constants: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
+        return tuple(v for v in self.values if v.kind is kind)
+
+    @property
+    def parameters(self) -> tuple[Value, ...]:
+        return self.of_kind(ValueKind.PARAMETER)
+
+    @property
+    def buffers(self) -> tuple[Value, ...]:
+        return self.of_kind(ValueKind.BUFFER)
+
+    def block_ops(self, block: Block) -> tuple[Op, ...]:
+        return self.ops[block.start : block.stop]
+
+    def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Per value, its uses as (op index, operand position)."""
+        uses: dict[int, list[tuple[int, int]]] = {}
+        for op in self.ops:
+            for position, value in enumerate(op.inputs):
+                uses.setdefault(value, []).append((op.index, position))
+        return {value: tuple(entries) for value, entries in uses.items()}
+
+    def producers(self) -> dict[int, tuple[int, int]]:
+        """Per computed value, its (op index, output position)."""
+        return {
+            value: (op.index, position)
+            for op in self.ops
+            for position, value in enumerate(op.outputs)
+            if value is not None
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal computations: ops, arguments, shapes, dtypes, names and blocks."""
+        digest = hashlib.sha256()
+        for value in self.values:
+            entry = (value.name, value.kind, value.shape, str(value.dtype), value.target)
+            digest.update(repr((*entry, value.differentiable)).encode())
+        for op in self.ops:
+            entry_op = (op.target_name, _stable(op.args), _stable(op.kwargs), op.outputs)
+            digest.update(repr((*entry_op, op.name)).encode())
+            if op.per_shard:
+                digest.update(b"per shard")
+        blocks = tuple((b.name, b.start, b.stop) for b in self.blocks)
+        digest.update(repr((blocks, self.loss, self.outputs, self.mutations)).encode())
+        return digest.hexdigest()[:32]
+
+
+def _stable(node: Any) -> Any:
+    if isinstance(node, Ref):
+        return ("ref", node.index)
+    if isinstance(node, tuple):
+        return tuple(_stable(item) for item in node)
+    return str(node)
+
+
+def verify(graph: Graph) -> None:
+    """Raise GraphError unless every later stage may rely on the graph."""
+    for rule in (_check_indices, _check_order, _check_blocks, _check_loss):
+        rule(graph)
+
+
+def _check_indices(graph: Graph) -> None:
+    for position, value in enumerate(graph.values):
+        if value.index != position:
+            raise GraphError(f"value {value.name!r} has index {value.index} at {position}")
+    for position, op in enumerate(graph.ops):
+        if op.index != position:
+            raise GraphError(f"op {op.name!r} has index {op.index} at position {position}")
+
+
+def _check_order(graph: Graph) -> None:
+    known = {v.index for v in graph.values if v.kind is not ValueKind.ACTIVATION}
+    for op in graph.ops:
+        for value in op.inputs:
+            if value not in known:
+                name = graph.values[value].name
+                raise GraphError(f"op {op.name!r} reads {name!r} before it is computed")
+        for output in op.outputs:
+            if output is None:
+                continue
+            if output in known:
+                raise GraphError(f"value {graph.values[output].name!r} is computed twice")
+            known.add(output)
+
+
+def _check_blocks(graph: Graph) -> None:
+    expected = 0
+    for block in graph.blocks:
+        if block.start != expected or block.stop <= block.start:
+            raise GraphError(f"block {block.name!r} covers ops {block.start}..{block.stop}")
+        expected = block.stop
+    if expected != len(graph.ops):
+        raise GraphError(f"blocks cover {expected} of {len(graph.ops)} ops")
+
+
+def _check_loss(graph: Graph) -> None:
+    if graph.loss is None:
+        return
+    loss = graph.values[graph.loss]
+    if torch.Size(loss.shape).numel() != 1 or not loss.dtype.is_floating_point:
+        raise GraphError(f"the loss has shape {loss.shape} and dtype {loss.dtype}, not one float")

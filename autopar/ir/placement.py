@@ -1,0 +1,427 @@
+"""Placements of a value on a mesh, and the moves between them.
+
+On each mesh axis a value and its gradient are in one of four states:
+
+=====  ==============================================  ===================
+state  value                                           gradient
+=====  ==============================================  ===================
+R      replicated: the same on all                     replicated
+S(d)   split on tensor dimension d                     split likewise
+P      a partial sum: the value is the sum over all    replicated
+V      varying use: the same on all, but each device   a partial sum
+       computes with it on another share of the work
+=====  ==============================================  ===================
+
+A move from one state to another costs exactly this, forward and backward; every entry follows
+from what the value and the gradient are before and after:
+
+=========  ==================  ==================
+from → to  forward             backward
+=========  ==================  ==================
+R → S      local slice         all-gather
+R → V      –                   all-reduce
+R → P      local mask          –
+S → R      all-gather          local slice
+S → V      all-gather          reduce-scatter
+S → S'     all-to-all          all-to-all
+S → P      local pad           local slice
+P → R      all-reduce          –
+P → S      reduce-scatter      all-gather
+P → V      all-reduce          all-reduce
+V → R      –                   local mask
+V → S      local slice         local pad
+V → P      local mask          local mask
+=========  ==================  ==================
+
+(Mask: position 0 of the group keeps the value, the others hold zeros.)
+
+A split is a *digit* of the index along its dimension: ``S(d, outer=k)`` views dimension d of size
+N as ``[k, n, N / (k n)]`` and gives device c the slice c of the middle part. ``outer=1`` is the
+plain contiguous split; ``outer=3`` splits the heads of a fused query-key-value projection; two axes
+on one dimension are two digits (an inner one has the outer one's ``outer * size``). Digits of one
+dimension never overlap, so any axis may be gathered, sliced or moved on its own, in any order.
+
+A size that does not divide is *padded*: plain nested splits of size N over n devices give each
+device ``ceil(N / n)`` elements, and the last ones hold zeros behind the end, in the value and in
+its gradient. Moves append the zeros before they slice and drop them after they gather; axes that
+share a padded dimension move together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.base.errors import PlanError
+from autopar.ir.mesh import Mesh
+
+
+class State(StrEnum):
+    """The four states of a value on one mesh axis."""
+
+    REPLICATE = "R"
+    SHARD = "S"
+    PARTIAL = "P"
+    VARYING = "V"
+
+
+class Placement(NamedTuple):
+    """The state of a value on one mesh axis; ``dim`` and ``outer`` matter for SHARD only."""
+
+    state: State
+    dim: int = -1
+    outer: int = 1
+
+    def __str__(self) -> str:
+        if self.state is not State.SHARD:
+            return str(self.state)
+        return f"S{self.dim}" + (f"/{self.outer}" if self.outer != 1 else "")
+
+
+R = Placement(State.REPLICATE)
+P = Placement(State.PARTIAL)
+V = Placement(State.VARYING)
+
+
+def S(dim: int, outer: int = 1) -> Placement:
+    """Split on tensor dimension ``dim``, viewed as ``[outer, num_shards, rest]``."""
+    return Placement(State.SHARD, dim, outer)
+
+
+Placements = tuple[Placement, ...]
+"""One placement per mesh axis, in mesh order."""
+
+_TEXT = re.compile(r"^(?:([RPV])|S(\d+)(?:/(\d+))?)$")
+
+
+def parse_placement(text: str) -> Placement:
+    """Read back ``str(placement)``; raises PlanError on anything else."""
+    match = _TEXT.match(text)
+    if match is None:
+        raise PlanError(f"placement {text!r} is none of R, P, V, S<dim> or S<dim>/<outer>")
+    if match[1]:
+        return Placement(State(match[1]))
+    return S(int(match[2]), int(match[3] or 1))
+
+
+def format_placements(placements: Placements) -> str:
+    return " ".join(map(str, placements))
+
+
+MAX_PADDING = 0.5
+"""A padded split may add at most this share of the dimension's size."""
+
+Digit = tuple[int, int, int]
+"""One split of a dimension: (outer, size, mesh axis)."""
+
+
+def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -> None:
+    """Raise PlanError unless every split is a disjoint digit of its dimension, whole or padded."""
+    if len(placements) != mesh.num_axes:
+        raise PlanError(f"{len(placements)} placements for a mesh of {mesh.num_axes} axes ({mesh})")
+    for dim, digits in _digits(placements, mesh).items():
+        if dim >= len(shape):
+            raise PlanError(f"split on dimension {dim} of a value of shape {tuple(shape)}")
+        if not _fits(shape[dim], digits):
+            split = ", ".join(f"[{o}, {n}, ...] by {mesh.axis_names[a]!r}" for o, n, a in digits)
+            raise PlanError(
+                f"dimension {dim} of shape {tuple(shape)} cannot be split as {split}: the parts "
+                "must be apart, and whole, or plain contiguous ones whose padding adds at most "
+                f" {MAX_PADDING:.0%}"
+            )
+
+
+def is_valid(placements: Placements, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether `check_placements` accepts them."""
+    return all(
+        dim < len(shape) and _fits(shape[dim], digits)
+        for dim, digits in _digits(placements, mesh).items()
+    )
+
+
+def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> dict[int, int]:
+    """Per split dimension, how many zeros make it divide: all devices' parts less its size."""
+    found = {}
+    for dim, digits in _digits(placements, mesh).items():
+        num = math.prod(size for _, size, _ in digits)
+        found[dim] = -shape[dim] % num
+    return found
+
+
+def _fits(size: int, digits: Sequence[Digit]) -> bool:
+    """Whether digits, outermost first, lie apart and are whole, or nest plainly with padding."""
+    reached, last_axis = 1, -1
+    whole = nested = True
+    for outer, num, axis in digits:
+        if outer % reached:
+            return False
+        whole = whole and size % (outer * num) == 0
+        nested = nested and outer == reached and axis > last_axis
+        reached, last_axis = outer * num, axis
+    return whole or (nested and -size % reached <= MAX_PADDING * size)
+
+
+def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[Digit]]:
+    """The digits of each split dimension, outermost first."""
+    digits: dict[int, list[Digit]] = {}
+    for axis, placement in enumerate(placements):
+        if placement.state is State.SHARD:
+            entry = (placement.outer, mesh.axis_sizes[axis], axis)
+            digits.setdefault(placement.dim, []).append(entry)
+    for entries in digits.values():
+        entries.sort()
+    return digits
+
+
+def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of one device's part of a value of global ``shape``, padding included."""
+    shards = [1] * len(shape)
+    for axis, placement in enumerate(placements):
+        if placement.state is State.SHARD:
+            shards[placement.dim] *= mesh.axis_sizes[axis]
+    return tuple(-(-size // num) for size, num in zip(shape, shards))
+
+
+class StepKind(StrEnum):
+    """One row of the table above, named by what it does in forward."""
+
+    SLICE = "slice"
+    MASK = "mask"
+    PAD = "pad"
+    VARY = "vary"
+    UNVARY = "unvary"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move of one value along one or several mesh axes at once.
+
+    ``source`` and ``target`` are the states of the first axis; several axes move together only
+    where they act as one larger axis. ``local_outer`` (``target_local_outer``) is the number of
+    local parts in front of the digit on the source (target) dimension, ``padding``
+    (``target_padding``) the number of zeros behind the end of that dimension while it is split.
+    ``shape`` is the local shape before the step.
+    """
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    source: Placement
+    target: Placement
+    local_outer: int
+    target_local_outer: int
+    padding: int
+    target_padding: int
+    shape: tuple[int, ...]
+
+    @property
+    def backward(self) -> str | None:
+        """Name of the collective in backward, or None where it is local or nothing."""
+        return _BACKWARD.get((self.source.state, self.target.state))
+
+    @property
+    def forward(self) -> str | None:
+        """Name of the collective in forward, or None where it is local or nothing."""
+        if self.kind in (
+            StepKind.ALL_REDUCE,
+            StepKind.ALL_GATHER,
+            StepKind.REDUCE_SCATTER,
+            StepKind.ALL_TO_ALL,
+        ):
+            return str(self.kind)
+        return None
+
+
+_BACKWARD = {
+    (State.REPLICATE, State.SHARD): "all_gather",
+    (State.REPLICATE, State.VARYING): "all_reduce",
+    (State.SHARD, State.VARYING): "reduce_scatter",
+    (State.SHARD, State.SHARD): "all_to_all",
+    (State.PARTIAL, State.SHARD): "all_gather",
+    (State.PARTIAL, State.VARYING): "all_reduce",
+}
+
+_KINDS = {
+    (State.REPLICATE, State.SHARD): StepKind.SLICE,
+    (State.REPLICATE, State.VARYING): StepKind.VARY,
+    (State.REPLICATE, State.PARTIAL): StepKind.MASK,
+    (State.SHARD, State.REPLICATE): StepKind.ALL_GATHER,
+    (State.SHARD, State.VARYING): StepKind.ALL_GATHER,
+    (State.SHARD, State.SHARD): StepKind.ALL_TO_ALL,
+    (State.SHARD, State.PARTIAL): StepKind.PAD,
+    (State.PARTIAL, State.REPLICATE): StepKind.ALL_REDUCE,
+    (State.PARTIAL, State.SHARD): StepKind.REDUCE_SCATTER,
+    (State.PARTIAL, State.VARYING): StepKind.ALL_REDUCE,
+    (State.VARYING, State.REPLICATE): StepKind.UNVARY,
+    (State.VARYING, State.SHARD): StepKind.SLICE,
+    (State.VARYING, State.PARTIAL): StepKind.MASK,
+}
+
+# Shrinking moves first, growing moves last: every collective then carries the fewest bytes.
+_ORDER = (
+    StepKind.SLICE,
+    StepKind.REDUCE_SCATTER,
+    StepKind.ALL_TO_ALL,
+    StepKind.MASK,
+    StepKind.ALL_REDUCE,
+    StepKind.VARY,
+    StepKind.UNVARY,
+    StepKind.ALL_GATHER,
+    StepKind.PAD,
+)
+
+
+@lru_cache(maxsize=1 << 18)
+def redistribute(
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> tuple[Step, ...]:
+    """The steps that turn a value of global ``shape`` from ``source`` into ``target``.
+
+    Axes whose moves are alike act as one larger axis. Moves that shrink the local part come
+    first. A split that would overlap a digit still in use waits until that digit is gone; where
+    two splits wait for each other, one of them is gathered first. Axes that share a padded
+    dimension leave it together and enter it together.
+    """
+    current = list(source)
+    steps: list[Step] = []
+    for goal in (_gathered(source, target, shape, mesh), target):
+        steps += _steps_to(current, goal, shape, mesh)
+    return tuple(steps)
+
+
+def _gathered(
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Placements:
+    """``source``, with the axes replicated that change what they share of a padded dimension."""
+    before, after = _digits(source, mesh), _digits(target, mesh)
+    padded = {d for side in (source, target) for d, n in paddings(side, shape, mesh).items() if n}
+    result = list(source)
+    for dim in padded:
+        axes = {axis for side in (before, after) for _, _, axis in side.get(dim, ())}
+        if len(axes) > 1 and before.get(dim) != after.get(dim):
+            for axis in axes:
+                result[axis] = R
+    return tuple(result)
+
+
+def _steps_to(
+    current: list[Placement], target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[Step]:
+    """Move ``current``, in place, to ``target``."""
+    pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
+    while pending:
+        goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
+        group = _next_group(current, goal, shape, mesh, pending)
+        if group is None:
+            group = (next(a for a in pending if current[a].state is State.SHARD),)
+            goal = tuple(R if a in group else p for a, p in enumerate(goal))
+        yield _make_step(current, group, goal[group[0]], shape, mesh)
+        for axis in group:
+            current[axis] = goal[axis]
+            if goal[axis] == target[axis]:
+                pending.remove(axis)
+
+
+def _next_goal(now: Placement, then: Placement) -> Placement:
+    """Another digit of the same dimension is reached through R."""
+    same_dim = now.state is then.state is State.SHARD and now.dim == then.dim
+    return R if same_dim and now != then else then
+
+
+def _next_group(
+    current: list[Placement],
+    target: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    pending: Iterable[int],
+) -> tuple[int, ...] | None:
+    """The axes of the next legal step: the earliest kind in `_ORDER`, merged where possible."""
+    ordered = sorted(
+        pending, key=lambda a: (_ORDER.index(_KINDS[current[a].state, target[a].state]), a)
+    )
+    for position, first in enumerate(ordered):
+        group = [first]
+        for axis in ordered[position + 1 :]:
+            if _acts_as_one(current, target, group, axis, mesh):
+                group.append(axis)
+        for axes in (tuple(group), (first,)):
+            if _is_legal(current, axes, target, shape, mesh):
+                return axes
+    return None
+
+
+def _is_legal(
+    current: list[Placement],
+    axes: Sequence[int],
+    target: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+) -> bool:
+    """Whether the splits stay valid, and other splits of the same dimension keep their padding."""
+    changed = tuple(target[a] if a in axes else p for a, p in enumerate(current))
+    if not is_valid(changed, shape, mesh):
+        return False
+    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
+    return all(after.get(dim, padding) == padding for dim, padding in before.items())
+
+
+def _acts_as_one(
+    current: list[Placement], target: Placements, group: Sequence[int], axis: int, mesh: Mesh
+) -> bool:
+    """Whether ``axis`` continues the digit chain of ``group`` in source and in target."""
+    last = group[-1]
+    for side in (current, target):
+        before, after = side[last], side[axis]
+        if before.state is not after.state or before.dim != after.dim:
+            return False
+        if before.state is State.SHARD and after.outer != before.outer * mesh.axis_sizes[last]:
+            return False
+    return axis > last
+
+
+def _make_step(
+    current: list[Placement],
+    axes: tuple[int, ...],
+    target: Placement,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+) -> Step:
+    source = current[axes[0]]
+    changed = tuple(target if a in axes else p for a, p in enumerate(current))
+    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
+    return Step(
+        kind=_KINDS[source.state, target.state],
+        axes=axes,
+        source=source,
+        target=target,
+        local_outer=_local_outer(current, axes, source, mesh),
+        target_local_outer=_local_outer(current, axes, target, mesh),
+        padding=before[source.dim] if source.state is State.SHARD else 0,
+        target_padding=after[target.dim] if target.state is State.SHARD else 0,
+        shape=local_shape(shape, tuple(current), mesh),
+    )
+
+
+def _local_outer(
+    current: list[Placement], axes: tuple[int, ...], placement: Placement, mesh: Mesh
+) -> int:
+    """Local parts in front of the digit: its ``outer`` less what other axes already split off."""
+    if placement.state is not State.SHARD:
+        return 1
+    taken = math.prod(
+        mesh.axis_sizes[a]
+        for a, other in enumerate(current)
+        if a not in axes
+        and other.state is State.SHARD
+        and other.dim == placement.dim
+        and other.outer < placement.outer
+    )
+    return placement.outer // taken

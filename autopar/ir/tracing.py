@@ -1,0 +1,41 @@
+"""Functions traced over fake tensors, into graphs that write to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.base.torch_private import FakeTensorMode
+from autopar.ir.fused_lstm import lstm_layer
+
+
+def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode) -> Any:
+    """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13).
+
+    What ``torch.fx.traceback.annotate`` says is kept on the nodes. Where an operator's own
+    decomposition writes in place (circular padding does), the trace is made functional, so that
+    every node of the result can be moved and dropped by what it returns alone. oneDNN's LSTM is
+    recorded as `autopar.ir.fused_lstm.lstm_layer`.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    instead = {torch.ops.aten.mkldnn_rnn_layer.default: lstm_layer}
+    with mode, preserve_node_meta():
+        traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
+        module = traced(operands, cotangents)
+        if _writes(module):
+            interpreter = torch.fx.Interpreter(module)
+            functional = torch.func.functionalize(interpreter.run, remove="mutations")
+            module = make_fx(functional, tracing_mode="real")(operands, cotangents)
+    assert not _writes(module), "a traced graph must be functional"
+    return module
+
+
+def _writes(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph calls an operator that writes to its arguments."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in module.graph.nodes
+    )

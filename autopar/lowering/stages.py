@@ -1,0 +1,198 @@
+"""Stages: which contiguous blocks of a graph form each stage of a pipeline.
+
+In: a graph, and where to cut it. Out: a program whose stages a schedule runs. The stages of a
+forward pass captured by itself follow from where training holds the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.base.errors import InputError, PlanError
+from autopar.ir.blocks import FIXED, TOTALS, lies_in
+from autopar.ir.graph import Block, Graph, Op
+from autopar.lowering import RankProgram, lower
+from autopar.lowering.pipeline import forward_schedule, with_pipeline
+from autopar.lowering.training import lower_training
+from autopar.schedules import Schedule
+from autopar.sharding.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The name of each stage's first block, in order; see `autopar.ir.blocks`."""
+
+    first_blocks: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.first_blocks)
+
+    def of(self, graph: Graph) -> dict[str, int]:
+        """The stage of each block by name; fixed blocks and totals have none.
+
+        Raises PlanError where the graph has no such blocks in this order.
+        """
+        names = [block.name for block in staged_blocks(graph)]
+        starts = []
+        for name in self.first_blocks:
+            if name not in names:
+                known = ", ".join(repr(n) for n in names)
+                raise PlanError(f"no block is called {name!r}; a stage can begin at {known}")
+            starts.append(names.index(name))
+        if starts != sorted(set(starts)) or not starts or starts[0] != 0:
+            raise PlanError(
+                f"stages begin at {list(self.first_blocks)}: each must begin behind the one before "
+                f"it, and the first one at {names[0]!r}"
+            )
+        return {
+            name: sum(start <= place for start in starts) - 1 for place, name in enumerate(names)
+        }
+
+
+def staged_blocks(graph: Graph) -> tuple[Block, ...]:
+    """The blocks that a stage can begin at."""
+    return tuple(block for block in graph.blocks if block.name not in (FIXED, TOTALS))
+
+
+def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
+    """Stages that begin, after the first, at the blocks of these names.
+
+    A name may also be that of a module: the block then that begins with it or, where none does,
+    the first one inside it. Raises InputError.
+    """
+    blocks = staged_blocks(graph)
+    firsts = [blocks[0].name]
+    for cut in cuts:
+        named = [block for block in blocks if block.name == cut]
+        found = named or [block for block in blocks if _is_of(graph, block, cut)]
+        if not found:
+            raise InputError(
+                f"cuts names {cut!r}, {_why_not(graph, cut)}; a stage can begin at "
+                + (", ".join(repr(b.name) for b in blocks[1:]) or "none: the model is one block")
+            )
+        firsts.append(found[0].name)
+    stages = Stages(first_blocks=tuple(firsts))
+    try:
+        stages.of(graph)
+    except PlanError as error:
+        raise InputError(f"cuts={list(cuts)!r}: {error}") from error
+    return stages
+
+
+def _is_of(graph: Graph, block: Block, module: str) -> bool:
+    """Whether the block begins where ``module`` does, or lies inside it.
+
+    Ops that modules around it compute, in no child of their own, do not count.
+    """
+    paths = [
+        (op.index, op.module_path)
+        for op in graph.block_ops(block)
+        if op.module_path == module or not lies_in(module, op.module_path)
+    ]
+    if not paths or not lies_in(paths[0][1], module):
+        return False
+    return paths[0][0] == _first_op(graph, module) or all(lies_in(p, module) for _, p in paths)
+
+
+def _first_op(graph: Graph, module: str) -> int | None:
+    """The first op of ``module`` that a stage computes."""
+    staged = (op for block in staged_blocks(graph) for op in graph.block_ops(block))
+    return next((op.index for op in staged if lies_in(op.module_path, module)), None)
+
+
+def _why_not(graph: Graph, module: str) -> str:
+    first = _first_op(graph, module)
+    if first is None:
+        return "which is no block, and no module that a stage computes"
+    name = next(b.name for b in staged_blocks(graph) if b.start <= first < b.stop)
+    return f"a module that begins in the middle of block {name!r}, and stages begin where blocks do"
+
+
+def lower_pipeline(
+    strategy: Strategy, stages: Stages, schedule: Schedule, *, device_type: str = "cpu"
+) -> RankProgram:
+    """The training program of a strategy for each stage's mesh, cut into stages.
+
+    Raises PlanError and ScheduleError where stages, schedule and strategy do not fit together.
+    """
+    if schedule.shape.num_stages != stages.num_stages:
+        raise PlanError(
+            f"schedule {schedule.name!r} has {schedule.shape.num_stages} stages, but the graph is "
+            f"cut into {stages.num_stages}"
+        )
+    num = schedule.shape.num_microbatches
+    program = lower_training(strategy, num, device_type=device_type)
+    return with_pipeline(program, stages.of(strategy.graph), schedule)
+
+
+def lower_staged_forward(strategy: Strategy, training: RankProgram) -> RankProgram:
+    """The forward program of a strategy, each op on a device that holds what it reads.
+
+    ``training`` says where the parameters are, and the buffers that training changes.
+    """
+    kind = training.device_type
+    if training.pipeline.num_devices == 1:
+        return lower(strategy, device_type=kind, training=False)
+    blocks, stage_of, placement = _held_stages(strategy.graph, _homes(training))
+    program = lower(strategy, device_type=kind, training=False, blocks=blocks)
+    return with_pipeline(
+        program, stage_of, forward_schedule(placement, training.pipeline.num_devices)
+    )
+
+
+def _homes(training: RankProgram) -> dict[str, frozenset[int]]:
+    """The devices that hold each parameter, or the present value of each buffer, by name."""
+    homes = {p.name: frozenset(p.devices) for p in training.parameters}
+    for buffer in training.buffers:
+        if buffer.following is not None:
+            homes[buffer.name] = frozenset({buffer.device})
+    return homes
+
+
+def _held_stages(
+    graph: Graph, homes: Mapping[str, frozenset[int]]
+) -> tuple[tuple[Block, ...], dict[str, int], tuple[int, ...]]:
+    """The graph's blocks, cut where what is read lies elsewhere; stages by block; their devices."""
+    blocks: list[Block] = []
+    stage_of: dict[str, int] = {}
+    placement: list[int] = []
+    for block in graph.blocks:
+        if block.name == FIXED:
+            blocks.append(replace(block, index=len(blocks)))
+            continue
+        start = block.start
+        for op in graph.block_ops(block):
+            device = _device_for(graph, op, homes, placement[-1] if placement else 0)
+            if placement and device == placement[-1]:
+                continue
+            if start < op.index:
+                _add(blocks, stage_of, block, start, op.index, len(placement) - 1)
+                start = op.index
+            placement.append(device)
+        _add(blocks, stage_of, block, start, block.stop, len(placement) - 1)
+    return tuple(blocks), stage_of, tuple(placement)
+
+
+def _add(
+    blocks: list[Block], stage_of: dict[str, int], block: Block, start: int, stop: int, stage: int
+) -> None:
+    name = block.name if block.name not in stage_of else f"{block.name} on stage {stage}"
+    stage_of[name] = stage
+    blocks.append(Block(index=len(blocks), name=name, start=start, stop=stop))
+
+
+def _device_for(graph: Graph, op: Op, homes: Mapping[str, frozenset[int]], present: int) -> int:
+    """The device that holds all that an op reads: the present one where it does."""
+    named = [graph.values[i].target or graph.values[i].name for i in op.inputs]
+    held = [homes[name] for name in named if name in homes]
+    if not held or all(present in devices for devices in held):
+        return present
+    common = frozenset.intersection(*held)
+    if not common:
+        raise PlanError(
+            f"op {op.name!r} reads {named}, which no device of the pipeline holds together in "
+            "training; cut the stages so that one stage uses all of them"
+        )
+    return min(common)

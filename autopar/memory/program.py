@@ -1,0 +1,510 @@
+"""Peak memory of a rank program, counted by playing one training step over its graphs.
+
+Nothing is guessed: the actions of the schedule are played in their order. Every value lives from
+the block that makes it to the last one that reads it, forward or backward; saved values live until
+their block's backward pass, and what W needs until that; gradients accumulate; inside each graph
+the peak is found by liveness; and updates have what the optimizer holds beside its state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.comm.ops import (
+    ALONE_BYTES,
+    MAX_SCATTERS,
+)
+from autopar.comm.transports.sockets import MAX_RANKS
+from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
+from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.placement import Placements, local_shape
+from autopar.lowering.route import Route, routes_of
+from autopar.lowering.types import ParameterProgram, RankProgram, Role
+from autopar.memory.kernel import InputGradient, KernelMemory, kernel_memory, made_bytes
+from autopar.schedules.action import Kind
+
+Key = tuple[int, int]
+"""A micro-batch and a value; of parameters, `PARAMETER` and the value."""
+PARAMETER = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """Bytes of tensors on one device at the peak of a step, by category, and where the peak is.
+
+    ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
+    or holds back, and on CPUs libraries.
+    """
+
+    by_category: dict[str, int]
+    peak_at: str
+    device_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.by_category.values())
+
+
+def program_memory(
+    program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec
+) -> ProgramMemory:
+    """Memory of one training step on the device of the pipeline that needs most.
+
+    Of ``device``, which need not be one that the program was lowered for.
+    """
+    allocator = allocator_of(device)
+    kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
+    sizes = {p.value: _ParameterBytes.of(p, program, allocator) for p in program.parameters}
+    plays = [
+        _Play(program, route, kernels, sizes, optimizer, device).run()
+        for route in routes_of(program)
+    ]
+    most = max(plays, key=lambda memory: memory.peak_bytes)
+    return replace(most, device_bytes=max(memory.device_bytes for memory in plays))
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterBytes:
+    """Of one parameter on a device: as it is stored, and as blocks use it."""
+
+    stored: int
+    used: int
+
+    @staticmethod
+    def of(
+        parameter: ParameterProgram, program: RankProgram, allocator: Allocator
+    ) -> _ParameterBytes:
+        stored, used = (
+            allocator.rounded(
+                _part_bytes(program, parameter.shape, placements, parameter.dtype.itemsize)
+            )
+            for placements in (parameter.stored, parameter.used)
+        )
+        return _ParameterBytes(stored, used)
+
+
+def _part_bytes(
+    program: RankProgram, shape: tuple[int, ...], placements: Placements, itemsize: int
+) -> int:
+    return math.prod(local_shape(shape, placements, program.mesh)) * itemsize
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Memory that gradients lie in: each keeps all of it."""
+
+    size_bytes: int
+    num_holders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """The gradient of a value so far, all of a buffer or a part of it."""
+
+    buffer: _Buffer
+    is_contiguous: bool = True
+
+
+class _Play:
+    """One device of the program's pipeline."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        route: Route,
+        kernels: Sequence[KernelMemory],
+        parameter_bytes: Mapping[int, _ParameterBytes],
+        optimizer: OptimizerSpec,
+        device: DeviceSpec,
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.optimizer = optimizer
+        self.route = route
+        self.kernels = kernels
+        self.parameter_bytes = parameter_bytes
+        self.allocator = allocator_of(device)
+        self.live: Counter[Category] = Counter()
+        self.peak: Counter[Category] = Counter()
+        self.peak_at = "start"
+        self.holders: dict[Key, set[object]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.gradients: dict[Key, _Gradient] = {}
+        self.late: dict[tuple[int, int], list[_Buffer]] = {}
+        self.remaining = self.route.contributions.copy()
+        self.scattering: deque[tuple[int, int]] = deque()
+        self.joined: dict[int, int] = {}
+        self.updated: set[int] = set()
+        self.parameter_of = {p.value: p for p in program.parameters}
+        for p in program.parameters:
+            if route.device in p.devices:
+                stored = parameter_bytes[p.value].stored
+                self.live[Category.PARAMETERS] += stored
+                if p.trainable:
+                    self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
+        for b in program.buffers:
+            self.live[Category.BUFFERS] += self.allocator.rounded(
+                math.prod(b.shape) * b.dtype.itemsize
+            )
+        for block in program.blocks:
+            if block.role is Role.FIXED:  # computed once, kept for all steps
+                made = made_bytes(program.kernels[block.kernel].forward.graph, self.allocator)
+                self.live[Category.BUFFERS] += made
+        for i in program.inputs:
+            size = self.allocator.rounded(
+                _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
+            )
+            self.live[Category.INPUTS] += size
+        late = () if optimizer.is_joint else self.route.late_updates
+        self.due = {v for a in late for v in self.route.parameters[a.stage]}
+        self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
+        self.rounds: list[list[int]] = [[]]
+        """Gradients that come together: first those that are not communicated."""
+
+    def _at(self, where: str, working: int) -> None:
+        now = self.live.copy()
+        now[Category.WORKSPACE] += working
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak, self.peak_at = now, where
+
+    def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
+        holders = self.holders.setdefault(key, set())
+        if not holders:
+            self.sizes[key] = size
+            self.live[category] += size
+        holders.add(holder)
+
+    def _release(self, key: Key, holder: object, category: Category) -> None:
+        holders = self.holders.get(key)
+        if holders and holder in holders:
+            holders.discard(holder)
+            if not holders:
+                self.live[category] -= self.sizes.pop(key)
+
+    def _update_late(self, stage: int) -> None:
+        """Updates of the last step, after which its gradients are let go of."""
+        self._update(self.route.parameters[stage])
+        for value in self.due.intersection(self.route.parameters[stage]):
+            self.live[Category.GRADIENTS] -= self.parameter_bytes[value].stored
+            self.due.discard(value)
+
+    def run(self) -> ProgramMemory:
+        for action in self.route.actions:
+            stage, microbatch = action.stage, action.microbatch
+            if action.kind is Kind.U and not self.optimizer.is_joint:
+                if action in self.route.late_updates:
+                    self._update_late(stage)
+                else:
+                    self._update(v for v in self.route.parameters[stage] if not self.remaining[v])
+            if microbatch is None:
+                continue
+            recomputed = stage in self.program.pipeline.shape.recomputed
+            if action.kind is Kind.F:
+                self._enter(stage, microbatch, recomputed)
+                self._forward(stage, microbatch, keep=not recomputed)
+                self._leave(stage, microbatch)
+            elif action.kind is Kind.R:
+                self._forward(stage, microbatch, keep=True)
+                self._leave_recomputed(stage, microbatch)
+            elif action.kind in (Kind.I, Kind.B, Kind.W):
+                for position in reversed(self.route.blocks[stage]):
+                    if action.kind is not Kind.W:
+                        self._input(position, microbatch)
+                    if action.kind is not Kind.I:
+                        self._weight(position, microbatch)
+                for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
+                    sent = self.gradients.pop((microbatch, value), None)  # to the stage before
+                    if sent is not None:
+                        self._drop(sent.buffer)
+        for values in self._last_updates():
+            self._update(values)
+        by_category = {str(c): v for c, v in sorted(self.peak.items()) if v}
+        return ProgramMemory(
+            by_category=by_category,
+            peak_at=self.peak_at,
+            device_bytes=device_bytes(by_category, self.device),
+        )
+
+    # --- updates ---------------------------------------------------------------------------
+    def _last_updates(self) -> list[list[int]]:
+        """The parameters that are updated together behind the last action."""
+        stages = self.route.parameters.values()
+        if self.optimizer.is_joint:
+            return [sorted({value for values in stages for value in values})]
+        if self.program.pipeline.shape.reduces:
+            return [list(values) for values in stages]
+        return self.rounds
+
+    def _update(self, values: Iterable[int]) -> None:
+        """Those of these parameters that are on this device and not updated yet."""
+        device = self.route.device
+        here = [v for v in values if device in self.parameter_of[v].devices]
+        due = [v for v in here if v not in self.updated]
+        self.updated.update(due)
+        sizes = [self.parameter_bytes[value].stored for value in due]
+        self._at("update", self.optimizer.workspace_bytes(sizes))
+
+    # --- forward ---------------------------------------------------------------------------
+    def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:
+        """What comes from the stage before, which a recomputed stage keeps."""
+        if stage:
+            boundary = self.program.pipeline.boundaries[stage - 1]
+            for value, meta in zip(boundary.values, boundary.metas):
+                size = self.allocator.rounded(meta.size_bytes)
+                self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
+                if recomputed:
+                    self._hold((microbatch, value), ("R", stage), 0, Category.ACTIVATIONS)
+
+    def _leave(self, stage: int, microbatch: int) -> None:
+        """What the stage sends on is let go, unless the next stage is on this device."""
+        row = self.program.pipeline.shape.placement[self.program.pipeline.shape.replica(microbatch)]
+        if stage + 1 < len(row) and row[stage + 1] != row[stage]:
+            for value in self.program.pipeline.boundaries[stage].values:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+        for value in self.route.finished[stage]:
+            if value not in self.route.crossing[stage]:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+
+    def _leave_recomputed(self, stage: int, microbatch: int) -> None:
+        kept = self.route.crossing[stage].union(self.route.finished[stage])
+        for value in kept:
+            self._release((microbatch, value), "env", Category.ACTIVATIONS)
+        for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
+            self._release((microbatch, value), ("R", stage), Category.ACTIVATIONS)
+
+    def _forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        positions = self.route.blocks[stage]
+        for position, following in itertools.zip_longest(positions, positions[1:]):
+            self._fetch(position)
+            if following is not None:
+                self._fetch(following)  # beside the computation of this block
+            if position in self.joined:
+                name = self.program.blocks[position].name
+                self._at(f"F {name}", self.joined.pop(position))
+            self._run(position, microbatch, keep)
+            for value in self.route.dropped[position]:
+                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+            for value in self.route.released[position]:
+                self._release((PARAMETER, value), "env", Category.COMMUNICATION)
+
+    def _run(self, position: int, microbatch: int, keep: bool) -> None:
+        block = self.program.blocks[position]
+        kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
+        self._at(f"F {block.name}", memory.workspace["F"])
+        for value, meta in zip(block.interface.outputs, kernel.output_metas):
+            size = self.allocator.rounded(meta.size_bytes)
+            self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
+        if keep:
+            self.live[Category.ACTIVATIONS] += memory.saved
+            sources = {*kernel.input_sources, *kernel.weight_sources}
+            for key, category in self._operands(position, microbatch, sources):
+                self._hold(key, (microbatch, position), 0, category)
+            for index in memory.saved_outputs:
+                key = (microbatch, block.interface.outputs[index])
+                self._hold(key, (microbatch, position), 0, Category.ACTIVATIONS)
+
+    def _operands(
+        self, position: int, microbatch: int, sources: Collection[tuple[str, int]]
+    ) -> Iterator[tuple[Key, Category]]:
+        """The operands among the sources of a backward graph that take memory of their own."""
+        interface = self.program.blocks[position].interface
+        num_inputs = len(interface.inputs)
+        for kind, index in sources:
+            if kind != "operand":
+                continue
+            if index < num_inputs:
+                key, category = (microbatch, interface.inputs[index]), Category.ACTIVATIONS
+            else:
+                value = interface.parameters[index - num_inputs]
+                key, category = (PARAMETER, value), Category.COMMUNICATION
+            if key in self.sizes:
+                yield key, category
+
+    def _fetch(self, position: int) -> None:
+        """Parameters that are gathered; one that a kernel only views takes no memory of its own.
+
+        Small ones come joined, and are copied out when the block begins.
+        """
+        joined = []
+        for value in self.program.blocks[position].interface.parameters:
+            key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
+            if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
+                continue
+            size = self.parameter_bytes[value]
+            self._hold(key, "env", size.used, Category.COMMUNICATION)
+            if size.stored <= ALONE_BYTES:
+                joined.append(size.used)
+        if len(joined) > 1:
+            self.joined[position] = sum(joined)
+
+    # --- backward --------------------------------------------------------------------------
+    def _input(self, position: int, microbatch: int) -> None:
+        """I; what W reads stays behind."""
+        block = self.program.blocks[position]
+        kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
+        taken = [
+            self._take((microbatch, block.interface.outputs[i]), kernel.output_metas[i].size_bytes)
+            for i in kernel.cotangents
+        ]
+        self._at(f"I {block.name}", memory.workspace.get("I", 0))
+        made: dict[int, _Buffer] = {}
+        for operand, gradient in zip(kernel.input_grads, memory.input_grads):
+            if gradient.cotangent is None:
+                buffer = made.setdefault(gradient.number, _Buffer(gradient.storage_bytes))
+            else:
+                buffer = taken[gradient.cotangent]
+            key = (microbatch, block.interface.inputs[operand])
+            self._accumulate(key, gradient, buffer, f"I {block.name}")
+        has_w = kernel.backward_weight is not None
+        kept = set(self._operands(position, microbatch, kernel.weight_sources)) if has_w else set()
+        for key, category in [*self._operands(position, microbatch, kernel.input_sources)]:
+            if (key, category) not in kept:
+                self._release(key, (microbatch, position), category)
+        self._release_outputs(position, microbatch, for_weight=False)
+        self.live[Category.ACTIVATIONS] += memory.late - memory.saved
+        needed = {i for kind, i in kernel.weight_sources if has_w and kind == "cotangent"}
+        if needed:
+            self.late[microbatch, position] = [taken[index] for index in needed]
+        for index, buffer in enumerate(taken):
+            if index not in needed:
+                self._drop(buffer)
+
+    def _weight(self, position: int, microbatch: int) -> None:
+        block = self.program.blocks[position]
+        kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
+        if kernel.backward_weight is None:
+            return
+        num_inputs = len(block.interface.inputs)
+        values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
+        self._at(f"W {block.name}", memory.workspace["W"])
+        self._at(f"W {block.name}", self._first_sums(values))
+        for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
+            self._release(key, (microbatch, position), category)
+        self._release_outputs(position, microbatch, for_weight=True)
+        self.live[Category.ACTIVATIONS] -= memory.late
+        for buffer in self.late.pop((microbatch, position), ()):
+            self._drop(buffer)
+        if kernel.cotangents:
+            complete = [v for v in values if self._contribute(v)]
+            communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
+            self.rounds[0] += [v for v in complete if v not in communicated]
+            self.rounds.append(communicated)
+            self._reduce(communicated, block.name)
+
+    def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
+        """Outputs that the block had saved, once I is done or, those that W needs, W."""
+        block = self.program.blocks[position]
+        for index, is_for_weight in self.kernels[block.kernel].saved_outputs.items():
+            if is_for_weight == for_weight:
+                key = (microbatch, block.interface.outputs[index])
+                self._release(key, (microbatch, position), Category.ACTIVATIONS)
+
+    def _first_sums(self, values: Sequence[int]) -> int:
+        """What is held while second contributions are added to first ones, which makes new memory;
+        later ones are added in place."""
+        totals = self.route.contributions
+        sums = [self.parameter_bytes[v].used for v in values if self.remaining[v] == totals[v] - 1]
+        return sum(self.parameter_bytes[v].used for v in values) + max(sums) if sums else 0
+
+    def _contribute(self, value: int) -> bool:
+        """A gradient has its full size from its first contribution on; at the end as stored.
+
+        Whether this contribution was the last.
+        """
+        total, size = self.route.contributions[value], self.parameter_bytes[value]
+        stored, used = size.stored, size.used
+        if self.remaining[value] == total:
+            self.live[Category.GRADIENTS] += used if total > 1 else stored
+        self.remaining[value] -= 1
+        if self.remaining[value]:
+            return False
+        if total > 1:
+            self.live[Category.GRADIENTS] += stored - used
+        return True
+
+    def _reduce(self, values: Sequence[int], name: str) -> None:
+        """Reductions send copies, or whole gradients for the parts that are stored; of the latter
+        a few are on their way at a time. Small ones are joined, which copies them.
+
+        Over sockets they are sent one after the other, and each is let go before the next. On gloo
+        each has as much that is received, and the part is made in the end; elsewhere the part is
+        what is received.
+        """
+        found = [self.parameter_bytes[v] for v in values]
+        copied = sum(size.used for size in found if size.used <= size.stored)
+        whole = [size for size in found if size.used > size.stored]
+        joined = [size for size in whole if size.used <= ALONE_BYTES]
+        alone = [[size] for size in whole if size.used > ALONE_BYTES]
+        on_cpu = self.device.kind == "cpu"
+        groups = [joined, *alone] if joined else alone
+        if on_cpu and self.program.mesh.num_devices <= MAX_RANKS:
+            self._reduce_in_turn(copied, groups, name)
+            return
+        for sizes in groups:
+            sent, made = sum(size.used for size in sizes), 0
+            if on_cpu:
+                sent, made = 2 * sent, sum(size.stored for size in sizes)
+            self.scattering.append((sent, made))
+            self.live[Category.COMMUNICATION] += sent
+            self.live[Category.GRADIENTS] -= made
+        beside = sum(size.used for size in joined) if len(joined) > 1 else 0
+        self._at(f"G {name}", copied + beside)
+        while len(self.scattering) > MAX_SCATTERS:
+            sent, made = self.scattering.popleft()
+            self.live[Category.GRADIENTS] += made
+            self._at(f"G {name}", copied)
+            self.live[Category.COMMUNICATION] -= sent
+
+    def _reduce_in_turn(
+        self, copied: int, groups: Sequence[Sequence[_ParameterBytes]], name: str
+    ) -> None:
+        every = list(itertools.chain(*groups))
+        self.live[Category.COMMUNICATION] += sum(size.used for size in every)
+        self.live[Category.GRADIENTS] -= sum(size.stored for size in every)
+        self._at(f"G {name}", copied)
+        for sizes in groups:
+            sent = sum(size.used for size in sizes)
+            self.live[Category.GRADIENTS] += sum(size.stored for size in sizes)
+            self._at(f"G {name}", sent if len(sizes) > 1 else 0)
+            self.live[Category.COMMUNICATION] -= sent
+
+    def _take(self, key: Key, size_bytes: int) -> _Buffer:
+        """The gradient of a block's output, as the block's I reads it.
+
+        What came from another device, or zeros, is made now; of a part that does not lie in one
+        piece a copy.
+        """
+        found = self.gradients.pop(key, None)
+        if found is not None and found.is_contiguous:
+            return found.buffer
+        copy = self._keep(_Buffer(self.allocator.rounded(size_bytes)))
+        if found is not None:
+            self._drop(found.buffer)
+        return copy
+
+    def _accumulate(self, key: Key, made: InputGradient, buffer: _Buffer, where: str) -> None:
+        """The first part of a gradient is kept as it is; a sum is new memory."""
+        known, new = self.gradients.get(key), _Gradient(self._keep(buffer), made.is_contiguous)
+        if known is not None:
+            total = _Gradient(self._keep(_Buffer(made.size_bytes)))
+            self._at(where, 0)
+            self._drop(known.buffer)
+            self._drop(new.buffer)
+            new = total
+        self.gradients[key] = new
+
+    def _keep(self, buffer: _Buffer) -> _Buffer:
+        if not buffer.num_holders:
+            self.live[Category.ACTIVATIONS] += buffer.size_bytes
+        buffer.num_holders += 1
+        return buffer
+
+    def _drop(self, buffer: _Buffer) -> None:
+        buffer.num_holders -= 1
+        if not buffer.num_holders:
+            self.live[Category.ACTIVATIONS] -= buffer.size_bytes

@@ -1,0 +1,1 @@
+"""The plan: its data and JSON, and its text."""

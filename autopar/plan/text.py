@@ -1,0 +1,282 @@
+"""Plans as text for a terminal and as a small page for a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.cost_models.memory import device_bytes
+from autopar.plan.document import Plan, Prediction, SchedulePlan
+from autopar.plan.strategy_names import (
+    ALONG_DATA,
+    ALONG_TENSORS,
+    MARKOV_CHAIN,
+    ONE_WEIRD_TRICK,
+    name_of,
+)
+
+MAX_ROWS = 14
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``1.50 GiB``, ``12.3 MiB`` or ``640 B``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(time_s: float) -> str:
+    """``1.25 s``, ``3.40 ms`` or ``12.0 us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if time_s >= scale:
+            return f"{time_s / scale:.2f} {unit}"
+    return f"{time_s * 1e6:.1f} us"
+
+
+Rows = list[tuple[str, str]]
+
+
+def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
+    """What a report of a plan shows: titled lists of (name, text). Data only, no layout."""
+    return [
+        ("plan", _summary(plan)),
+        ("predicted time of a step", _times(plan)),
+        (
+            f"predicted memory a device (counted; peak at {plan.prediction.memory_peak_at})",
+            _memory(plan),
+        ),
+        ("parameters by stored placement", _placements(plan)),
+        ("ops by choice, per mesh axis", _choices(plan)),
+        ("priced by memory traffic: operators no cost model knows", _unpriced(plan)),
+        ("computed redundantly: operators without a rule", _redundant(plan)),
+        ("meshes considered", _meshes(plan)),
+        *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
+        *([] if plan.is_pipeline else [("known strategies, by the same prices", _baselines(plan))]),
+    ]
+
+
+def _summary(plan: Plan) -> Rows:
+    graph, search = plan.graph, plan.search
+    where = " on each pipeline device" if plan.schedule.num_devices > 1 else ""
+    return [
+        ("mesh", f"{plan.device_mesh}{where}"),
+        ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
+        ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
+        ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
+        ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
+        *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
+        *_schedule(plan),
+        (
+            "search",
+            f"{search.status.lower()}, gap {search.gap:.2%}"
+            + (" (sharding, by the sum of all stages)" if plan.is_pipeline else ""),
+        ),
+    ]
+
+
+def _schedule(plan: Plan) -> Rows:
+    schedule = plan.schedule
+    text = schedule.name
+    if schedule.num_microbatches > 1:
+        text += f", {schedule.num_microbatches} micro-batches"
+    if not plan.is_pipeline:
+        return [("schedule", text)]
+    found = schedule.pipeline()
+    if found is not None and found[1].shape.recomputed:
+        recomputed = found[1].shape.recomputed
+        every = len(recomputed) == schedule.num_stages
+        text += ", all stages" if every else f", stages {', '.join(map(str, recomputed))}"
+        text += " recomputed"
+    return [
+        ("schedule", f"{text}, {_devices(schedule)}"),
+        ("stages begin at", ", ".join(schedule.first_blocks)),
+    ]
+
+
+def _devices(schedule: SchedulePlan) -> str:
+    if schedule.num_devices == 1:
+        return f"{schedule.num_stages} stages on every device"
+    return f"{schedule.num_devices} pipeline devices"
+
+
+def _times(plan: Plan) -> Rows:
+    p = plan.prediction
+    sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
+    if p.num_noisy:
+        sources += f"; {p.num_noisy} from measurements of too large a spread"
+    return [
+        ("step", format_seconds(p.step_time_s)),
+        ("throughput", _throughput(plan)),
+        (
+            "model FLOPs",
+            f"{p.model_flops:.3g} a step: {p.model_flops_utilisation:.1%} of the devices' peak",
+        ),
+        ("forward", format_seconds(p.forward_s)),
+        ("backward", format_seconds(p.backward_s)),
+        ("communication", _communication(p)),
+        ("update", f"{format_seconds(p.update_s)}  ({p.update_source})"),
+        *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
+        ("op prices", sources),
+        *_roofline(p.analytical_factor),
+    ]
+
+
+def _communication(p: Prediction) -> str:
+    hidden = f", {format_seconds(p.hidden_s)} more beside the computation" if p.hidden_s else ""
+    source = p.communication_source + ", some spread too far" * p.communication_is_noisy
+    return f"{format_seconds(p.communication_s)}  ({source}){hidden}"
+
+
+def _roofline(factor: float | None) -> Rows:
+    if factor is None:
+        return []
+    return [("", f"roofline prices may be off by a factor of {factor:g} (median by time)")]
+
+
+def _throughput(plan: Plan) -> str:
+    p = plan.prediction
+    texts = [f"{p.samples_per_s:,.4g} samples/s"]
+    if p.tokens_per_s is not None:
+        texts.insert(0, f"{p.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(texts)
+
+
+def _memory(plan: Plan) -> Rows:
+    memory = plan.prediction.memory_bytes
+    rows = [(name, format_bytes(size)) for name, size in memory.items()]
+    resident = plan.prediction.resident_bytes
+    name = "with fragmentation" if resident is None else "process grows by"
+    needed = device_bytes(memory, plan.cluster.device) if resident is None else resident
+    usable = format_bytes(plan.cluster.usable_memory_bytes)
+    rows.append((name, f"{format_bytes(needed)} of {usable}"))
+    return [("total", format_bytes(sum(memory.values()))), *rows]
+
+
+def _counted(texts: Sequence[str]) -> Rows:
+    counts = Counter(texts).most_common()
+    rows = [(text, str(count)) for text, count in counts[:MAX_ROWS]]
+    rest = sum(count for _, count in counts[MAX_ROWS:])
+    return [*rows, ("others", str(rest))] if rest else rows
+
+
+def _placements(plan: Plan) -> Rows:
+    return _counted(list(plan.parameters.values()))
+
+
+def _choices(plan: Plan) -> Rows:
+    redundant = plan.graph.num_ops - len(plan.ops)
+    rows = _counted(list(plan.ops.values()))
+    return [*rows, ("whole on every device", str(redundant))]
+
+
+def _redundant(plan: Plan) -> Rows:
+    return [(name, str(count)) for name, count in plan.redundant_ops.items()] or [("none", "")]
+
+
+def _unpriced(plan: Plan) -> Rows:
+    return [(name, why) for name, why in plan.prediction.unpriced.items()] or [("none", "")]
+
+
+def _meshes(plan: Plan) -> Rows:
+    considered = sorted(plan.search.considered.items(), key=lambda item: item[1])
+    return [(mesh, format_seconds(time_s)) for mesh, time_s in considered[:MAX_ROWS]]
+
+
+def _pipelines(plan: Plan) -> Rows:
+    """The fastest combinations, then what was none, one row a reason."""
+    found = sorted(plan.search.pipelines.items(), key=lambda item: item[1])
+    step_s = plan.prediction.step_time_s
+    rows = [
+        (name, f"{format_seconds(time_s)} {time_s / step_s:.2f}x")
+        for name, time_s in found[:MAX_ROWS]
+    ]
+    if len(found) > MAX_ROWS:
+        rows.append(("others, slower", str(len(found) - MAX_ROWS)))
+    reasons: dict[str, list[str]] = {}
+    for name, reason in plan.search.not_pipelines.items():
+        reasons.setdefault(reason.split("; ")[0], []).append(name)
+    return [*rows, *(("not: " + names[0], reason) for reason, names in reasons.items())]
+
+
+def _baselines(plan: Plan) -> Rows:
+    """One row a kind of data parallelism, one column a kind of tensor parallelism."""
+    known = plan.search.baselines
+    columns = [
+        tensor
+        for tensor in ("", *ALONG_TENSORS)
+        if any(name_of(data, tensor) in known for data in (*ALONG_DATA, "") if data or tensor)
+    ]
+    header = [f"x {tensor}" if tensor else "alone" for tensor in columns]
+    rows = [("by seconds, and by the plan", _cells(header))]
+    for data in (*ALONG_DATA, ""):
+        names = [name_of(data, tensor) for tensor in columns]
+        if any(name in known for name in names):
+            cells = [_price(plan, name) for name in names]
+            rows.append((data or "no data parallelism", _cells(cells)))
+    rows += [
+        (name, _price(plan, name)) for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN) if name in known
+    ]
+    if any(not each.executable for each in known.values()):
+        rows.append(("*", "priced by formula only: see autopar.planning.baselines"))
+    return [*rows, *_fastest(plan), *_missing(plan)]
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"{text:<22}" for text in texts).rstrip()
+
+
+def _price(plan: Plan, name: str) -> str:
+    known = plan.search.baselines.get(name)
+    if known is None:
+        return "-"
+    mark = "" if known.executable else "*"
+    ratio = known.time_s / plan.prediction.step_time_s
+    return f"{format_seconds(known.time_s)} {ratio:.2f}x{mark}"
+
+
+def _fastest(plan: Plan) -> Rows:
+    """The fastest that the runtime can run, with its memory beside the plan's."""
+    known = plan.search.baselines
+    names = [name for name, each in known.items() if each.executable and name != MARKOV_CHAIN]
+    if not names:
+        return []
+    name = min(names, key=lambda name: known[name].time_s)
+    mine = format_bytes(plan.search.estimated_bytes)
+    theirs = format_bytes(known[name].memory_bytes)
+    text = f"{name} on {known[name].mesh}; counted by node it needs {theirs}, the plan {mine}"
+    return [("fastest to run", text)]
+
+
+def _missing(plan: Plan) -> Rows:
+    """What this model does not have, one row a reason; combinations go with what they lack."""
+    grouped: dict[str, list[str]] = {}
+    for name, reason in sorted(plan.search.missing.items(), key=lambda item: len(item[0])):
+        names = grouped.setdefault(reason, [])
+        if not any(name.startswith(f"{each} x ") or name.endswith(f" x {each}") for each in names):
+            names.append(name)
+    return [("not here", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()]
+
+
+def format_plan(plan: Plan) -> str:
+    """One screen of text."""
+    lines = []
+    for title, rows in plan_sections(plan):
+        lines.append(title)
+        width = max((len(name) for name, _ in rows), default=0)
+        lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
+    return "\n".join(lines)
+
+
+def plan_html(plan: Plan) -> str:
+    """The same numbers as a page for a notebook."""
+    parts = []
+    for title, rows in plan_sections(plan):
+        cells = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in rows
+        )
+        parts.append(f"<h4>{html.escape(title)}</h4><table>{cells}</table>")
+    return "".join(parts)

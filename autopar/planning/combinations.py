@@ -1,0 +1,287 @@
+"""The combinations that joint planning chooses from, with what each takes at least and about.
+
+In: an analysed graph, a cluster, and what the user fixed. Out: every combination of pipeline
+devices, micro-batches and mesh; for each a lower bound of its step, by which it is left out, and a
+guess, by which the search orders them. Neither needs a strategy.
+
+- The **bound** is arithmetic alone: the products of the whole batch at their best (whole shapes),
+  spread evenly over all devices, behind the forward passes that the last pipeline device waits for.
+- The **guess** is what Megatron's strategy would take: data parallelism along the outer axis,
+  tensor parallelism along the inner one with four all-reduces a block and micro-batch, a gradient
+  reduction at the end, parameters gathered and stages recomputed where they do not fit, and half
+  of 1F1B's bubbles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from autopar.base.errors import ConstraintError
+from autopar.cost_models import (
+    Cluster,
+    CommunicationModel,
+    ComputeModel,
+    CostError,
+    RooflineModel,
+)
+from autopar.cost_models.compute import is_product
+from autopar.cost_models.op_work import work
+from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.graph import Op
+from autopar.ir.mesh import Mesh
+from autopar.lowering.stages import staged_blocks
+from autopar.planning.meshes import MeshSizes, candidate_meshes, pipeline_device_counts
+from autopar.pricing.node_memory import kept_bytes
+from autopar.pricing.utilisation import counted_calls, whole_call
+from autopar.search.stages import cut_chain
+from autopar.sharding.strategy import Analysis
+
+MAX_MICROBATCHES_PER_DEVICE = 16
+MAX_STAGE_RUNS = 4096
+"""Micro-batches times pipeline devices: more take long to simulate, and have few bubbles to save"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the user fixed of a pipeline; None is searched."""
+
+    schedule: str | None = None
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    mesh: MeshSizes | None = None
+    recompute: bool | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.schedule is not None or self.num_stages not in (None, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """So many pipeline devices with this mesh each, and so many micro-batches."""
+
+    num_devices: int
+    num_microbatches: int
+    mesh: Mesh
+
+    def __str__(self) -> str:
+        parts = [] if self.num_microbatches == 1 else [f"{self.num_microbatches} micro-batches"]
+        return ", ".join([_described(self.num_devices), *parts])
+
+
+def _described(num_devices: int) -> str:
+    return f"{num_devices} pipeline devices" if num_devices > 1 else "no pipeline"
+
+
+class Combinations:
+    """All combinations of one model on one cluster; see the module's docstring."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        fixed: Fixed,
+        compute: ComputeModel,
+        communication: CommunicationModel,
+        optimizer: OptimizerSpec,
+        budget_bytes: int,
+    ) -> None:
+        self.cluster = cluster
+        self.fixed = fixed
+        self.compute = compute
+        self.communication = communication
+        self.optimizer = optimizer
+        self.budget_bytes = budget_bytes
+        self.batch = analysis.batch_size
+        self.num_blocks = len(staged_blocks(analysis.graph))
+        self.calls = counted_calls(analysis)
+        self.parameter_bytes = sum(v.size_bytes for v in analysis.graph.parameters)
+        self.boundary_bytes = _boundary_bytes(analysis)
+        self.block_flops = _block_flops(analysis)
+        self.kept_bytes = kept_bytes(analysis)
+        self.products_s = self._products_s()
+        self.whole_s, self.launches_s = self._whole_s()
+        self.slowest_share = cache(self._slowest_share)
+
+    # --- what there is ----------------------------------------------------------------------
+    def device_counts(self) -> list[int]:
+        """Numbers of pipeline devices; 1 is no pipeline."""
+        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        return [n for n in counts if self.reason_against(n) is None]
+
+    def reasons(self) -> dict[str, str]:
+        """Why the other numbers of pipeline devices that the mesh leaves are none."""
+        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        found = {_described(n): self.reason_against(n) for n in counts}
+        return {name: reason for name, reason in found.items() if reason is not None}
+
+    def reason_against(self, num_devices: int) -> str | None:
+        fixed, most = self.fixed, max(self.num_blocks, 1)
+        if num_devices == 1:
+            return "a pipeline was asked for" if fixed.is_pipeline else None
+        if fixed.num_stages is not None and fixed.num_stages < num_devices:
+            return f"num_stages={fixed.num_stages} is less than a stage a device"
+        if num_devices > most:
+            return f"a stage can begin at {most} place{'s' * (most > 1)} of this model only"
+        return None
+
+    def microbatch_counts(self, num_devices: int) -> list[int]:
+        """Divisors of the batch from the number of devices on; all that there are without one."""
+        if self.fixed.num_microbatches is not None:
+            return [self.fixed.num_microbatches]
+        most = self.batch
+        if num_devices > 1:
+            most = min(MAX_MICROBATCHES_PER_DEVICE * num_devices, MAX_STAGE_RUNS // num_devices)
+        found = [1] if num_devices == 1 else []
+        return found + [
+            num
+            for num in range(max(num_devices, 2), min(most, self.batch) + 1)
+            if self.batch % num == 0
+        ]
+
+    def all(self) -> Iterator[Combination]:
+        """Every combination, also those that turn out to be none."""
+        for num_devices in self.device_counts():
+            meshes = candidate_meshes(
+                self.cluster, self.fixed.mesh, num_pipeline_devices=num_devices
+            )
+            for num in self.microbatch_counts(num_devices):
+                for mesh in meshes:
+                    yield Combination(num_devices, num, mesh)
+
+    def check(self) -> None:
+        """Raise an error where nothing is left to search."""
+        if self.device_counts():
+            return
+        mesh = self.fixed.mesh
+        if not pipeline_device_counts(self.cluster, mesh):
+            candidate_meshes(self.cluster, mesh)
+        shared = "" if mesh is None else f" of mesh {dict(mesh)}"
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.reasons().items())
+        raise ConstraintError(
+            f"{self.cluster.num_devices} devices{shared} leave no pipeline that was asked for "
+            f"({reasons}); fix less, or use a larger mesh"
+        )
+
+    # --- what it takes ----------------------------------------------------------------------
+    def bound_s(self, combination: Combination) -> float:
+        """No step of this combination takes less."""
+        forward_s, total_s = self.products_s
+        waits = (combination.num_devices - 1) / combination.num_microbatches
+        return (total_s + waits * forward_s) / self.cluster.num_devices
+
+    def guess_s(self, combination: Combination) -> float:
+        """About what a step takes; see the module's docstring."""
+        sizes = combination.mesh.axis_sizes
+        ways = [(sizes[0], math.prod(sizes[1:]))]
+        if len(sizes) == 1:
+            ways.append((1, sizes[0]))
+        return min(self._guess_s(combination, data, tensor) for data, tensor in ways)
+
+    def _guess_s(self, combination: Combination, data: int, tensor: int) -> float:
+        num_devices, num = combination.num_devices, combination.num_microbatches
+        parts = math.gcd(self.batch, num * data) if self.batch else 1
+        share = tensor * num_devices
+        slowest = self.slowest_share(num_devices)
+        time_s = slowest * num * (self.whole_s / parts / tensor + self.launches_s)
+        if tensor > 1:
+            ranks = tuple(range(tensor))
+            size_bytes = math.ceil(self.boundary_bytes / parts)
+            once_s = self.communication.estimate("all_reduce", size_bytes, ranks).time_s
+            time_s += 4 * num * self.num_blocks / num_devices * once_s
+        time_s *= 1 + (num_devices - 1) / (2 * num)
+        if data > 1:
+            ranks = tuple(range(0, data * tensor, tensor))
+            size_bytes = math.ceil(self.parameter_bytes / share)
+            time_s += self.communication.estimate("all_reduce", size_bytes, ranks).time_s
+            if size_bytes * (2 + self.optimizer.num_states) > 0.8 * self.budget_bytes:
+                gather = self.communication.estimate("all_gather", size_bytes, ranks)
+                time_s += num * gather.time_s
+        activations = self.kept_bytes / parts / tensor
+        return time_s * self._without_memory(activations / self.budget_bytes, num_devices)
+
+    def _without_memory(self, excess: float, num_devices: int) -> float:
+        """By how much a step grows where activations take so many times the memory."""
+        if excess < 0.8:
+            return 1.0
+        return 4 / 3 if num_devices > 1 and excess < 0.8 * num_devices else 1 + excess
+
+    def _slowest_share(self, num_devices: int) -> float:
+        """The part of the model that the slowest pipeline device has, by blocks of whole layers;
+        of one stage or, where that is less, of two."""
+        if num_devices == 1:
+            return 1.0
+        cuts = [0.0] * (len(self.block_flops) - 1)
+        found = []
+        for num_stages in (num_devices, 2 * num_devices):
+            if num_stages <= len(self.block_flops):
+                edges = (*cut_chain(self.block_flops, cuts, num_stages), len(self.block_flops))
+                stages = [sum(self.block_flops[a:b]) for a, b in itertools.pairwise(edges)]
+                if num_stages > num_devices:
+                    stages = [sum(pair) for pair in zip(stages, reversed(stages))]
+                found.append(max(stages))
+        return min(found) / max(sum(self.block_flops), 1.0)
+
+    def _products_s(self) -> tuple[float, float]:
+        """Seconds of all products, forward alone and in all; 0 where they were measured, since
+        parts may then be faster than the prices of the whole say."""
+        forward_s = total_s = 0.0
+        if isinstance(self.compute, RooflineModel):
+            for call, count in self.calls:
+                try:
+                    found = is_product(work(call))
+                except CostError:
+                    continue
+                if found:
+                    estimate = self.compute.estimate(call)
+                    forward_s += count * estimate.forward_s
+                    total_s += count * estimate.total_s
+        return forward_s, total_s
+
+    def _whole_s(self) -> tuple[float, float]:
+        """Seconds of the whole batch on one device, and of launching its kernels once."""
+        whole_s, num_kernels = 0.0, 0
+        for call, count in self.calls:
+            try:
+                whole_s += count * self.compute.estimate(call).total_s
+                todo = work(call)
+            except CostError:
+                continue  # priced by its traffic where it is searched
+            sides = (todo.forward, todo.input_grad, todo.weight_grad)
+            num_kernels += count * sum(side.num_kernels for side in sides)
+        return whole_s, num_kernels * self.cluster.device.kernel_launch_s
+
+
+def _block_flops(analysis: Analysis) -> list[float]:
+    """FLOPs of the forward pass of each block that a stage can begin at."""
+    known: dict[object, int] = {}
+
+    def flops(op: Op) -> int:
+        kind = analysis.kinds[op.index]
+        if kind not in known:
+            try:
+                known[kind] = work(whole_call(analysis, op)).forward.flops
+            except CostError:
+                known[kind] = 0
+        return known[kind]
+
+    graph = analysis.graph
+    return [float(sum(map(flops, graph.block_ops(block)))) for block in staged_blocks(graph)]
+
+
+def _boundary_bytes(analysis: Analysis) -> int:
+    """Bytes that go from block to block, of the whole batch, in the middle of the model."""
+    blocks = staged_blocks(analysis.graph)
+    values = analysis.graph.values
+    stop = blocks[len(blocks) // 2].start if blocks else 0
+    return sum(
+        values[value].size_bytes
+        for value, (producer, _) in analysis.producers.items()
+        if producer < stop
+        and values[value].differentiable
+        and any(user >= stop for user, _ in analysis.consumers.get(value, ()))
+    )

@@ -1,0 +1,258 @@
+"""What the user may force, forbid or pin; each constraint narrows the choices of the search.
+
+``Force("zero3", axis="dp")`` and ``Forbid("tensor_parallel")`` speak of the known strategies, one
+mesh axis at a time; `autopar.planning.known` has the table of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.base.errors import ConstraintError, PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, check_placements, parse_placement
+from autopar.planning.known import Mask, Masks, Parallelism, forbid_masks, force_masks
+from autopar.pricing.problem import NodeKind, PricedGraph
+from autopar.pricing.tables import Array, OpTable, ValueTable
+from autopar.rules import Choice, parse_choice
+
+FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_PARALLEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """Use one known strategy on one mesh axis (on every axis if ``axis`` is None)."""
+
+    parallelism: str
+    axis: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_parallelism(self.parallelism)
+
+
+@dataclass(frozen=True, slots=True)
+class Forbid:
+    """Never split what this strategy would split, on one mesh axis or on all.
+
+    ``parallelism`` is ``data_parallel`` (the batch), ``zero3`` (parameters as stored) or
+    ``tensor_parallel`` (parameters as used).
+    """
+
+    parallelism: str
+    axis: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_parallelism(self.parallelism, FORBIDDABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Fix the choice of ops, or the stored placement of parameters and inputs, by name.
+
+    ``pattern`` is a shell pattern over op names, module paths, parameter and input names, such as
+    ``"layers.3.*"``. ``choice`` reads as in plans (``"n -"``), ``stored`` likewise (``"S0 R"``).
+    """
+
+    pattern: str
+    choice: str | None = None
+    stored: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.choice is None) == (self.stored is None):
+            raise ConstraintError(
+                f"Pin({self.pattern!r}) needs exactly one of choice= and stored=, such as "
+                "Pin('layers.0.*', choice='m0 -') or Pin('*.weight', stored='S0 R')"
+            )
+        for given in (self.pattern, self.choice, self.stored):
+            if not isinstance(given, str | None):
+                raise ConstraintError(f"{self}: {given!r} is no text; write {self.fix}")
+        try:
+            wanted = self.choice_wanted if self.stored is None else self.stored_wanted
+        except PlanError as error:
+            raise ConstraintError(f"{self}: {error}; write {self.fix}") from error
+        is_whole = isinstance(wanted, Choice) or all(p == R or p.dim >= 0 for p in wanted)
+        if not is_whole:
+            raise ConstraintError(
+                f"{self}: parameters and inputs are stored whole (R) or split (S0, S1, ...) only; "
+                f"write {self.fix}"
+            )
+
+    @property
+    def choice_wanted(self) -> Choice:
+        return parse_choice(self.choice or "")
+
+    @property
+    def stored_wanted(self) -> Placements:
+        return tuple(parse_placement(word) for word in (self.stored or "").split())
+
+    @property
+    def fix(self) -> str:
+        """An example with one entry for each of two mesh axes."""
+        given = "choice='m0 -'" if self.stored is None else "stored='S0 R'"
+        return f"Pin({self.pattern!r}, {given}) for a mesh of two axes"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """At most this much memory per device: bytes, or text such as ``"60GiB"``.
+
+    It is for tensors, as plans count them. What a step takes besides (what the allocator loses or
+    holds back, libraries) has to fit the device's own memory with them, whatever the budget.
+    """
+
+    size: int | str
+
+    @property
+    def size_bytes(self) -> int:
+        return parse_bytes(self.size)
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.size)
+
+
+Constraint = Force | Forbid | Pin | MemoryBudget
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or text such as ``60GiB``; raises ConstraintError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*", str(size))
+    found = 0
+    if match is not None and match[2].upper() in _UNITS:
+        found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found <= 0:
+        raise ConstraintError(
+            f"memory size {size!r} is neither a positive number of bytes nor text such as '60GiB'"
+        )
+    return found
+
+
+def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Parallelism)) -> None:
+    if name not in known:
+        raise ConstraintError(f"unknown strategy {name!r}; known are: {', '.join(known)}")
+
+
+def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Array, ...]:
+    """Node costs with +inf where a constraint forbids a choice.
+
+    Nodes that share their costs and what is left of them share the narrowed costs too, so that
+    the search still sees what repeats. Raises ConstraintError where a constraint names nothing,
+    or leaves a node without any choice.
+    """
+    given: dict[int, list[tuple[str, Mask]]] = {}
+    for constraint in constraints:
+        if isinstance(constraint, MemoryBudget):
+            continue
+        for node, mask in _masks(priced, constraint).items():
+            given.setdefault(node, []).append((str(constraint), mask))
+            _check_choices(priced, node, given[node])
+    together = {node: np.logical_and.reduce([m for _, m in each]) for node, each in given.items()}
+    return narrowed(priced, together)
+
+
+def _check_choices(priced: PricedGraph, node: int, given: Sequence[tuple[str, Mask]]) -> None:
+    """Raise ConstraintError where nothing is left, naming the last and the one it contradicts."""
+    if np.logical_and.reduce([mask for _, mask in given]).any():
+        return
+    name, last = given[-1]
+    clash = [other for other, mask in given[:-1] if not (mask & last).any()]
+    named = [name] if not last.any() else [*(clash[:1] or [n for n, _ in given[:-1]]), name]
+    decision = priced.nodes[node]
+    raise ConstraintError(
+        f"nothing is left to choose for {decision.kind} {decision.name!r} under "
+        f"{' and '.join(named)}; drop one"
+    )
+
+
+def narrowed(priced: PricedGraph, masks: Masks) -> tuple[Array, ...]:
+    """Node costs with +inf outside the masks, equal ones as one array."""
+    shared: dict[tuple[int, bytes], Array] = {}
+    costs = list(priced.costs)
+    for node, mask in masks.items():
+        key = (id(costs[node]), mask.tobytes())
+        if key not in shared:
+            shared[key] = np.where(mask, costs[node], np.inf)
+        costs[node] = shared[key]
+    return tuple(costs)
+
+
+def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:
+    if isinstance(constraint, Pin):
+        return _pin_masks(priced, constraint)
+    assert isinstance(constraint, Force | Forbid)
+    masks: Masks = {}
+    mesh = priced.pricing.mesh
+    for axis in _axes(mesh, constraint.axis):
+        make = force_masks if isinstance(constraint, Force) else forbid_masks
+        for node, mask in make(priced, Parallelism(constraint.parallelism), axis).items():
+            masks[node] = masks[node] & mask if node in masks else mask
+    return masks
+
+
+def _axes(mesh: Mesh, name: str | None) -> tuple[int, ...]:
+    if name is None:
+        return tuple(range(mesh.num_axes))
+    if name not in mesh.axis_names:
+        raise ConstraintError(
+            f"the mesh has no axis {name!r}, only {', '.join(mesh.axis_names)}; "
+            "name the axes with mesh={'dp': 2, 'tp': 2}"
+        )
+    return (mesh.axis_names.index(name),)
+
+
+def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
+    graph, mesh = priced.pricing.graph, priced.pricing.mesh
+    masks = {}
+    for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
+        names = [decision.name]
+        if isinstance(table, OpTable):
+            names.append(graph.ops[decision.index].module_path)
+        if not any(fnmatch.fnmatchcase(name, pin.pattern) for name in names):
+            continue
+        if isinstance(table, OpTable) and pin.choice is not None:
+            choice = pin.choice_wanted
+            _check_axes(pin, len(choice.splits), mesh)
+            masks[node] = np.array([c == choice for c in table.choices])
+        elif decision.kind == NodeKind.STORED and pin.stored is not None:
+            assert isinstance(table, ValueTable)
+            wanted = pin.stored_wanted
+            _check_axes(pin, len(wanted), mesh)
+            _check_dims(pin, wanted, decision.name, graph.values[decision.index].shape, mesh)
+            distinct = np.array([p == wanted for p in table.placements.distinct])
+            masks[node] = distinct[table.placements.index]
+    if not masks:
+        what = "op" if pin.choice is not None else "parameter or input"
+        raise ConstraintError(
+            f"{pin} matches no {what}; print the graph's names with "
+            "[op.name for op in autopar.capture(model, inputs).graph.ops]"
+        )
+    return masks
+
+
+def _check_axes(pin: Pin, num: int, mesh: Mesh) -> None:
+    if num != mesh.num_axes:
+        raise ConstraintError(
+            f"{pin} has {num} entries, but the mesh has {mesh.num_axes} axes ({mesh}), and each "
+            "needs one: '-' or R where it splits nothing; name the axes with mesh={'dp': 2, "
+            f"'tp': 2}} and write {pin.fix}"
+        )
+
+
+def _check_dims(
+    pin: Pin, wanted: Placements, name: str, shape: tuple[int, ...], mesh: Mesh
+) -> None:
+    try:
+        check_placements(wanted, shape, mesh)
+    except PlanError as error:
+        raise ConstraintError(
+            f"{pin} cannot hold for {name!r} of shape {shape}: {error}; split another dimension, "
+            "or narrow the pattern"
+        ) from error

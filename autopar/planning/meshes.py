@@ -1,0 +1,111 @@
+"""The meshes that a plan may be searched on: the user's, or every factorisation of the devices.
+
+A size of None leaves an axis to the search. In a pipeline the mesh is that of each of its devices,
+which share the cluster's evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from autopar.base.errors import InputError
+from autopar.cost_models import Cluster
+from autopar.cost_models.cluster import is_count
+from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
+
+MAX_AXES = 2
+AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
+MeshSizes: TypeAlias = Mapping[str, int | None]
+"""Axis names and sizes, outermost first."""
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise InputError unless it is None or names axes, at least one, with their sizes or None."""
+    if mesh is None:
+        return
+    is_valid = (
+        isinstance(mesh, Mapping)
+        and mesh
+        and all(isinstance(name, str) and name.isidentifier() for name in mesh)
+        and not {MICROBATCH, PIPELINE} & mesh.keys()
+        and all(size is None or is_count(size) for size in mesh.values())
+    )
+    if not is_valid:
+        raise InputError(
+            f"mesh is {mesh!r}; give axis names and sizes of at least 1, such as "
+            f"mesh={{'dp': 2, 'tp': 4}}, or None for a size that is searched ({MICROBATCH!r} is "
+            f"the axis that num_microbatches makes, {PIPELINE!r} that of num_stages)"
+        )
+
+
+def is_open(mesh: MeshSizes | None) -> bool:
+    """Whether some size is left to the search."""
+    return mesh is None or None in mesh.values()
+
+
+def known_size(mesh: MeshSizes) -> int:
+    """The devices along the axes whose size is given."""
+    return math.prod(size for size in mesh.values() if size is not None)
+
+
+def pipeline_device_counts(cluster: Cluster, mesh: MeshSizes | None) -> list[int]:
+    """Numbers of pipeline devices (1 is no pipeline) that leave each such a mesh."""
+    total = cluster.num_devices
+    counts = [n for n in range(1, total + 1) if total % n == 0]
+    if mesh is None:
+        return counts
+    size = known_size(mesh)
+    return [n for n in counts if (total // n % size == 0 if is_open(mesh) else total // n == size)]
+
+
+def candidate_meshes(
+    cluster: Cluster, mesh: MeshSizes | None, num_pipeline_devices: int = 1
+) -> tuple[Mesh, ...]:
+    """The user's mesh with every way to fill its open sizes, or every ordered factorisation of the
+    devices into up to `MAX_AXES`.
+
+    Later axes vary fastest, so they lie on the faster links. Raises InputError where the sizes do
+    not multiply to the number of devices.
+    """
+    check_mesh(mesh)
+    total = cluster.num_devices // num_pipeline_devices
+    if mesh is None:
+        return tuple(
+            Mesh(AXIS_NAMES[: len(sizes)], sizes)
+            for count in range(1, MAX_AXES + 1)
+            for sizes in _factorisations(total, count)
+            if count == 1 or min(sizes) > 1
+        )
+    left, rest = divmod(total, known_size(mesh))
+    num_open = sum(size is None for size in mesh.values())
+    if rest or (left != 1 and not num_open):
+        shared = f"the cluster {total}"
+        if num_pipeline_devices > 1:
+            shared = f"each of {num_pipeline_devices} pipeline devices {total}"
+        raise InputError(
+            f"mesh {dict(mesh)} has {known_size(mesh)} devices, {shared}; the sizes must multiply "
+            "to the number of devices, or leave some out as None"
+        )
+    found = []
+    for filled in _factorisations(left, num_open):
+        sizes = iter(filled)
+        found.append(
+            Mesh(tuple(mesh), tuple(next(sizes) if s is None else s for s in mesh.values()))
+        )
+    return tuple(found)
+
+
+def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
+    """Ordered factorisations into ``count`` factors, also of 1."""
+    if count == 0:
+        return [()] if total == 1 else []
+    if count == 1:
+        return [(total,)]
+    return [
+        (first, *rest)
+        for first in range(1, total + 1)
+        if total % first == 0
+        for rest in _factorisations(total // first, count - 1)
+    ]

@@ -1,0 +1,176 @@
+"""What a plan says of a strategy: its predicted step by parts, how good it is known to be.
+
+In: a priced strategy, its counted memory, and the simulated step of a pipeline where there is one.
+Out: the parts of a plan that report them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_models import Profiler, RooflineModel
+from autopar.cost_models.efficiency import TABLES, EfficiencyTable
+from autopar.cost_models.estimate import CostError, Source, weakest
+from autopar.cost_models.op_work import work
+from autopar.cost_models.work import Family
+from autopar.ir.graph import Op
+from autopar.memory.program import ProgramMemory
+from autopar.plan.document import KnownStrategy, Prediction, SearchReport
+from autopar.planning.baselines import Baselines
+from autopar.planning.pipelines import PipelineTimes
+from autopar.pricing.problem import Candidate
+from autopar.pricing.step_time import TimeParts, time_parts
+from autopar.pricing.tables import OpTable, Pricing
+from autopar.pricing.utilisation import model_work, whole_call
+from autopar.search import OPTIMAL_GAP, Status, relative_gap
+from autopar.sharding.strategy import Analysis
+
+
+def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
+    priced = best.priced
+    parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
+    estimates = [
+        table.estimates[pick]
+        for table, pick in zip(priced.tables, best.solution.assignment)
+        if isinstance(table, OpTable)
+    ]
+    sources = Counter(str(estimate.source) for estimate in estimates)
+    pricing = priced.pricing
+    used, updates = pricing.communication_sources, _update_sources(best)
+    done = model_work(pricing.analysis, pricing.cluster.device)
+    all_devices_s = parts.step_s * pricing.cluster.num_devices
+    on_cpu = pricing.cluster.device.kind == "cpu"
+    return Prediction(
+        step_time_s=_round(parts.step_s),
+        forward_s=_round(parts.forward_s),
+        backward_s=_round(parts.backward_s),
+        communication_s=_round(parts.communication_s),
+        update_s=_round(parts.update_s),
+        sources=dict(sorted(sources.items())),
+        communication_source=str(weakest(used)) if used else "none",
+        communication_is_noisy=pricing.communication_is_noisy,
+        unpriced=dict(sorted(pricing.unpriced.items())),
+        memory_bytes=memory.by_category,
+        memory_peak_at=memory.peak_at,
+        hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
+        bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
+        resident_bytes=memory.device_bytes if on_cpu else None,
+        model_flops=done.flops,
+        model_flops_utilisation=_round(done.peak_s / all_devices_s),
+        samples_per_s=_round(done.num_samples / parts.step_s),
+        tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
+        analytical_factor=_analytical_factor(best),
+        num_noisy=sum(estimate.is_noisy for estimate in estimates),
+        update_source=str(weakest(updates)) if updates else "none",
+        num_optimizer_states=pricing.optimizer.num_states,
+    )
+
+
+def _analytical_factor(best: Candidate) -> float | None:
+    """By what factor analytical prices may be off: the median over the families, by time."""
+    priced, analysis = best.priced, best.priced.pricing.analysis
+    table = _table(priced.pricing)
+    families: dict[Any, Family] = {}
+    times_s: defaultdict[float, float] = defaultdict(float)
+    for node, found, pick in zip(priced.nodes, priced.tables, best.solution.assignment):
+        if not isinstance(found, OpTable) or found.estimates[pick].source != Source.ANALYTICAL:
+            continue
+        kind = analysis.kinds[node.index]
+        if kind not in families:
+            families[kind] = _family(analysis, analysis.graph.ops[node.index])
+        times_s[table.of(families[kind]).error_factor] += found.estimates[pick].total_s
+    factors = sorted(times_s)
+    upto_s = itertools.accumulate(times_s[factor] for factor in factors)
+    half_s = sum(times_s.values()) / 2
+    return next((factor for factor, time_s in zip(factors, upto_s) if time_s >= half_s), None)
+
+
+def _table(pricing: Pricing) -> EfficiencyTable:
+    """What analytical prices were made from."""
+    compute = pricing.compute
+    roofline = compute.fallback if isinstance(compute, Profiler) else compute
+    if isinstance(roofline, RooflineModel):
+        return roofline.efficiency
+    return TABLES[pricing.cluster.device.kind]
+
+
+def _family(analysis: Analysis, op: Op) -> Family:
+    try:
+        return work(whole_call(analysis, op)).family
+    except CostError:
+        return Family.OTHER
+
+
+def _update_sources(best: Candidate) -> set[Source]:
+    """Where the prices of the parameters' updates come from."""
+    pricing = best.priced.pricing
+    stored = best.priced.assignment(best.solution.assignment).stored
+    return {
+        pricing.update(pricing.local_bytes(value, stored[value.index]), value.dtype).source
+        for value in pricing.graph.parameters
+        if value.differentiable and value.index in stored
+    }
+
+
+def _round(seconds: float) -> float:
+    """Nine significant digits: sums in another order must not change a plan's bytes."""
+    return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
+
+
+def search_report(
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    searched: Sequence[Candidate],
+    baselines: Baselines,
+) -> SearchReport:
+    cost = best.solution.cost
+    step_s = time_parts(best).step_s
+    same = [c.solution.bound for c in searched if c.exposed == best.exposed]
+    bound = min(cost, step_s, *(c.solution.bound for c in searched))
+    gap = min(relative_gap(cost, min((cost, *same))), relative_gap(step_s, bound))
+    return SearchReport(
+        status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
+        bound_s=_round(bound),
+        gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
+        estimated_bytes=round(best.estimated_bytes),
+        considered={name: _round(time_s) for name, time_s in _considered(candidates).items()},
+        baselines={
+            name: KnownStrategy(
+                time_s=_round(known.time_s),
+                memory_bytes=round(known.memory_bytes),
+                mesh=str(known.mesh),
+                executable=known.candidate is not None,
+                note=known.note,
+            )
+            for name, known in baselines.found.items()
+        },
+        missing=dict(baselines.missing),
+    )
+
+
+def _considered(candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Seconds of a step by mesh, of the best strategy on it."""
+    found: dict[str, float] = {}
+    for candidate in candidates:
+        if candidate.solution.assignment:
+            name = str(candidate.mesh)
+            found[name] = min(time_parts(candidate).step_s, found.get(name, math.inf))
+    return found
+
+
+def redundant_ops(best: Candidate) -> dict[str, int]:
+    """Operators that have no rule, so that every device computes them whole, and how often."""
+    graph = best.priced.pricing.graph
+    spaces = best.priced.pricing.analysis.spaces
+    counts: Counter[str] = Counter()
+    for op, space in zip(graph.ops, spaces):
+        fixed = all(o is None or graph.values[o].fixed for o in op.outputs)
+        if space is None and not fixed:
+            counts[op.target_name] += 1
+    return dict(sorted(counts.items()))

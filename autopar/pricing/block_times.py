@@ -1,0 +1,141 @@
+"""Times of a priced strategy by block of the graph, and by parameter of what is paid once a step.
+
+In: a solved strategy with the price tables it was chosen from. Out: for each block the seconds of
+its forward pass, input gradients and weight gradients for one micro-batch, with the communication
+inside it; for each parameter the seconds of its update and of moving its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.ir.graph import Graph, ValueKind
+from autopar.pricing.problem import Candidate, NodeKind
+from autopar.pricing.tables import OpTable, Pricing
+from autopar.sharding.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one block for one micro-batch, each with the communication inside it.
+
+    ``fetch_s``, of the forward communication, is for gathering parameters.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    forward_communication_s: float
+    backward_communication_s: float
+    fetch_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyTimes:
+    """A strategy's prices by block of the graph, and by parameter what it costs once a step."""
+
+    blocks: dict[str, BlockTimes]
+    update_s: dict[int, float]
+    move_s: dict[int, float]
+
+
+@lru_cache(maxsize=1)
+def strategy_times(candidate: Candidate) -> StrategyTimes:
+    """Split a strategy's cost by what it is spent on; asked for several times of each in turn.
+
+    A parameter is fetched in the forward pass of the block that reads it first; its gradient is
+    moved to where it is stored once a step.
+    """
+    priced, picks = candidate.priced, candidate.solution.assignment
+    analysis, num = priced.pricing.analysis, candidate.num_microbatches
+    graph, strategy = analysis.graph, candidate.strategy()
+    block_of = block_of_ops(graph)
+    sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
+    fetches = dict.fromkeys(sums, 0.0)
+    update_s: dict[int, float] = {}
+    move_s: dict[int, float] = {}
+    homes: list[str | int] = []
+    for node, table, cost, pick in zip(priced.nodes, priced.tables, priced.costs, picks):
+        home: str | int
+        if isinstance(table, OpTable):
+            home = block_of[node.index]
+            estimate = table.estimates[pick]
+            parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
+            for place, seconds in enumerate(parts):
+                sums[home][place] += seconds
+            sums[home][3] += float(cost[pick]) - estimate.total_s
+        else:
+            home = _home_of_value(candidate, node.index, block_of)
+            own_s = float(table.cost_s[pick])
+            _spend(home, own_s, sums, update_s)
+            _spend(home, float(cost[pick]) - own_s, sums, move_s)
+        homes.append(home)
+    for (i, j), matrix in priced.edges.items():
+        home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
+        seconds = float(matrix[picks[i], picks[j]])
+        if isinstance(home, int) and home in analysis.consumers:
+            fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
+            fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
+            seconds -= num * fetched_s
+        _spend(home, seconds, sums, move_s)
+    return StrategyTimes(
+        blocks={
+            name: BlockTimes(
+                forward_s=(f + c / 2) / num + fetches[name],
+                input_grad_s=(i + c / 2) / num,
+                weight_grad_s=w / num,
+                forward_communication_s=c / 2 / num + fetches[name],
+                backward_communication_s=c / 2 / num,
+                fetch_s=fetches[name],
+            )
+            for name, (f, i, w, c) in sums.items()
+        },
+        update_s=update_s,
+        move_s=move_s,
+    )
+
+
+def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
+    """Seconds of bringing a parameter from its store to where it is used, once."""
+    value = strategy.graph.values[parameter]
+    supply, interface = strategy.supply(value), strategy.interface(value)
+    return pricing.directions_s(value, supply, interface, stored=True)[0]
+
+
+def _spend(
+    home: str | int, seconds: float, sums: dict[str, list[float]], of_parameters: dict[int, float]
+) -> None:
+    if isinstance(home, str):
+        sums[home][3] += seconds
+    else:
+        of_parameters[home] = of_parameters.get(home, 0.0) + seconds
+
+
+def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:
+    """Of a redistribution's two ends the parameter, or else the op that needs it."""
+    parameters = [home for home in homes if isinstance(home, int)]
+    ops = [home for home, kind in zip(homes, kinds) if kind is NodeKind.OP]
+    return (parameters or ops or homes)[-1]
+
+
+def block_of_ops(graph: Graph) -> dict[int, str]:
+    return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
+
+
+def _home_of_value(candidate: Candidate, index: int, block_of: Mapping[int, str]) -> str | int:
+    """The block that makes or first reads a value; a parameter is its own."""
+    analysis = candidate.priced.pricing.analysis
+    if analysis.graph.values[index].kind is ValueKind.PARAMETER:
+        return index
+    uses = (analysis.producers.get(index, (0, 0)), *analysis.consumers.get(index, ()))
+    return block_of[uses[0][0] if index in analysis.producers else uses[-1][0]]

@@ -1,0 +1,185 @@
+"""The calls that one device makes of an op, at its local shapes: what is priced and measured.
+
+In: an op, how it is split, and the mesh. Out: calls as values. Of most ops it is the op itself on
+its shards; where a rule lowers an op to other kernels, these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.cost_models import OpCall, TensorSpec
+from autopar.cost_models.update import update_call
+from autopar.ir.graph import Graph, Op, Value, ValueKind
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, S, State, is_valid, local_shape
+from autopar.rules import Choice, enumerate_choices, rule_of
+from autopar.rules.kernels import LocalCall, Phase
+from autopar.sharding.microbatches import Microbatches
+from autopar.sharding.strategy import Analysis
+
+__all__ = ["LocalCall", "calls_of", "local_call", "local_calls", "split_placements"]
+
+
+def calls_of(
+    analysis: Analysis, meshes: Sequence[Mesh], microbatches: Microbatches | None = None
+) -> tuple[OpCall, ...]:
+    """Every distinct call that any choice of any op makes on any of the meshes, in graph order."""
+    found: dict[OpCall, None] = {}
+    seen: set[Any] = set()
+    for mesh in meshes:
+        timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
+        for op in analysis.graph.ops:
+            if all(o is None or analysis.graph.values[o].fixed for o in op.outputs):
+                continue
+            split = None if microbatches is None else microbatches.splits[op.index]
+            kind = (mesh, analysis.kinds[op.index], split)
+            if kind in seen:
+                continue
+            seen.add(kind)
+            space = analysis.spaces[op.index]
+            for choice in enumerate_choices(space, mesh, analysis.bases[op.index]):
+                if microbatches is not None:
+                    if not microbatches.allows(op.index, choice, mesh):
+                        continue
+                    choice = Choice((split, *choice.splits))
+                needs = analysis.needs(op, choice, timed)
+                supplies = analysis.supplies(op, choice, timed)
+                made = local_calls(analysis, op, choice, needs, supplies, timed)
+                found |= dict.fromkeys(call.call for call in made)
+        found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
+    return tuple(found)
+
+
+def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
+    """The updates of every part that a trained parameter may be stored in."""
+    for value in graph.parameters:
+        if value.differentiable:
+            for placements in split_placements(value, mesh, (R,), ()):
+                num_elements = math.prod(local_shape(value.shape, placements, mesh))
+                yield update_call(num_elements, value.dtype)
+
+
+_RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+    }
+)
+
+
+def local_calls(
+    analysis: Analysis,
+    op: Op,
+    choice: Choice,
+    needs: tuple[Placements, ...],
+    supplies: tuple[Placements, ...],
+    mesh: Mesh,
+) -> tuple[LocalCall, ...]:
+    """The calls that one device makes for ``op`` under ``choice``, at its local shapes."""
+    plain = local_call(analysis, op, choice, needs, supplies, mesh)
+    space, rule = analysis.spaces[op.index], rule_of(op)
+    if space is not None and rule is not None and rule.kernels is not None:
+        kernels = rule.kernels(op, space, choice, mesh, plain)
+        if kernels is not None:
+            return kernels
+    return (LocalCall(call=plain, phase=Phase.BOTH),)
+
+
+def local_call(
+    analysis: Analysis,
+    op: Op,
+    choice: Choice,
+    needs: tuple[Placements, ...],
+    supplies: tuple[Placements, ...],
+    mesh: Mesh,
+) -> OpCall:
+    """``op`` itself at the local shapes of ``choice``."""
+    values = analysis.graph.values
+    flows = analysis.differentiable(op)
+    specs = [
+        _local_spec(values[i], local_shape(values[i].shape, need, mesh), grad)
+        for i, need, grad in zip(op.inputs, needs, flows)
+    ]
+    args, kwargs = op.bind(specs)
+    args = _local_arguments(analysis, op, choice, supplies, mesh, args)
+    target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
+    return OpCall.of(target, args, kwargs)
+
+
+def _local_spec(value: Value, shape: tuple[int, ...], requires_grad: bool) -> TensorSpec:
+    """A part of ``value``, without gaps, whose dimensions lie in memory as in the whole."""
+    is_parameter = value.kind is ValueKind.PARAMETER
+    plain = TensorSpec(shape, value.dtype, None, requires_grad, is_parameter)
+    whole = value.strides
+    if whole is None:
+        return plain
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (whole[d], -d)):
+        if whole[dim]:
+            strides[dim], step = step, step * max(shape[dim], 1)
+    spec = replace(plain, stride=tuple(strides))
+    return plain if spec.is_contiguous else spec
+
+
+def _local_arguments(
+    analysis: Analysis,
+    op: Op,
+    choice: Choice,
+    supplies: tuple[Placements, ...],
+    mesh: Mesh,
+    args: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Arguments that speak of whole shapes, made to speak of local ones."""
+    values, space = analysis.graph.values, analysis.spaces[op.index]
+    name = op.target_name
+    if name in _RESHAPES or name == "aten.expand.default":
+        assert op.outputs[0] is not None
+        return (args[0], local_shape(values[op.outputs[0]].shape, supplies[0], mesh))
+    if space is None or choice.is_redundant:
+        return args
+    if name.startswith("aten.conv") and "g" in space.sizes:
+        position = 8 if name == "aten.convolution.default" else 6
+        if len(args) > position:
+            groups = args[position] // mesh.size(choice.axes_of("g"))
+            return (*args[:position], groups, *args[position + 1 :])
+    if name == "aten.split.Tensor" and "rest" in space.sizes:
+        return (args[0], args[1] // mesh.size(choice.axes_of("rest")), *args[2:])
+    if name == "aten.group_norm.default":
+        return (args[0], args[1] // mesh.size(choice.axes_of("g")), *args[2:])
+    return args
+
+
+def split_placements(
+    value: Value,
+    mesh: Mesh,
+    states: Sequence[Any],
+    digits: Sequence[tuple[int, int]],
+) -> list[Placements]:
+    """Every valid placement from ``states``, plain (nested) splits and ``digits``."""
+    bases = [(dim, 1) for dim in range(len(value.shape))] + list(digits)
+    options = [*states, *(S(dim, outer) for dim, outer in bases)]
+    found: dict[Placements, None] = {}
+    for placements in itertools.product(options, repeat=mesh.num_axes):
+        nested = _nest(placements, mesh)
+        if is_valid(nested, value.shape, mesh):
+            found.setdefault(nested)
+    return list(found)
+
+
+def _nest(placements: Placements, mesh: Mesh) -> Placements:
+    """Equal splits of several axes become digits behind one another."""
+    result = []
+    for axis, placement in enumerate(placements):
+        if placement.state is State.SHARD:
+            earlier = [a for a in range(axis) if placements[a] == placement]
+            placement = S(placement.dim, placement.outer * mesh.size(earlier))
+        result.append(placement)
+    return tuple(result)

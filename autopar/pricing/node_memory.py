@@ -1,0 +1,280 @@
+"""What each decision keeps in a device's memory, counted node by node, for searches in a budget.
+
+In: the choices of a node. Out: bytes for each. A search needs memory that adds up over nodes, so
+this is an estimate; the plan's own memory is counted by liveness over its lowered program
+(`autopar.memory.program`), and the planner corrects the estimate by that count.
+
+- A stored parameter counts its gradient and optimizer state, an op the parameters as it uses them
+  (and, of several micro-batches, the sum of their gradients).
+- An op counts the values that its derivative reads: operands in the placement that the op needs
+  (so gathered ones count whole), or its output. A value with a relay counts there, once.
+- Views, sums and copies keep nothing: their derivatives read no value.
+- Partial sums are whole on every device until they are reduced. One block works at a time, so
+  they count by their mean over the blocks; in the block of the loss, where the passes meet and
+  everything kept is alive, in full.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.graph import Graph, Op, Value, ValueKind
+from autopar.ir.placement import State, local_shape
+from autopar.pricing.tables import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.sharding.strategy import Analysis
+
+_KEEPS_NOTHING = frozenset({
+    "add", "sub", "neg", "sum", "mean", "cat", "stack", "clone", "contiguous", "_to_copy", "to",
+    "copy", "expand", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "permute",
+    "transpose", "t", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
+    "flatten", "unflatten", "pad", "constant_pad_nd", "embedding", "index", "where",
+    "masked_fill", "detach", "alias", "slice_scatter", "select_scatter", "roll", "flip",
+    "repeat", "repeat_interleave", "cumsum", "narrow", "movedim", "lift_fresh",
+    "upsample_nearest2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d",
+})  # fmt: skip
+_KEEPS_OUTPUT = frozenset({
+    "relu", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp",
+    "sqrt", "rsqrt", "reciprocal",
+})  # fmt: skip
+_PRODUCTS = frozenset({
+    "mul", "div", "linear", "addmm", "baddbmm", "mm", "bmm", "matmul", "mv", "conv1d", "conv2d",
+    "conv3d", "convolution", "conv_transpose2d",
+})  # fmt: skip
+# Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, each
+# recurrent layer its gates and states of every step (of an LSTM: oneDNN's workspace).
+_OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0}
+_LAYER_SHARE = {"lstm": 16.0, "gru": 5.0}
+# At the loss, where the passes meet and everything kept is alive, the working copies of the logits
+# count too: their log-probabilities, the gradient of these and that of the logits.
+_OPERAND_SHARE = {"cross_entropy_loss": 3.0, "nll_loss": 2.0, "nll_loss_nd": 2.0}
+_ATTENTION = "scaled_dot_product_attention"
+_DROPOUT = frozenset({"dropout", "native_dropout"})
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class NodeBytes:
+    """Bytes of every choice of a node: what stays all the time, and one micro-batch's share."""
+
+    weights: Array
+    activations: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What an op keeps of its operands and outputs: positions and shares of their bytes."""
+
+    weights: tuple[tuple[int, float], ...]
+    operands: tuple[tuple[int, float], ...]
+    outputs: tuple[tuple[int, float], ...]
+    is_last: bool
+
+
+class NodeMemory:
+    """Bytes of every choice of a node; nodes that keep the same share one array."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self.reads = _reads_of(pricing.analysis)
+        self.values = pricing.graph.values
+        self.known: dict[Any, NodeBytes] = {}
+        self.num_blocks = max(1, len(pricing.graph.blocks))
+
+    def op(self, op: Op, table: OpTable) -> NodeBytes:
+        """Parameters as used; operands and outputs that the derivative reads."""
+        kept = self.reads.kept[op.index]
+        key = (id(table), kept)
+        if key not in self.known:
+            weights, activations = np.zeros(len(table.choices)), np.zeros(len(table.choices))
+            for position, share in kept.weights:
+                value = self.values[op.inputs[position]]
+                if value.differentiable and self.pricing.num_microbatches > 1:
+                    share *= 2  # gradients are added up in the placement in which they are made
+                weights += share * self._bytes(value, table.needs[position])
+            for position, share in kept.operands:
+                value = self.values[op.inputs[position]]
+                activations += share * self._bytes(value, table.needs[position])
+            for position, share in kept.outputs:
+                index = op.outputs[position]
+                assert index is not None
+                activations += share * self._bytes(self.values[index], table.supplies[position])
+            partial = self._partial_bytes(op, table)
+            activations += partial * (1 if kept.is_last else 1 / self.num_blocks)
+            self.known[key] = NodeBytes(weights=weights, activations=activations)
+        return self.known[key]
+
+    def relay(self, value: Value, table: ValueTable) -> NodeBytes:
+        """The value as relayed, where the derivative of the op that makes it alone reads it."""
+        kept = value.index in self.reads.relays
+        key = (id(table), kept, value.dtype, self.pricing.num_parts(value))
+        if key not in self.known:
+            size = self._bytes(value, table.placements)
+            none = np.zeros_like(size)
+            self.known[key] = NodeBytes(weights=none, activations=size if kept else none)
+        return self.known[key]
+
+    def stored(self, table: ValueTable) -> NodeBytes:
+        """Gradient and optimizer state of a parameter, or an input."""
+        key = id(table)
+        if key not in self.known:
+            none = np.zeros_like(table.memory_bytes)
+            self.known[key] = NodeBytes(weights=table.memory_bytes, activations=none)
+        return self.known[key]
+
+    def _bytes(self, value: Value, table: PlacementTable) -> Array:
+        """Of one micro-batch."""
+        mesh, parts = self.pricing.mesh, self.pricing.num_parts(value)
+        sizes = [math.prod(local_shape(value.shape, p, mesh)) / parts for p in table.distinct]
+        found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
+        return found
+
+    def _partial_bytes(self, op: Op, table: OpTable) -> Array:
+        total = np.zeros(len(table.choices))
+        for index, supplies in zip(op.outputs, table.supplies):
+            if index is not None:
+                partial = [
+                    any(p.state is State.PARTIAL for p in each) for each in supplies.distinct
+                ]
+                total += (
+                    self._bytes(self.values[index], supplies) * np.array(partial)[supplies.index]
+                )
+        return total
+
+
+@lru_cache(maxsize=4)
+def _reads_of(analysis: Analysis) -> _Reads:
+    return _Reads(analysis)
+
+
+def kept_bytes(analysis: Analysis) -> float:
+    """Bytes of all activations of the whole batch that derivatives read, unsplit."""
+    values, reads = analysis.graph.values, _reads_of(analysis)
+    total = float(sum(values[i].size_bytes for i in reads.relays))
+    for op in analysis.graph.ops:
+        kept = reads.kept[op.index]
+        total += sum(share * values[op.inputs[p]].size_bytes for p, share in kept.operands)
+        for position, share in kept.outputs:
+            index = op.outputs[position]
+            assert index is not None
+            total += share * values[index].size_bytes
+    return total
+
+
+@lru_cache(maxsize=4)
+def late_share(analysis: Analysis) -> float:
+    """What W reads, of the unsplit bytes that I and W read: weights' operands, which stay, and the
+    gradients of their results, which come."""
+    values, operands, results_bytes = analysis.graph.values, set[int](), 0
+    for op in analysis.graph.ops:
+        weights = [i for i in op.inputs if _is_weight(values[i])]
+        if weights:
+            operands.update(i for i in op.inputs if values[i].kind is ValueKind.ACTIVATION)
+            results_bytes += sum(values[o].size_bytes for o in op.outputs if o is not None)
+    late_bytes = results_bytes + sum(values[i].size_bytes for i in operands)
+    return late_bytes / max(kept_bytes(analysis), 1.0)
+
+
+def _is_weight(value: Value) -> bool:
+    """Gradients of norms and biases are made with those of inputs, or from these alone."""
+    is_parameter = value.kind is ValueKind.PARAMETER
+    return is_parameter and value.differentiable and len(value.shape) >= 2
+
+
+class _Reads:
+    """What derivatives read, which is a matter of the graph alone: by op, and relayed values."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        self.ops, self.values = analysis.graph.ops, analysis.graph.values
+        last = _block_of_loss(analysis.graph)
+        self.kept = tuple(self._kept(op, is_last=op.index in last) for op in self.ops)
+        self.relays = frozenset(i for i in analysis.relayed if self._keeps_relay(i))
+
+    def _kept(self, op: Op, *, is_last: bool) -> _Kept:
+        is_parameter = [self.values[i].kind is ValueKind.PARAMETER for i in op.inputs]
+        return _Kept(
+            weights=tuple(
+                (position, self._share(op, index))
+                for position, index in enumerate(op.inputs)
+                if is_parameter[position]
+            ),
+            operands=tuple(
+                (position, self._share(op, index))
+                for position, index in enumerate(op.inputs)
+                if not is_parameter[position] and self._keeps_operand(op, position)
+            ),
+            outputs=tuple(
+                (position, share)
+                for position, share in self._kept_outputs(op)
+                if op.outputs[position] not in self.analysis.relayed
+            ),
+            is_last=is_last,
+        )
+
+    def _keeps_relay(self, value: int) -> bool:
+        if value not in self.analysis.producers or self._num_readers(value):
+            return False
+        op, position = self.analysis.producers[value]
+        return any(position == each for each, _ in self._kept_outputs(self.ops[op]))
+
+    def _share(self, op: Op, value: int) -> float:
+        """A value that several ops read in one placement is kept once: each counts its share."""
+        return _OPERAND_SHARE.get(_name(op), 1.0) / max(1, self._num_readers(value))
+
+    def _num_readers(self, value: int) -> int:
+        uses = self.analysis.consumers.get(value, ())
+        return sum(self._counts_operand(self.ops[op], position) for op, position in uses)
+
+    def _counts_operand(self, op: Op, position: int) -> bool:
+        is_parameter = self.values[op.inputs[position]].kind is ValueKind.PARAMETER
+        return is_parameter or self._keeps_operand(op, position)
+
+    def _keeps_operand(self, op: Op, position: int) -> bool:
+        """Whether the derivative of ``op`` reads this operand, an activation."""
+        value = self.values[op.inputs[position]]
+        if value.kind is not ValueKind.ACTIVATION or value.fixed:
+            return False
+        flows = self.analysis.differentiable(op)
+        name = _name(op)
+        if not any(flows) or name in _KEEPS_NOTHING | _KEEPS_OUTPUT | _DROPOUT:
+            return False
+        if name in _PRODUCTS:
+            return any(flow for other, flow in enumerate(flows) if other != position)
+        return value.dtype.is_floating_point
+
+    def _kept_outputs(self, op: Op) -> tuple[tuple[int, float], ...]:
+        """(output, share of its bytes) that the derivative of ``op`` reads, if no consumer does."""
+        if not op.outputs or op.outputs[0] is None or not any(self.analysis.differentiable(op)):
+            return ()
+        name = _name(op)
+        value = self.values[op.outputs[0]]
+        if name in _DROPOUT:
+            return ((0, 1 / value.dtype.itemsize),)
+        if name in _OUTPUT_SHARE:
+            return ((0, _OUTPUT_SHARE[name]),)
+        if name in _LAYER_SHARE:
+            _, num_layers, *_ = op.args[-6:]
+            return ((0, _LAYER_SHARE[name] * num_layers),)
+        kept = name in _KEEPS_OUTPUT or name == _ATTENTION
+        read_once = value.index not in self.analysis.relayed and self._num_readers(value.index)
+        if not kept or read_once:
+            return ()
+        return ((0, 1.0),)
+
+
+def _block_of_loss(graph: Graph) -> range:
+    """The ops of the block that makes the loss."""
+    made = {output: op.index for op in graph.ops for output in op.outputs}
+    loss = made.get(graph.loss, -1)
+    found = [range(b.start, b.stop) for b in graph.blocks if b.start <= loss < b.stop]
+    return found[0] if found else range(0)
+
+
+def _name(op: Op) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    parts = op.target_name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]

@@ -1,0 +1,286 @@
+"""The search problem of a graph on a mesh: what is decided, and the numbers.
+
+Nodes are ops (with their choices), stored values (parameters and inputs with their stored
+placements) and relays (shared values with the placements they may be redistributed to). A node's
+cost is what it costs by itself; an edge's cost is the redistribution from what one side supplies
+to what the other needs, forward and backward. Equal nodes and edges share their arrays, so that
+the search sees what repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from autopar.ir.graph import Value, ValueKind
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R
+from autopar.pricing.node_memory import NodeBytes, NodeMemory
+from autopar.pricing.tables import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.rules import Choice
+from autopar.search import Problem, Solution
+from autopar.sharding.strategy import Assignment, Strategy
+
+
+class NodeKind(StrEnum):
+    """What a node of the problem decides."""
+
+    OP = "op"
+    STORED = "stored"
+    RELAY = "relay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One decision: an op's choice, or a value's stored or relay placement."""
+
+    kind: NodeKind
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """What of the whole model lies on one device of a pipeline, of the one that holds most.
+
+    ``weights``: its share of parameters, gradients and optimizer state. ``activations``: for how
+    many micro-batches of the whole model it keeps activations at once.
+    """
+
+    weights: float = 1.0
+    activations: float = 1.0
+
+
+WHOLE = Residence()
+"""Without a pipeline: all parameters, and one micro-batch after the other."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PricedGraph:
+    """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
+
+    pricing: Pricing
+    nodes: tuple[Node, ...]
+    tables: tuple[OpTable | ValueTable, ...]
+    costs: tuple[Array, ...]
+    held: tuple[NodeBytes, ...]
+    edges: dict[tuple[int, int], Array]
+    residence: Residence = WHOLE
+
+    @property
+    def memory(self) -> tuple[Array, ...]:
+        """Bytes of every choice of every node on the device that holds most."""
+        share, known = self.residence, dict[int, Array]()
+        for held in self.held:
+            if id(held) not in known:
+                known[id(held)] = (
+                    share.weights * held.weights + share.activations * held.activations
+                )
+        return tuple(known[id(held)] for held in self.held)
+
+    def problem(
+        self,
+        costs: Sequence[Array] | None = None,
+        budget_bytes: float | None = None,
+        exposed: float = 1.0,
+    ) -> Problem:
+        """The numbers for the search: with other node costs, within a budget of memory, or with
+        so much of every parameter's own communication ``exposed``, the rest hidden."""
+        return Problem(
+            self.costs if costs is None else costs,
+            self.edges if exposed == 1.0 else self._with_hidden(exposed),
+            self.memory if budget_bytes is not None else None,
+            budget_bytes,
+            node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
+        )
+
+    def _with_hidden(self, exposed: float) -> dict[tuple[int, int], Array]:
+        """The edges of stored values scaled, equal ones still one array."""
+        scaled: dict[int, Array] = {}
+        found = {}
+        for (i, j), matrix in self.edges.items():
+            if NodeKind.STORED in (self.nodes[i].kind, self.nodes[j].kind):
+                matrix = scaled.setdefault(id(matrix), exposed * matrix)
+            found[i, j] = matrix
+        return found
+
+    def assignment(self, solution: Sequence[int]) -> Assignment:
+        """A search solution as decisions."""
+        analysis = self.pricing.analysis
+        redundant = Choice((None,) * self.pricing.mesh.num_axes)
+        choices = [redundant] * len(analysis.graph.ops)
+        stored: dict[int, Placements] = {}
+        relays: dict[int, Placements] = {}
+        for node, table, pick in zip(self.nodes, self.tables, solution):
+            if isinstance(table, OpTable):
+                choices[node.index] = table.choices[pick]
+            else:
+                placements = table.placements.distinct[table.placements.index[pick]]
+                (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
+        return Assignment(
+            mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Candidate:
+    """The best strategy on one mesh, under whatever narrowed the search.
+
+    ``exposed``: how much of the communication of parameters the search counted. Its costs are by
+    that price, not the time of a step (`autopar.pricing.step_time`).
+    """
+
+    priced: PricedGraph
+    solution: Solution
+    exposed: float = 1.0
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.priced.pricing.mesh
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Memory of one device as the search counts it, node by node."""
+        picks = zip(self.priced.memory, self.solution.assignment)
+        return float(sum(memory[pick] for memory, pick in picks))
+
+    @property
+    def num_microbatches(self) -> int:
+        microbatches = self.priced.pricing.microbatches
+        return 1 if microbatches is None else microbatches.num
+
+    def strategy(self) -> Strategy:
+        pricing = self.priced.pricing
+        return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))
+
+
+def price_graph(pricing: Pricing) -> PricedGraph:
+    """Build the problem: every op that is not fixed, every parameter and input, every relay."""
+    return _Builder(pricing).build()
+
+
+class _Builder:
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self.analysis = pricing.analysis
+        self.graph = pricing.graph
+        self.node_memory = NodeMemory(pricing)
+        self.nodes: list[Node] = []
+        self.tables: list[OpTable | ValueTable] = []
+        self.op_node: dict[int, int] = {}
+        self.value_node: dict[int, int] = {}
+        self.edges: dict[tuple[int, int], list[Array]] = {}
+        self.extra: dict[int, Array] = {}
+        self.transposes: dict[int, tuple[Array, Array]] = {}
+
+    def build(self) -> PricedGraph:
+        for op in self.graph.ops:
+            if not all(o is None or self.graph.values[o].fixed for o in op.outputs):
+                self.op_node[op.index] = self._add(
+                    NodeKind.OP, op.index, op.name, self.pricing.op_table(op)
+                )
+        for value in self.graph.values:
+            self._add_value(value)
+        self._add_ends()
+        costs = tuple(
+            t.cost_s + self.extra[n] if n in self.extra else t.cost_s
+            for n, t in enumerate(self.tables)
+        )
+        return PricedGraph(
+            pricing=self.pricing,
+            nodes=tuple(self.nodes),
+            tables=tuple(self.tables),
+            costs=costs,
+            held=tuple(self._held(node) for node in range(len(self.nodes))),
+            edges=self._merged(),
+        )
+
+    def _held(self, node: int) -> NodeBytes:
+        decision, table = self.nodes[node], self.tables[node]
+        if isinstance(table, OpTable):
+            return self.node_memory.op(self.graph.ops[decision.index], table)
+        if decision.kind == NodeKind.RELAY:
+            return self.node_memory.relay(self.graph.values[decision.index], table)
+        return self.node_memory.stored(table)
+
+    def _add(self, kind: NodeKind, index: int, name: str, table: OpTable | ValueTable) -> int:
+        self.nodes.append(Node(kind=kind, index=index, name=name))
+        self.tables.append(table)
+        return len(self.nodes) - 1
+
+    def _add_value(self, value: Value) -> None:
+        """The value's own nodes and the edges from its source to its consumers."""
+        uses = self.analysis.consumers.get(value.index, ())
+        if value.fixed or value.kind in (ValueKind.BUFFER, ValueKind.CONSTANT):
+            return
+        if value.kind in (ValueKind.PARAMETER, ValueKind.INPUT):
+            table = self.pricing.stored_table(value)
+            name = value.target or value.name
+            source = self._add(NodeKind.STORED, value.index, name, table)
+            supply, stored = table.placements, value.kind is ValueKind.PARAMETER
+        else:
+            op, position = self.analysis.producers[value.index]
+            source = self.op_node[op]
+            supply, stored = self.pricing.op_table(self.graph.ops[op]).supplies[position], False
+        if value.index in self.analysis.relayed:
+            relay = self.pricing.relay_table(value)
+            node = self._add(NodeKind.RELAY, value.index, value.name, relay)
+            matrix = self.pricing.moves(value, supply, relay.placements, stored=stored)
+            self._connect(source, node, matrix)
+            source, supply, stored = node, relay.placements, False
+        for op, position in uses:
+            need = self.pricing.op_table(self.graph.ops[op]).needs[position]
+            matrix = self.pricing.moves(value, supply, need, stored=stored)
+            self._connect(source, self.op_node[op], matrix)
+
+    def _connect(self, source: int, target: int, matrix: Array) -> None:
+        if source < target:
+            self.edges.setdefault((source, target), []).append(matrix)
+        else:
+            self.edges.setdefault((target, source), []).append(self._transposed(matrix))
+
+    def _transposed(self, matrix: Array) -> Array:
+        """The transpose, one array a matrix (which is kept, so that its id stays its own)."""
+        if id(matrix) not in self.transposes:
+            self.transposes[id(matrix)] = (matrix, np.ascontiguousarray(matrix.T))
+        return self.transposes[id(matrix)][1]
+
+    def _add_ends(self) -> None:
+        """The loss and the next buffers end replicated, whatever supplies them; the outputs too,
+        where the graph is a forward pass. All buffers travel as one."""
+        buffers = [new for _, new in self.graph.mutations]
+        ends = [(new, len(buffers)) for new in buffers]
+        if self.graph.loss is not None:
+            ends.append((self.graph.loss, 1))
+        else:
+            ends += [(o, 1) for o in self.graph.outputs if o in self.analysis.producers]
+        whole = ((R,) * self.pricing.mesh.num_axes,)
+        target = PlacementTable(whole, np.zeros(1, dtype=np.intp))
+        for index, num_joined in ends:
+            if self.graph.values[index].fixed or index not in self.analysis.producers:
+                continue
+            op, position = self.analysis.producers[index]
+            supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
+            moved = self.pricing.moves(
+                self.graph.values[index], supply, target, num_joined=num_joined
+            )
+            cost = moved[:, 0]
+            node = self.op_node[op]
+            self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
+
+    def _merged(self) -> dict[tuple[int, int], Array]:
+        """One matrix an edge; equal sums share one array, so the search sees what repeats."""
+        sums: dict[tuple[int, ...], Array] = {}
+        merged = {}
+        for edge, matrices in self.edges.items():
+            if len(matrices) == 1:
+                merged[edge] = matrices[0]
+                continue
+            key = tuple(id(m) for m in matrices)
+            if key not in sums:
+                sums[key] = np.sum(matrices, axis=0)
+            merged[edge] = sums[key]
+        return merged

@@ -1,0 +1,90 @@
+"""How much of what the devices could compute a step needs: the model's FLOPs, tokens and samples.
+
+In: an analysed graph and a device. Out: the floating-point operations of the products (matrix
+products, convolutions, attention, recurrent layers) of one forward and backward pass over the whole
+batch, and the seconds that they take at the peak of the units that they run on. What is computed
+again (recomputed activations, scores of fused attention) does not count, and causal attention
+counts in full, as the field counts both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from autopar.cost_models import CostError, DeviceSpec, OpCall
+from autopar.cost_models.compute import is_product, peak_flops_per_s
+from autopar.cost_models.op_work import work
+from autopar.cost_models.work import Family
+from autopar.ir.graph import Op
+from autopar.ir.mesh import Mesh
+from autopar.pricing.local_calls import local_call
+from autopar.rules import Choice
+from autopar.sharding.strategy import Analysis
+
+_ONE_DEVICE = Mesh(("x",), (1,))
+_WHOLE = Choice((None,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """One step over the whole batch; ``peak_s`` on one device. ``num_tokens`` is 0 without any."""
+
+    flops: int
+    peak_s: float
+    num_samples: int
+    num_tokens: int
+
+
+def whole_call(analysis: Analysis, op: Op) -> OpCall:
+    """The op's call on one device, at its whole shapes."""
+    needs = analysis.needs(op, _WHOLE, _ONE_DEVICE)
+    supplies = analysis.supplies(op, _WHOLE, _ONE_DEVICE)
+    return local_call(analysis, op, _WHOLE, needs, supplies, _ONE_DEVICE)
+
+
+def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:
+    """Every distinct call of what is not fixed, on one device, and how often it is made."""
+    values = analysis.graph.values
+    ops: dict[object, Op] = {}
+    counts: Counter[object] = Counter()
+    for op, kind in zip(analysis.graph.ops, analysis.kinds):
+        if not all(o is None or values[o].fixed for o in op.outputs):
+            ops.setdefault(kind, op)
+            counts[kind] += 1
+    return [(whole_call(analysis, op), counts[kind]) for kind, op in ops.items()]
+
+
+def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:
+    """What a step computes, whatever the strategy; see the module's docstring."""
+    total, peak_s = 0, 0.0
+    for call, count in counted_calls(analysis):
+        try:
+            todo = work(call)
+        except CostError:
+            continue  # named in the plan as priced by its memory traffic
+        if not is_product(todo):
+            continue
+        backward = todo.input_grad.flops + todo.weight_grad.flops
+        if todo.family is Family.ATTENTION and backward:
+            backward = 2 * todo.forward.flops
+        flops = count * (todo.forward.flops + backward)
+        total += flops
+        peak_s += flops / peak_flops_per_s(todo, device)
+    return ModelWork(
+        flops=total,
+        peak_s=peak_s,
+        num_samples=analysis.batch_size,
+        num_tokens=_num_tokens(analysis),
+    )
+
+
+def _num_tokens(analysis: Analysis) -> int:
+    """Size of the first input that is rows of whole numbers, as token ids are."""
+    shapes = [
+        value.shape
+        for value in (analysis.graph.values[i] for i in analysis.graph.inputs)
+        if len(value.shape) == 2 and not value.dtype.is_floating_point
+    ]
+    return math.prod(shapes[0]) if shapes else 0

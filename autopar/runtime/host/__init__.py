@@ -1,0 +1,1 @@
+"""The machine below: devices, heap, peak memory."""

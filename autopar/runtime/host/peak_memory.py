@@ -1,0 +1,120 @@
+"""How much memory this process has needed at most since a moment, on its device."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from autopar.base.torch_private import allocations
+from autopar.runtime.host.heap import give_back_freed_memory, resident_bytes
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Growth of the peak since this object was made, in bytes.
+
+    On CUDA what the allocator handed out. On the CPU the process's resident memory (Linux: the
+    high-water mark, put back to the present at the start; elsewhere the peak of the whole life).
+    Libraries that any training loads are loaded before, and what the process had freed is given
+    back, so neither counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self._start = torch.cuda.memory_allocated(device)
+        else:
+            _load_libraries()
+            give_back_freed_memory()  # not forget_peak alone: the start is read before it
+            self._start = _resident_bytes()
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Let the peak be what is held now, as after loading; the start stays as it was."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        give_back_freed_memory()
+        if _CLEAR.exists():
+            _CLEAR.write_text("5")
+
+    def growth_bytes(self) -> int:
+        """Bytes that the peak lies above the start."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._start
+        return max(_peak_resident_bytes() - self._start, 0)
+
+
+class PeakTensors:
+    """The most bytes of tensors that were held at once between `start` and `stop`.
+
+    What an allocator is asked for, without its holes and rounding: `torch.cuda`'s count on CUDA,
+    on the CPU the allocations and frees that torch's profiler sees, and what is held at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._profiler: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+        self._profiler.start()
+
+    def stop(self) -> int:
+        """Bytes. A tensor from before `start` that was let go before `stop` does not count."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        assert self._profiler is not None, "stop() comes after start()"
+        self._profiler.stop()
+        changes = allocations(self._profiler)
+        self._profiler = None
+        return _held_bytes() - sum(changes) + max(itertools.accumulate(changes, initial=0))
+
+
+def _held_bytes() -> int:
+    """Bytes of all storages of this process's tensors on the CPU."""
+    # By type(): isinstance() asks an object itself, and deprecated ones of torch warn then.
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu":  # a fake tensor says "cpu", its storage does not
+            with contextlib.suppress(RuntimeError):  # a wrapper has none; what it wraps is here too
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _load_libraries() -> None:
+    """One update of one number: torch's optimizers import its compiler when they are first used."""
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=0.0).step()
+
+
+def _lifetime_peak_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident_bytes() -> int:
+    return resident_bytes() or _lifetime_peak_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else []
+    found = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return _lifetime_peak_bytes() if found is None else 1024 * found

@@ -1,0 +1,1 @@
+"""Where graphs run, and what links one pipeline rank to the next."""

@@ -1,0 +1,272 @@
+"""A machine that runs lowered graphs in this process: raw ops are bound to process groups.
+
+In: a `Communicator` and graphs whose raw ops name mesh axes. Out: per graph one Python function,
+made once, in which each raw op is a direct call of a function of the communicator (no dispatcher,
+no look-up by name), and common ops are called by their direct bindings. An all-reduce whose operand
+nobody else reads works in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.base.torch_private import returns_views
+from autopar.comm.coalesced import Once, start_gather, start_scatter, start_sum
+from autopar.comm.groups import Communicator
+from autopar.comm.ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALONE_BYTES,
+    MASK,
+    MAX_SCATTERS,
+    RAW_OPS,
+    REDUCE_SCATTER,
+    SHARD,
+)
+from autopar.lowering.types import RankProgram, TensorMeta
+from autopar.runtime.machine.direct_calls import DIRECT
+from autopar.runtime.machine.protocols import Phase
+from autopar.runtime.machine.randomness import Dice, is_random, random_nodes, split_axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective over the axes of ``label``; ``digit`` is what it splits, where it splits."""
+
+    op: Any
+    label: str
+    digit: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Operands of one collective, by their places among all that is moved."""
+
+    places: list[int] = field(default_factory=list)
+    operands: list[Tensor] = field(default_factory=list)
+    digits: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, place: int, operand: Tensor, digit: tuple[int, int]) -> None:
+        self.places.append(place)
+        self.operands.append(operand)
+        self.digits.append(digit)
+
+    def let_go(self) -> list[Tensor]:
+        """The operands, which are the caller's alone from now on."""
+        operands, self.operands = self.operands, []
+        return operands
+
+
+class ProcessMachine:
+    """A `Machine` on one device. Call it with gradients disabled."""
+
+    def __init__(self, communicator: Communicator, dice: Dice) -> None:
+        self.communicator = communicator
+        self.device = communicator.device
+        self.dice = dice
+        self._bound: dict[fx.GraphModule, Callable[..., Sequence[Tensor]]] = {}
+        self._calls: dict[fx.GraphModule, _Call | None] = {}
+        self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        bound = self._bound.get(module)
+        if bound is None:
+            bound = self._bound[module] = self._bind(module)
+        return bound(*arguments)
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self.communicator.microbatch = microbatch
+        self.dice.begin_call(microbatch, block, phase)
+
+    def release(self, program: RankProgram) -> None:
+        """Let go of what was made of a program's graphs."""
+        for kernel in program.kernels:
+            for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
+                if module is not None:
+                    self._bound.pop(module, None)
+                    self._calls.pop(module, None)
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    def add_to(self, left: Tensor, right: Tensor) -> None:
+        left.add_(right)
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
+        return functools.reduce(torch.add, [value * weight for weight, value in terms])
+
+    def contiguous(self, value: Tensor) -> Tensor:
+        return value.contiguous()
+
+    def filled(self, meta: TensorMeta, fill: float) -> Tensor:
+        return torch.full(meta.shape, fill, dtype=meta.dtype, device=self.device)
+
+    def start_moves(
+        self, moves: list[tuple[fx.GraphModule, Tensor]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        return self._start(moves, lambda label: self.communicator.group(label).process_group)
+
+    def start_gradients(
+        self, moves: list[tuple[fx.GraphModule, Tensor]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        return self._start(moves, self.communicator.gradient_group, own_memory=True)
+
+    def _start(
+        self,
+        moves: list[tuple[fx.GraphModule, Tensor]],
+        group_of: Callable[[str], Any],
+        *,
+        own_memory: bool = False,
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Collectives of one kind, group and dtype travel as one, beside what is computed next.
+
+        With ``own_memory`` no result keeps the whole of which it is a part.
+        """
+        num_moves = len(moves)
+        results: dict[int, Tensor] = {}
+        joined: dict[tuple[Any, str, torch.dtype, int], _Joined] = {}
+        for place in range(num_moves):
+            module, operand = moves.pop(0)
+            call = self._single_call(module)
+            if call is None or operand.dtype is torch.bool:
+                (result,) = self.run(module, [operand])
+                is_part = result.nbytes < result.untyped_storage().nbytes()
+                results[place] = result.clone() if own_memory and is_part else result
+                del operand, result
+                continue
+            size_bytes = operand.numel() * operand.element_size()
+            is_alone = call.op is not ALL_REDUCE and size_bytes > ALONE_BYTES
+            key = (call.op, call.label, operand.dtype, place if is_alone else -1)
+            joined.setdefault(key, _Joined()).add(place, operand, call.digit)
+            del operand
+        pending = []
+        for (op, label, _, _), together in joined.items():
+            over = self.communicator.group(label)
+            num, direct = over.size, over.direct
+            group = None if direct is not None else group_of(label)
+            operands, digits = together.let_go(), together.digits
+            if op is ALL_REDUCE:
+                wait = start_sum(operands, group, direct)
+            elif op is ALL_GATHER:
+                wait = start_gather(operands, digits, group, num, direct)
+            else:
+                wait = start_scatter(operands, digits, group, num, direct)
+                wait = Once(wait)
+                self._scatters.append(wait)
+            del operands
+            pending.append((together.places, wait))
+        while len(self._scatters) > MAX_SCATTERS:
+            self._scatters.popleft()()
+
+        def finish() -> Sequence[Tensor]:
+            for places, wait in pending:
+                results.update(zip(places, wait()))
+                if wait in self._scatters:
+                    self._scatters.remove(wait)
+            return [results[place] for place in range(num_moves)]
+
+        return finish
+
+    def _single_call(self, module: fx.GraphModule) -> _Call | None:
+        """The collective of a graph that is that and nothing else."""
+        if module not in self._calls:
+            calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+            found = None
+            if len(calls) == 1 and calls[0].target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
+                _, label, _, *digit = calls[0].args
+                found = _Call(calls[0].target, str(label), tuple(digit))
+            self._calls[module] = found
+        return self._calls[module]
+
+    def _bind(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(module.graph, env)
+        graph.output(result)
+        random = random_nodes(module)
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            copied = env[node]
+            if node.target in RAW_OPS:
+                copied.target = self._bound_raw(node)
+                copied.args, copied.kwargs = (copied.args[0],), {}
+            elif node in random:
+                copied.target = self._seeded(node, random[node])
+            else:
+                copied.target = DIRECT.get(node.target, node.target)
+        bound = fx.GraphModule(_on_device(module, self.device), graph)
+        run: Callable[..., Sequence[Tensor]] = bound.forward
+        return run
+
+    def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
+        _, label, _, *static = node.args
+        if node.target is ALL_REDUCE and _is_last_reader(node):
+            return self.communicator.bind_in_place(str(label))
+        return self.communicator.bind(node.target, str(label), *static)  # type: ignore[arg-type]
+
+    def _seeded(self, node: fx.Node, place: int) -> Callable[..., Any]:
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        axes, dice, rank = split_axes(node), self.dice, self.communicator.rank
+        generator = _default_generator(self.device)
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            generator.manual_seed(dice.seed_of(place, axes, rank))
+            return target(*args, **kwargs)
+
+        seeded.__name__ = f"seeded_{node.name}"
+        return seeded
+
+
+def labels_of(program: RankProgram) -> set[str]:
+    """The axes labels of all collectives and slices of a program."""
+    labels = set()
+    for kernel in program.kernels:
+        for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
+            nodes = () if module is None else module.graph.nodes
+            labels |= {str(n.args[1]) for n in nodes if n.target in RAW_OPS}
+    return labels
+
+
+def has_random_ops(program: RankProgram) -> bool:
+    return any(random_nodes(kernel.forward) for kernel in program.kernels)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+
+
+def _on_device(module: fx.GraphModule, device: torch.device) -> dict[str, Any]:
+    """The tensors that a graph holds; scalars stay on the CPU, where every kernel takes them."""
+    names = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    held = {name: getattr(module, name) for name in names}
+    return {n: t.to(device) if isinstance(t, Tensor) and t.dim() else t for n, t in held.items()}
+
+
+def _is_last_reader(node: fx.Node) -> bool:
+    """Whether the operand of ``node`` is memory that was made in this graph for it alone."""
+    value = node.args[0]
+    while isinstance(value, fx.Node) and value.op == "call_function" and len(value.users) == 1:
+        if not _may_alias(value):
+            return True
+        value = value.args[0]
+    return False
+
+
+def _may_alias(node: fx.Node) -> bool:
+    if node.target in RAW_OPS:
+        return node.target in (SHARD, MASK)
+    if not hasattr(node.target, "_schema") or is_random(node):  # getitem; dropout of nothing
+        return True
+    return returns_views(node.target)

@@ -1,0 +1,119 @@
+"""What an executor needs of the world: graphs that run, and other devices of the pipeline.
+
+A `Machine` runs graphs on values of type T, `Links` carry values between the devices of a pipeline.
+There are two of each: bound to this process (`autopar.runtime.machine.process`,
+`autopar.runtime.machine.links`), and for all ranks side by side in one process
+(`autopar.testing.lockstep`), where a value is a list of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, Protocol, TypeVar
+
+from torch import fx
+
+from autopar.lowering.types import TensorMeta
+
+T = TypeVar("T")
+
+
+class Phase(IntEnum):
+    """Which of a block's graphs runs."""
+
+    FORWARD = 0
+    INPUT = 1
+    WEIGHT = 2
+
+
+class Machine(Protocol[T]):
+    """Runs graphs on values of type T."""
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        """Say what runs next: the position on the axis in time, and the place of its random ops.
+
+        A block draws the same numbers for a micro-batch whenever it runs in a step.
+        """
+        ...
+
+    def add(self, left: T, right: T) -> T: ...
+
+    def add_to(self, left: T, right: T) -> None:
+        """Add in place to a value that nobody else reads."""
+        ...
+
+    def weighted_sum(self, terms: Sequence[tuple[float, T]]) -> T:
+        """The sum of weight times value, at least one; whole numbers stay whole under such
+        weights."""
+        ...
+
+    def contiguous(self, value: T) -> T: ...
+
+    def filled(self, meta: TensorMeta, fill: float) -> T: ...
+
+    def start_moves(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+        """Begin to run graphs of one operand and one result each; the returned call finishes.
+
+        The machine may join what it communicates. It empties the list: an operand that nobody else
+        holds is let go of as soon as it has been sent.
+        """
+        ...
+
+    def start_gradients(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
+        """As `start_moves`, with results in memory of their own; where reductions last into the
+        next step, none of its collectives queues behind them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[T]):
+    """The values of a message, and when who waited could begin to take it in (seconds of
+    ``time.perf_counter``)."""
+
+    values: Sequence[T]
+    came_s: float
+
+
+class Links(Protocol[T]):
+    """Carries values between this device of a pipeline and others: rank to rank of equal place.
+
+    A link delivers in the order of its sends. Shapes are agreed beforehand; no metadata travels.
+    """
+
+    def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
+        """Begin to send; the returned call waits until the values may be forgotten."""
+        ...
+
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[T]]:
+        """Begin to receive contiguous values; the returned call waits for them."""
+        ...
+
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        """Begin to sum over some devices, of which this is one; the returned call gives the sums,
+        on each of them."""
+        ...
+
+    def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
+        """A value that the first of ``devices`` has, on all devices of the pipeline."""
+        ...
+
+
+class NoLinks(Generic[T]):
+    """`Links` where there is one device."""
+
+    def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
+        raise AssertionError(f"there is no device {device}")
+
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[T]]:
+        raise AssertionError(f"there is no device {device}")
+
+    def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
+        return lambda: values
+
+    def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
+        assert value is not None
+        return value

@@ -1,0 +1,82 @@
+"""Random numbers that are equal on replicas and different on shards.
+
+Every random operator of a program is preceded by a seed that depends on the run's seed, the step,
+the micro-batch, the block and which of its graphs it is in, the operator's place there, and the
+position of the rank along the axes that split the operator (``split_axes``, written on the node
+when it was traced). Ranks that hold the same shard draw the same numbers, others draw their own; a
+step can be repeated, and its numbers are the same in whatever order a schedule runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.ir.mesh import Mesh
+
+_DROPPED_SHARES = ("p", "dropout_p", "dropout")
+_MASK = (1 << 64) - 1
+
+
+def mixed(*numbers: int) -> int:
+    """One 63-bit seed from several numbers (splitmix64, applied in turn)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node of a lowered graph draws random numbers (dropout of nothing does not)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    shares = [given[name] for name in _DROPPED_SHARES if name in given]
+    return not shares or any(share != 0 for share in shares)
+
+
+def split_axes(node: fx.Node) -> tuple[int, ...]:
+    """The mesh axes that split the operator a node was traced from."""
+    axes: tuple[int, ...] = tuple((node.meta.get("custom") or {}).get("split_axes", ()))
+    return axes
+
+
+def random_nodes(module: fx.GraphModule) -> dict[fx.Node, int]:
+    """The random nodes of a graph with their place among them."""
+    nodes = (n for n in module.graph.nodes if n.op == "call_function" and is_random(n))
+    return {node: place for place, node in enumerate(nodes)}
+
+
+class Dice:
+    """Seeds of one step. ``begin_step`` starts a step, ``begin_call`` each run of a block."""
+
+    def __init__(self, mesh: Mesh, seed: int) -> None:
+        self.mesh = mesh
+        self.seed = seed
+        self._step_seed = 0
+        self._call = (0, 0, 0)
+
+    def begin_step(self, step: int) -> None:
+        self._step_seed = mixed(self.seed, step)
+
+    def begin_call(self, microbatch: int, block: int, phase: int) -> None:
+        self._call = (microbatch, block, phase)
+
+    def seed_of(self, place: int, axes: tuple[int, ...], rank: int) -> int:
+        shard = self.mesh.index(rank, axes)
+        return mixed(self._step_seed, *self._call, place, shard)
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """The user's own random numbers go on afterwards as if nothing had been drawn."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

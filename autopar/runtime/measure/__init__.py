@@ -1,0 +1,1 @@
+"""Times of ops and collectives on the devices at hand."""

@@ -1,0 +1,1 @@
+"""Where the ranks are: processes under torchrun, or local workers."""

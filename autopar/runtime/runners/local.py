@@ -1,0 +1,347 @@
+"""One process, or a notebook, that drives local workers: the parent's side and the workers'.
+
+In: a program, whole state, batches. Out: losses, outputs and whole state. Whole tensors are sent
+once for all workers through shared memory, in portions, and each worker copies only its own part.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import InputError
+from autopar.ir.placement import local_shape
+from autopar.lowering.types import RankProgram
+from autopar.runtime.faults.step_limit import StepLimit
+from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.state import checkpoint
+from autopar.runtime.state.checks import check_state
+from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
+from autopar.runtime.state.shards import gather, holder, local_part
+from autopar.runtime.state.wire import pack, unpack
+from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.rank import RankOptions, RankRuntime, no_optimizer
+from autopar.runtime.workers.group import WorkerGroup
+
+_PORTION_BYTES = 256 << 20
+
+
+class RankService:
+    """The workers' side: one `RankRuntime`, answering the calls of `LocalRunner`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.runtime: RankRuntime | None = None
+        self._state: dict[str, Tensor] = {}
+
+    def prepare(self, program: bytes) -> None:
+        """A new program; what the old one held is let go first."""
+        self.runtime = None
+        self._state = {}
+        self.program: RankProgram = unpack(program)
+        self.device = torch.device("cpu")
+        if self.program.device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.peak_memory = PeakMemory(self.device)
+
+    def receive(self, whole: Mapping[str, Tensor]) -> None:
+        """Keep this rank's part of some whole tensors."""
+        programs = {p.name: p for p in self.program.parameters}
+        device, rank = self.program.place(self.rank)
+        for name, tensor in whole.items():
+            if name in programs:
+                if device not in programs[name].devices:
+                    continue
+                tensor = local_part(tensor, programs[name].stored, self.program.mesh, rank)
+            self._state[name] = tensor.detach().to(self.device, copy=True)
+
+    def start(self, options: RankOptions) -> None:
+        self.runtime = RankRuntime(self.program, self._state, options, self.device)
+        self._state = {}
+        self.peak_memory.forget_peak()
+
+    @property
+    def running(self) -> RankRuntime:
+        assert self.runtime is not None
+        return self.runtime
+
+    def train_step(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """The loss and the norm of the gradients, from rank 0."""
+        loss, norm = self.running.train_step(tensors), self.running.grad_norm
+        if self.rank != 0:
+            return None
+        return loss.cpu(), None if norm is None else norm.cpu()
+
+    def memory_growth_bytes(self) -> int:
+        return self.peak_memory.growth_bytes()
+
+    def start_counting_tensors(self) -> None:
+        self.peak_tensors = PeakTensors(self.device)
+        self.peak_tensors.start()
+
+    def counted_tensor_bytes(self) -> int:
+        return self.peak_tensors.stop()
+
+    def action_times(self) -> list[ActionTime]:
+        return self.running.action_times()
+
+    def set_forward_program(self, slot: int, program: bytes) -> None:
+        self.running.set_forward_program(slot, unpack(program))
+
+    def forward(self, slot: int, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        outputs = self.running.forward(slot, tensors)
+        return [x.cpu() for x in outputs] if self.rank == 0 else None
+
+    def held(self, what: str) -> dict[str, Tensor]:
+        """Parts of parameters, gradients and buffers that no lower rank holds."""
+        runtime = self.running
+        parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
+        return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
+
+    def _is_holder(self, name: str) -> bool:
+        device, rank = self.program.place(self.rank)
+        parameter = next((p for p in self.program.parameters if p.name == name), None)
+        if parameter is not None:
+            first = holder(parameter.stored, self.program.mesh, rank)
+            return device == parameter.devices[0] and rank == first
+        buffer = next(b for b in self.program.buffers if b.name == name)
+        return (device, rank) == (buffer.device, 0)
+
+    def held_optimizer_state(self) -> dict[str, Any]:
+        """As `RankRuntime.optimizer_state_dict`, with the parts that no lower rank holds."""
+        state = self.running.optimizer_state_dict(local=True)
+        state["state"] = {
+            name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            for name, entries in state["state"].items()
+            if self._is_holder(name)
+        }
+        return state
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        self.running.load_named(whole)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """None, or why nothing was taken over; alike on all ranks."""
+        return _refusal(self.running.load_optimizer_state_dict, state)
+
+    def save_checkpoint(self, path: str) -> str | None:
+        """None, or why nothing was written; alike on all ranks."""
+        return _refusal(checkpoint.save, self.running, path)
+
+    def load_checkpoint(self, path: str) -> str | None:
+        """None, or why nothing was taken over; alike on all ranks."""
+        return _refusal(checkpoint.load, self.running, path)
+
+
+def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:
+    try:
+        take_over(*args)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+class LocalRunner:
+    """The parent's side. The caller's own tensors are never changed."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        start_group: Callable[[], WorkerGroup],
+        *,
+        owns_group: bool = True,
+    ) -> None:
+        self.program = program
+        self.options = options
+        self.grad_norm: Tensor | None = None
+        self._owns_group = owns_group
+        self._parameters = {p.name: p for p in program.parameters}
+        check_optimizer_here(program, options)
+        self.group = start_group()
+        self.step_limit = StepLimit(self.group.call_timeout_s, on_cpu=program.device_type == "cpu")
+        try:
+            self.group.call("prepare", pack(program))
+            for portion in portions(needed_state(program, state)):
+                self.group.call("receive", portion)
+            self.group.call("start", options)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
+        """One worker per device; ``limits`` as in `WorkerGroup`."""
+        is_cuda = devices[0].type == "cuda"
+        return WorkerGroup(
+            len(devices),
+            service=RankService,
+            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            device_type=devices[0].type,
+            device_indices=[d.index or 0 for d in devices] if is_cuda else None,
+            **limits,
+        )
+
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        _refuse_local(local)
+        started_s = time.monotonic()
+        loss: Tensor
+        loss, self.grad_norm = self.group.call(
+            "train_step",
+            list(tensors),
+            timeout_s=self.step_limit.limit_s,
+            idle_limit_s=self.step_limit.idle_limit_s,
+        )[0]
+        self.step_limit.note(time.monotonic() - started_s)
+        return loss
+
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        self.group.call("set_forward_program", slot, pack(program))
+
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        _refuse_local(local)
+        outputs: list[Tensor] = self.group.call("forward", slot, list(tensors))[0]
+        return outputs
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.full_state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Plain whole tensors under the model's own keys."""
+        named = self._gathered("state")
+        return {key: named[name] for key, name in self.options.keys}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients, whole, by parameter name."""
+        return self._gathered("gradients")
+
+    def _gathered(self, what: str) -> dict[str, Tensor]:
+        by_rank = self.group.call("held", what)
+        names = dict.fromkeys(name for held in by_rank for name in held)
+        return {name: self._whole(name, [h.get(name) for h in by_rank]) for name in names}
+
+    def _whole(self, name: str, parts: Sequence[Tensor | None]) -> Tensor:
+        """From the parts of the ranks that sent theirs."""
+        mesh, parameter = self.program.mesh, self._parameters.get(name)
+        if parameter is None:
+            return next(part for part in parts if part is not None)
+        stored, first = parameter.stored, parameter.devices[0] * mesh.num_devices
+        full = [parts[first + holder(stored, mesh, rank)] for rank in range(mesh.num_devices)]
+        return gather([p for p in full if p is not None], stored, parameter.shape, mesh)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        check_state(state, self.options.keys, self.program)
+        named = {name: state[key].detach() for key, name in reversed(self.options.keys)}
+        for portion in portions(named):
+            self.group.call("load", portion)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """As `RankRuntime.optimizer_state_dict`, with whole tensors."""
+        self._require_optimizer()
+        by_rank = self.group.call("held_optimizer_state")
+        mesh = self.program.mesh
+        shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in self.program.parameters}
+        state: dict[str, dict[str, Any]] = {}
+        # What a holder has; of a split parameter all its holders have the same kinds of entries.
+        held = {name: e for r in reversed(by_rank) for name, e in r["state"].items()}
+        for name, entries in held.items():
+            reference = torch.empty(shapes[name], device="meta")
+            state[name] = {
+                key: self._whole(name, [r["state"].get(name, {}).get(key) for r in by_rank])
+                if is_like_parameter(value, reference)
+                else value
+                for key, value in entries.items()
+            }
+        groups = joined_groups([r["param_groups"] for r in by_rank], self.program.parameters)
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._require_optimizer()
+        self._taken_over("load_optimizer_state_dict", state)
+
+    def _require_optimizer(self) -> None:
+        if self.options.optimizer is None:
+            raise no_optimizer()
+
+    def _taken_over(self, method: str, *args: Any) -> None:
+        """Raise what the workers refused it for, and go on."""
+        refusals = [text for text in self.group.call(method, *args) if text is not None]
+        if refusals:
+            raise InputError(refusals[0])
+
+    def save(self, path: checkpoint.Path) -> None:
+        checkpoint.check_writable(path)
+        self._taken_over("save_checkpoint", os.path.abspath(path))
+
+    def load(self, path: checkpoint.Path) -> None:
+        checkpoint.check_exists(path)
+        self._taken_over("load_checkpoint", os.path.abspath(path))
+
+    def memory_growth_bytes(self) -> list[int]:
+        return [int(grown) for grown in self.group.call("memory_growth_bytes")]
+
+    def start_counting_tensors(self) -> None:
+        self.group.call("start_counting_tensors")
+
+    def counted_tensor_bytes(self) -> list[int]:
+        return [int(held) for held in self.group.call("counted_tensor_bytes")]
+
+    def action_times(self) -> list[list[ActionTime]]:
+        return list(self.group.call("action_times"))
+
+    def close(self) -> None:
+        if self._owns_group:
+            self.group.close()
+
+
+def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
+    """Refuse an optimizer before anything is sent: it is built once over unwritten memory."""
+    if options.optimizer is None:
+        return
+    parameters = {
+        p.name: nn.Parameter(
+            torch.empty(local_shape(p.shape, p.stored, program.mesh), dtype=p.dtype)
+        )
+        for p in program.parameters
+        if p.trainable
+    }
+    optimizer = make_optimizer(options.optimizer, parameters, program.parameters, program.mesh)
+    if options.lr_scheduler is not None:
+        options.lr_scheduler(optimizer)
+
+
+def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a program reads of the whole state: parameters, and buffers that are no constants."""
+    constants = dict(program.constants)
+    names = [p.name for p in program.parameters]
+    names += [b.name for b in program.buffers if b.name not in constants]
+    return {name: state[name].detach() for name in names}
+
+
+def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The state in portions that bound the shared memory in use."""
+    portion: dict[str, Tensor] = {}
+    size_bytes = 0
+    for name, tensor in state.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
+            yield portion
+            portion, size_bytes = {}, 0
+        portion[name] = tensor.cpu()
+        size_bytes += tensor_bytes
+    if portion:
+        yield portion
+
+
+def _refuse_local(local: bool) -> None:
+    if local:
+        raise InputError(
+            "local=True is for torchrun, where every process has its own part; one process that "
+            "drives local workers passes the global batch: leave local=True out"
+        )

@@ -1,0 +1,214 @@
+"""One process per device, as ``torchrun`` starts them: each runs the user's script.
+
+In: a program and the model's whole state, which every rank has. Out: a runner with the methods of
+`autopar.runtime.runners.local.LocalRunner`, where state is DTensors.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.base.errors import DeviceError, InputError
+from autopar.comm.groups import (
+    initialize,
+    release_process_group,
+    use_process_group,
+)
+from autopar.lowering.types import RankProgram
+from autopar.runtime.faults import watch
+from autopar.runtime.faults.step_limit import StepLimit
+from autopar.runtime.host.heap import keep_freed_memory
+from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.runners.local import needed_state
+from autopar.runtime.state import checkpoint
+from autopar.runtime.state.shards import local_part
+from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.rank import RankOptions, RankRuntime
+
+T = TypeVar("T")
+
+
+def is_spmd() -> bool:
+    """Whether this process is one of several that run the same script."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def rank_device(device_type: str) -> torch.device:
+    """This rank's device: the CPU, or the CUDA device of its ``LOCAL_RANK``, made the current."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device() if count else 0))
+    if index >= count:
+        raise DeviceError(
+            f"LOCAL_RANK={index}, but this machine has {count} CUDA device(s); start "
+            f"torchrun --nproc-per-node={count}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def from_first_rank(make: Callable[[], T], what: str) -> T:
+    """What ``make`` gives on rank 0, on every rank; where there are no others, what it gives."""
+    if not is_spmd():
+        return make()
+    box: list[T | None] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Exception as error:  # raised again below, once the other ranks know
+            failure = error
+    dist.broadcast_object_list(box, src=0)
+    if failure is not None:
+        raise failure
+    if box[0] is None:
+        raise InputError(f"rank 0 could not make {what}; its own error says why")
+    return box[0]
+
+
+class SpmdRunner:
+    """A `RankRuntime` in this process, with the methods that `Compiled` calls."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        device = rank_device(program.device_type)
+        if device.type == "cpu":
+            keep_freed_memory()
+        initialize(device, datetime.timedelta(seconds=timeout_s))
+        self.watch = watch.join()
+        self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
+        self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
+        try:
+            with self.watch.call("compile()"):
+                parts = own_parts(program, state, device)
+                self.runtime = RankRuntime(program, parts, agreed(options, device), device)
+        except BaseException:
+            watch.leave(self.watch)
+            raise
+        self.peak_memory.forget_peak()
+        self._closed = False
+        use_process_group()
+
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        with self.watch.call("train_step()", self.step_limit):
+            return self.runtime.train_step(tensors, local=local)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self.runtime.grad_norm
+
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        with self.watch.call("the preparation of a forward pass"):
+            self.runtime.set_forward_program(slot, program)
+
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        with self.watch.call("a forward pass"):
+            return self.runtime.forward(slot, tensors, local=local)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        with self.watch.call("state_dict()"):
+            return self.runtime.state_dict()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        with self.watch.call("full_state_dict()"):
+            return self.runtime.full_state_dict()
+
+    def gradients(self) -> dict[str, Tensor]:
+        with self.watch.call("gradients()"):
+            return self.runtime.gradients()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with self.watch.call("load_state_dict()"):
+            self.runtime.load_state_dict(state)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        with self.watch.call("optimizer_state_dict()"):
+            return self.runtime.optimizer_state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self.watch.call("load_optimizer_state_dict()"):
+            self.runtime.load_optimizer_state_dict(state)
+
+    def save(self, path: checkpoint.Path) -> None:
+        checkpoint.check_writable(path)
+        with self.watch.call("save()"):
+            checkpoint.save(self.runtime, path)
+
+    def load(self, path: checkpoint.Path) -> None:
+        checkpoint.check_exists(path)
+        with self.watch.call("load()"):
+            checkpoint.load(self.runtime, path)
+
+    def memory_growth_bytes(self) -> list[int]:
+        with self.watch.call("memory_growth_bytes()"):
+            return _of_all_ranks(self.peak_memory.growth_bytes())
+
+    def start_counting_tensors(self) -> None:
+        self.peak_tensors.start()
+
+    def counted_tensor_bytes(self) -> list[int]:
+        with self.watch.call("peak_tensor_bytes()"):
+            return _of_all_ranks(self.peak_tensors.stop())
+
+    def action_times(self) -> list[list[ActionTime]]:
+        with self.watch.call("action_times()"):
+            return _of_all_ranks(self.runtime.action_times())
+
+    def close(self) -> None:
+        """Leave the process group with the last runner, if autopar joined it.
+
+        After a fault the group is left to the end of the process: its members would wait.
+        """
+        if not self._closed and not self.watch.condemned:
+            watch.leave(self.watch)
+            release_process_group()
+        self._closed = True
+
+
+def _of_all_ranks(own: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def own_parts(
+    program: RankProgram, state: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Copies of this rank's parts of the whole state, on its device."""
+    device_here, rank = program.place(dist.get_rank())
+    programs = {p.name: p for p in program.parameters}
+    parts = {}
+    for name, tensor in needed_state(program, state).items():
+        if name in programs:
+            if device_here not in programs[name].devices:
+                continue
+            tensor = local_part(tensor, programs[name].stored, program.mesh, rank)
+        parts[name] = tensor.to(device, copy=True)
+    return parts
+
+
+def agreed(options: RankOptions, device: torch.device) -> RankOptions:
+    """The options with rank 0's seed: the ranks' own generators may differ."""
+    seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
+    dist.broadcast(seed, 0)
+    return RankOptions(
+        keys=options.keys,
+        optimizer=options.optimizer,
+        lr_scheduler=options.lr_scheduler,
+        seed=int(seed),
+        max_grad_norm=options.max_grad_norm,
+    )

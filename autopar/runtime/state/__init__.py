@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer state: shards, checkpoints, what travels to workers."""

@@ -1,0 +1,126 @@
+"""Local parts as ``DTensor``s, and back.
+
+A split that torch can write as ``Shard`` (contiguous parts, several axes of one dimension nested in
+mesh order) leaves as it is, sharing memory with the runtime, without the padding behind its end.
+Any other digit (a fused query-key-value projection split by heads, a padded dimension split over
+several axes) is redistributed to such a split first and leaves as a copy, so that every consumer of
+DTensors, ``torch.distributed.checkpoint`` above all, sees contiguous parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.comm.groups import Communicator
+from autopar.comm.ops import pad_end, step_functions
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placements, R, S, State, Step, local_shape, paddings, redistribute
+from autopar.runtime.state.shards import local_part, without_padding
+
+
+def contiguous_placements(placements: Placements, shape: tuple[int, ...], mesh: Mesh) -> Placements:
+    """The same axes on the same dimensions, as plain nested splits in mesh order.
+
+    Of a padded dimension only the first axis stays: torch cuts the parts of further axes otherwise.
+    """
+    reached: dict[int, int] = {}
+    padding = paddings(placements, shape, mesh)
+    plain = []
+    for placement, size in zip(placements, mesh.axis_sizes):
+        if placement.state is State.SHARD and placement.dim in reached and padding[placement.dim]:
+            placement = R
+        elif placement.state is State.SHARD:
+            outer = reached.get(placement.dim, 1)
+            reached[placement.dim] = outer * size
+            placement = S(placement.dim, outer)
+        plain.append(placement)
+    return tuple(plain)
+
+
+def torch_placements(placements: Placements) -> tuple[Any, ...]:
+    """As torch writes `contiguous_placements`."""
+    return tuple(Shard(p.dim) if p.state is State.SHARD else Replicate() for p in placements)
+
+
+class Porter:
+    """Carries tensors out as DTensors and back in. Every call is collective."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.mesh = communicator.mesh
+
+    def out(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> DTensor:
+        """A DTensor of the local part; it shares its memory where no redistribution is needed."""
+        plain = contiguous_placements(placements, shape, self.mesh)
+        local = self._moved(local.detach(), placements, plain, shape)
+        local = without_padding(local, self._filled(plain, shape))
+        result: DTensor = DTensor.from_local(
+            local,
+            self.communicator.device_mesh,
+            torch_placements(plain),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_contiguous_strides(shape),
+        )
+        return result
+
+    def into(self, local: Tensor, source: Tensor, placements: Placements) -> None:
+        """Copy a whole tensor or a DTensor on any mesh into the local part of ``placements``."""
+        source = source.detach()
+        if isinstance(source, DTensor):
+            shape = tuple(source.shape)
+            plain = contiguous_placements(placements, shape, self.mesh)
+            same = source.device_mesh == self.communicator.device_mesh
+            if same and tuple(source.placements) == torch_placements(plain):
+                own = source.to_local().to(self.communicator.device)
+                for dim, size in enumerate(local_shape(shape, plain, self.mesh)):
+                    own = pad_end(own, dim, size - own.shape[dim])
+                local.copy_(self._moved(own, plain, placements, shape))
+                return
+            source = source.full_tensor()
+        local.copy_(local_part(source, placements, self.mesh, self.communicator.rank))
+
+    def whole(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor, on every rank; a copy."""
+        local = local.detach()
+        whole = self._moved(local, placements, (R,) * len(placements), shape)
+        return whole.clone() if _is_view(whole, local) else whole
+
+    def _filled(self, plain: Placements, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Local shape of what lies before the end of the whole."""
+        sizes = list(local_shape(shape, plain, self.mesh))
+        coordinate = self.mesh.coordinate(self.communicator.rank)
+        for axis, placement in enumerate(plain):
+            if placement.state is State.SHARD and paddings(plain, shape, self.mesh)[placement.dim]:
+                start = coordinate[axis] * sizes[placement.dim]
+                left = max(shape[placement.dim] - start, 0)
+                sizes[placement.dim] = min(sizes[placement.dim], left)
+        return tuple(sizes)
+
+    def _moved(
+        self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Redistribute here and now, by the communicator's own collectives."""
+        for step in redistribute(source, target, shape, self.mesh):
+            if self.mesh.size(step.axes) > 1:
+                local = self._step(local, step)
+        return local
+
+    def _step(self, local: Tensor, step: Step) -> Tensor:
+        label = self.mesh.axes_label(step.axes)
+        forward, _ = step_functions(
+            step, lambda op, *digits: self.communicator.bind(op, label, *digits)
+        )
+        return forward(local)
+
+
+def _is_view(tensor: Tensor, of: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,341 @@
+"""Which optimizers work on shards, and what their state is.
+
+An element-wise optimizer computes each element of its update and of its state from the same element
+of parameter, gradient and state, so it runs on a part of a parameter as on the whole. Others
+look at whole tensors (norms, row means, orthogonalisation) and are refused where a parameter is
+split. What is not known to update each parameter by itself, or has hooks that run beside its steps,
+is also refused where devices hold different parameters, as those of a pipeline do.
+
+A user's function that makes the optimizer is given all parameters of the model that train, in their
+order, on every device: where one is not there, an empty one stands in for it, which the optimizer
+then forgets. So a group has the same parameters on every plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import OptimizerError
+from autopar.base.torch_private import PeakOfNew, has_step_hooks
+from autopar.cost_models import DeviceSpec
+from autopar.cost_models.update import OptimizerSpec, adamw
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import local_shape
+from autopar.lowering.types import ParameterProgram
+from autopar.runtime.state.shards import is_split
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+"""Update each parameter by itself."""
+
+
+def check_makes_optimizer(make: object) -> None:
+    """Raise OptimizerError for what cannot make an optimizer, such as an optimizer itself."""
+    if make is not None and not callable(make):
+        name = type(make).__name__
+        raise OptimizerError(
+            f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
+            f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
+        )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, programs: Sequence[ParameterProgram], mesh: Mesh
+) -> None:
+    """Raise OptimizerError where the optimizer cannot work on the shards that the plan makes."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the model several times in one step, which train_step does not do; "
+            "pass an optimizer such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    if is_elementwise(optimizer):
+        return
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    has_hooks = has_step_hooks(optimizer)
+    if has_hooks:
+        name += " with hooks beside its steps"
+    trained = [program for program in programs if program.trainable]
+    for program in trained:
+        if is_split(program.stored, mesh):
+            raise OptimizerError(
+                f"parameter {program.name!r} is stored in parts, and {name} is not known to work "
+                "element by element, so an update of a part may differ from that part of the "
+                f"update. {_use(ELEMENTWISE)}, or a plan that stores this parameter whole on "
+                "every device"
+            )
+    if kind in PARAMETERWISE and not has_hooks:
+        return
+    for program in trained:
+        if program.devices != trained[0].devices:
+            raise OptimizerError(
+                f"parameters {trained[0].name!r} and {program.name!r} are on different devices of "
+                f"a pipeline, and {name} is not known to update each parameter by itself, so an "
+                f"update may depend on what another device has. {_use(PARAMETERWISE)}, or a plan "
+                "without a pipeline"
+            )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to update any elements without the others."""
+    return type(optimizer) in ELEMENTWISE and not has_step_hooks(optimizer)
+
+
+def _use(known: Sequence[type[torch.optim.Optimizer]]) -> str:
+    names = ", ".join(kind.__name__ for kind in known)
+    return (
+        f"Use one of torch.optim's {names} without hooks, such as "
+        "functools.partial(torch.optim.AdamW, lr=3e-4)"
+    )
+
+
+def make_optimizer(
+    make: MakeOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    programs: Sequence[ParameterProgram],
+    mesh: Mesh,
+) -> torch.optim.Optimizer:
+    """Build and check the user's optimizer over the trainable ``parameters`` of this device; those
+    of ``programs`` that it lacks are on other devices."""
+    trained = [p for p in programs if p.trainable]
+    if not parameters:
+        raise OptimizerError(
+            "no parameter of the model gets a gradient, so there is nothing to optimize; set "
+            "parameter.requires_grad_() where it should train, or leave optimizer= out"
+        )
+    of_wholes = None
+    if any(is_split(p.stored, mesh) for p in trained):
+        with contextlib.suppress(Exception):  # what is wrong is said of the real one
+            of_wholes = _made(make, {}, {p.name: p.shape for p in trained}, trained)[1]
+    shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in trained}
+    optimizer, groups = _made(make, parameters, shapes, trained)
+    check_optimizer(optimizer, programs, mesh)
+    if of_wholes is not None and groups != of_wholes:
+        name = next(p.name for p in trained if groups.get(p.name) != of_wholes.get(p.name))
+        raise OptimizerError(
+            f"optimizer(parameters) puts {name!r} into parameter group {groups.get(name)} where it "
+            f"is given the parts of parameters that a device has, and into {of_wholes.get(name)} "
+            "where it is given them whole: under autopar groups must not depend on sizes. Choose "
+            "them by p.ndim or by the order of the parameters, which are those of the model"
+        )
+    _forget_absent(optimizer, parameters)
+    return optimizer
+
+
+def _made(
+    make: MakeOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, Sequence[int]],
+    trained: Sequence[ParameterProgram],
+) -> tuple[torch.optim.Optimizer, dict[str, int]]:
+    """The optimizer, and each parameter's group.
+
+    It is made of ``parameters`` and of stand-ins, of ``shapes``, for those of ``trained`` that are
+    not there.
+    """
+
+    def stand_in(p: ParameterProgram, device: torch.device) -> nn.Parameter:
+        one = torch.zeros((), dtype=p.dtype, device=device)  # of one element: it takes no memory
+        return nn.Parameter(one.expand(tuple(shapes[p.name])))
+
+    def given(device: torch.device) -> dict[str, nn.Parameter]:
+        return {
+            p.name: parameters[p.name] if p.name in parameters else stand_in(p, device)
+            for p in trained
+        }
+
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    every = given(torch.device("meta"))  # so state that is made at once takes no memory either
+    try:
+        optimizer = make(list(every.values()))
+    except Exception:
+        if len(parameters) == len(trained):
+            raise
+        every = given(device)  # fused kernels are refused without data
+        optimizer = make(list(every.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"optimizer(parameters) returned a {type(optimizer).__name__}; pass a callable that "
+            "makes a torch.optim.Optimizer: functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    names = {id(parameter): name for name, parameter in every.items()}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise OptimizerError(
+                    "the optimizer holds tensors that it was not given: under autopar it must be "
+                    "built from its argument alone, as in lambda parameters: "
+                    "torch.optim.AdamW(parameters, lr=3e-4)"
+                )
+            groups[names[id(parameter)]] = index
+    return optimizer, groups
+
+
+def _forget_absent(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Parameters of other devices, and what state they were given."""
+    own = {id(parameter) for parameter in parameters.values()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in own]
+    for parameter in [p for p in optimizer.state if id(p) not in own]:
+        del optimizer.state[parameter]
+
+
+_WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer; by its fused kernel where it has one and nothing else was asked.
+
+    On CPUs torch takes the fused kernel only when told to, though AdamW's is three times as fast:
+    one pass over weights, gradient and state in place of a dozen.
+    """
+    groups = [g for g in optimizer.param_groups if _may_be_fused(optimizer, g)]
+    for group in groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            _lay_out_gradient(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return (
+        type(optimizer) in _WITH_FUSED_KERNELS
+        and group["fused"] is None
+        and group["foreach"] is None
+        and not group["differentiable"]
+        and not isinstance(group["lr"], Tensor)  # eager rounds what it makes of it otherwise
+        and all(
+            p.device.type == "cpu" and p.dtype.is_floating_point and p.is_contiguous()
+            for p in group["params"]
+        )
+    )
+
+
+def _lay_out_gradient(parameter: nn.Parameter) -> None:
+    """The gradient in the order of the parameter: fused kernels go through both as they lie, and
+    make state that lies like the gradient."""
+    gradient = parameter.grad
+    if gradient is not None and not gradient.is_contiguous():
+        parameter.grad = gradient.contiguous()
+
+
+def is_like_parameter(value: Any, parameter: Tensor) -> bool:
+    """Whether a piece of optimizer state has an element for each one of the parameter's part."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+_PROBE = 64, 64
+
+
+def optimizer_spec(
+    make: MakeOptimizer | None, device: DeviceSpec, *, is_clipped: bool = False
+) -> OptimizerSpec:
+    """What prices know of the user's optimizer, from steps of it over a few small parameters.
+
+    AdamW's, where there is none or it does not step that way. Gradients that are clipped are
+    complete before any is used.
+    """
+    if make is None:
+        return replace(adamw(device), is_joint=is_clipped)
+    parameters = [nn.Parameter(torch.zeros(_PROBE, device="cpu")) for _ in range(3)]
+    try:
+        held = [
+            round(_held_in_step(make, parameters[:num], device) / parameters[0].nbytes, 1)
+            for num in (1, 2, 3)
+        ]
+        optimizer = make(parameters[:1])
+        is_fused = all(
+            group.get("fused") or (device.kind == "cpu" and _may_be_fused(optimizer, group))
+            for group in optimizer.param_groups
+        )
+        is_joint = is_clipped or not is_elementwise(optimizer)
+        materialize_state(optimizer)
+        state = optimizer.state.get(parameters[0], {})
+    except Exception:  # whatever is wrong with it is said where the real one is made
+        return replace(adamw(device), is_joint=is_clipped)
+    num_states = sum(is_like_parameter(value, parameters[0]) for value in state.values())
+    of_all = round(held[2] - held[1], 1)
+    return OptimizerSpec(
+        num_states=num_states,
+        is_fused=is_fused,
+        temporaries_of_all=of_all,
+        temporaries_of_one=round(held[0] - of_all, 1),
+        temporaries_before=round(held[1] - held[0] - of_all, 1),
+        is_joint=is_joint,
+    )
+
+
+def _held_in_step(make: MakeOptimizer, parameters: list[nn.Parameter], device: DeviceSpec) -> int:
+    """The bytes that a step holds at most beside parameters, gradients and state, which are there
+    from the step before."""
+    optimizer = make(parameters)
+    materialize_state(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for group in optimizer.param_groups:
+        # On GPUs torch takes the kernels that update many tensors at once.
+        if device.kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
+            group["foreach"] = True
+    with PeakOfNew() as held:
+        update(optimizer)
+    return held.peak_bytes
+
+
+def materialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step would make, leaving parameters as they are.
+
+    State is made lazily, and a checkpoint can only be read into what is there.
+    """
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    update(optimizer)
+    with torch.no_grad():
+        for parameter, gradient, old in zip(parameters, gradients, before):
+            parameter.grad = gradient
+            parameter.copy_(old)
+
+
+def joined_groups(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]], programs: Sequence[ParameterProgram]
+) -> list[dict[str, Any]]:
+    """Parameter groups of several ranks, with all their parameters by name, in program order."""
+    groups: list[dict[str, Any]] = []
+    for place in range(max((len(groups) for groups in by_rank), default=0)):
+        found = [groups[place] for groups in by_rank if len(groups) > place]
+        names = {name for group in found for name in group["params"]}
+        ordered = [p.name for p in programs if p.name in names]
+        groups.append({**found[0], "params": ordered})
+    return groups

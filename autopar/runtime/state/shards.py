@@ -1,0 +1,104 @@
+"""Parts of a whole value, one for each rank, and back.
+
+In: a whole tensor, its placements and the mesh. Out: the part that a rank holds; or, from the
+parts of all ranks, the whole. No communication: whoever calls has the tensors at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.comm.ops import assemble, digit_slice, pad_end
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Placements, State, local_shape, paddings
+from autopar.lowering.types import InputProgram, RankProgram
+
+
+def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
+    """One shard per rank of a whole value (R and S only)."""
+    return [local_part(whole, placements, mesh, rank).clone() for rank in range(mesh.num_devices)]
+
+
+def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
+    """The part of a whole value that ``rank`` holds (R and S only), contiguous; may be a view.
+
+    A part that ends behind the whole's end is padded with zeros.
+    """
+    part, coordinate = whole, mesh.coordinate(rank)
+    for dim, padding in paddings(placements, whole.shape, mesh).items():
+        part = pad_end(part, dim, padding)
+    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
+    # Innermost digits first: the outer ones then still have their global outer.
+    for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
+        part = digit_slice(
+            part, mesh.axis_sizes[axis], coordinate[axis], placement.dim, placement.outer
+        )
+    return part.contiguous()
+
+
+def microbatch_of(tensor: Tensor, source: InputProgram, num: int, index: int) -> Tensor:
+    """Micro-batch ``index`` of an input, or of one rank's part of it."""
+    cut = source.microbatch
+    return tensor if cut is None else digit_slice(tensor, num, index, cut.dim, cut.outer)
+
+
+def local_input_shape(source: InputProgram, program: RankProgram) -> tuple[int, ...]:
+    """Shape of one rank's part of an input, all its micro-batches together."""
+    part = list(local_shape(source.part(program.num_microbatches), source.placements, program.mesh))
+    if source.microbatch is not None:
+        part[source.microbatch.dim] *= program.num_microbatches
+    return tuple(part)
+
+
+def gather(
+    shards: Sequence[Tensor], placements: Placements, shape: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """The whole value, of ``shape``, from one shard per rank (R, S and P)."""
+    current = {mesh.coordinate(r): shard for r, shard in enumerate(shards)}
+    splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
+    order = [a for _, a in sorted(splits, key=lambda s: s[0].outer)]
+    order += [a for a, p in enumerate(placements) if p.state is not State.SHARD]
+    for axis in order:
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for coordinate in sorted(current):
+            key = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+            groups.setdefault(key, []).append(current[coordinate])
+        current = {key: _join(parts, placements[axis]) for key, parts in groups.items()}
+    (whole,) = current.values()
+    return without_padding(whole, shape)
+
+
+def without_padding(padded: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading part of ``shape``, a view."""
+    for dim, size in enumerate(shape):
+        padded = padded.narrow(dim, 0, min(size, padded.shape[dim]))
+    return padded
+
+
+def _join(parts: list[Tensor], placement: Placement) -> Tensor:
+    if placement.state is State.SHARD:
+        return assemble(torch.stack(parts), placement.dim, placement.outer)
+    return reduced(parts) if placement.state is State.PARTIAL else parts[0]
+
+
+def reduced(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the parts in their own dtype."""
+    return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+
+
+def holder(placements: Placements, mesh: Mesh, rank: int) -> int:
+    """The first rank that holds the same part as ``rank``."""
+    coordinate = mesh.coordinate(rank)
+    first = 0
+    for axis, placement in enumerate(placements):
+        kept = coordinate[axis] if placement.state is State.SHARD else 0
+        first = first * mesh.axis_sizes[axis] + kept
+    return first
+
+
+def is_split(placements: Placements, mesh: Mesh) -> bool:
+    """Whether any rank holds less than the whole."""
+    return any(p.state is State.SHARD and size > 1 for p, size in zip(placements, mesh.axis_sizes))

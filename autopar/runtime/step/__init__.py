@@ -1,0 +1,1 @@
+"""One training step on one rank: actions, their values, reductions and updates."""

@@ -1,0 +1,78 @@
+"""Clipping by global norm: one norm over the gradients of all shards, one factor for all of them.
+
+In: this rank's parts of the gradients, in stored placement. Out: the same parts scaled as
+``torch.nn.utils.clip_grad_norm_`` scales the whole gradients, and the norm before. Each rank adds
+up the squares of the parts that no lower rank holds, so that a replicated part counts once; zeros
+behind the end of a padded one count nothing. One number a step is communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import InputError
+from autopar.comm.groups import Communicator
+from autopar.lowering.types import ParameterProgram
+from autopar.runtime.state.shards import holder
+
+_EPSILON = 1e-6
+"""That of ``torch.nn.utils.clip_grad_norm_``."""
+
+
+def check_max_grad_norm(max_grad_norm: Any) -> None:
+    """Raise InputError unless it is None or a positive finite number."""
+    if max_grad_norm is None:
+        return
+    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if not is_number or not 0 < max_grad_norm < math.inf:
+        raise InputError(
+            f"max_grad_norm is {max_grad_norm!r}; it must be a positive finite number, the "
+            "largest 2-norm of all gradients together, such as max_grad_norm=1.0, or None"
+        )
+
+
+class Clipper:
+    """Clips on one rank. Making it, and every call, is collective.
+
+    ``programs`` are the trainable parameters of all devices of the pipeline.
+    """
+
+    def __init__(
+        self,
+        max_grad_norm: float,
+        programs: Sequence[ParameterProgram],
+        communicator: Communicator,
+    ) -> None:
+        mesh, rank, world = communicator.mesh, communicator.rank, communicator.world
+        here = communicator.pipeline_device
+        self.max_grad_norm = max_grad_norm
+        self.device = communicator.device
+        # Of all parameters, since every rank adds to one number.
+        is_double = any(p.dtype.to_real() is torch.float64 for p in programs)
+        self._dtype = torch.float64 if is_double else torch.float32
+        self._counted = {
+            p.name
+            for p in programs
+            if p.devices[0] == here and holder(p.stored, mesh, rank) == rank
+        }
+        self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The 2-norm of all gradients together, the same on all ranks."""
+        total = torch.zeros((), dtype=self._dtype, device=self.device)
+        for name, gradient in gradients.items():
+            if name in self._counted:
+                precise = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, dtype=precise)
+                total += norm.to(self._dtype).square()
+        return self._sum(total).sqrt()
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """What to multiply every gradient with: at most 1."""
+        return (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1.0)

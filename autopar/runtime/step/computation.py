@@ -1,0 +1,374 @@
+"""The computation of a step on one device: the graphs of its stages, micro-batch by micro-batch.
+
+In: a program, a device's route through it, and this step's parameters, buffers and batches. Out:
+gradients as they accumulate, the loss's parts, next buffers. It knows blocks and values; the order
+of actions, communication between devices and reductions are the executor's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from autopar.lowering.route import Route
+from autopar.lowering.types import (
+    NO_STAGE,
+    BlockProgram,
+    BufferProgram,
+    Kernel,
+    OutputProgram,
+    RankProgram,
+)
+from autopar.runtime.machine.protocols import Machine, Phase
+from autopar.runtime.machine.shared_buffers import Made
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Record(Generic[T]):
+    """What the forward pass of a block leaves for its backward pass."""
+
+    operands: dict[int, T]
+    saved: list[T]
+
+
+@dataclass(slots=True)
+class Flight(Generic[T]):
+    """The values of one micro-batch on this device.
+
+    ``given`` are inputs and totals; ``values`` what stages made or received; ``cotangents`` the
+    gradients that have come back so far. By block, ``records`` wait for I, and ``late`` holds what
+    W still needs. By stage, ``entered`` is what a recomputed stage was given.
+    """
+
+    given: Mapping[int, T]
+    values: dict[int, T] = field(default_factory=dict)
+    cotangents: dict[int, T] = field(default_factory=dict)
+    records: dict[int, _Record[T]] = field(default_factory=dict)
+    late: dict[int, list[T]] = field(default_factory=dict)
+    entered: dict[int, dict[int, T]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving(Generic[T]):
+    """What a micro-batch made of some buffers, on its way to all ranks."""
+
+    microbatch: int
+    buffers: tuple[BufferProgram, ...]
+    wait: Callable[[], Sequence[T]]
+
+
+class Computation(Generic[T]):
+    """One step on one device; ``fixed`` are the values that depend on nothing but constants.
+
+    What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next,
+    and so are the parameters of the next block.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        route: Route,
+        machine: Machine[T],
+        *,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        fixed: Mapping[int, T],
+        given: Sequence[Mapping[int, T]],
+    ) -> None:
+        self.program = program
+        self.route = route
+        self.machine = machine
+        self.stored = parameters
+        self.buffers = dict(buffers)
+        self.fixed = fixed
+        self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
+        self.used: dict[int, T] = {}
+        self._coming: dict[int, tuple[tuple[int, ...], Callable[[], Sequence[T]]]] = {}
+        self._keepers: Counter[int] = Counter()
+        self.partial: dict[int, T] = {}
+        self._own_sums: set[int] = set()
+        self.remaining = route.contributions.copy()
+        self.following: dict[int, T] = {}
+        self.made: list[Made[T]] = []
+        self.loss: T | None = None
+        self._whole_loss: Callable[[], Sequence[T]] | None = None
+        self._num_losses = 0
+        self._moving: dict[int, _Moving[T]] = {}
+        self._parameter_of = {p.value: p for p in program.parameters}
+
+    def value(self, microbatch: int, index: int) -> T:
+        """A value as blocks read it."""
+        flight = self.flights[microbatch]
+        for known in (flight.values, flight.given, self.fixed, self.buffers):
+            if index in known:
+                return known[index]
+        return self.stored[index]
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        """F of a stage; with ``keep`` it leaves what the backward pass needs."""
+        recomputed = stage in self.program.pipeline.shape.recomputed
+        flight = self.flights[microbatch]
+        if recomputed and keep and stage:
+            entering = self.program.pipeline.boundaries[stage - 1].values
+            flight.entered[stage] = {v: flight.values[v] for v in entering}
+        self._run_blocks(stage, microbatch, keep=keep and not recomputed)
+
+    def recompute(self, stage: int, microbatch: int) -> None:
+        """R of a stage: its forward pass again, which leaves nothing but what backward needs."""
+        flight = self.flights[microbatch]
+        beside = flight.values
+        flight.values = flight.entered.pop(stage, {})
+        self._run_blocks(stage, microbatch, keep=True)
+        flight.values = beside
+
+    def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
+        values = self.flights[microbatch].values
+        self._arrive(stage)
+        positions = self.route.blocks[stage]
+        for position, following in itertools.zip_longest(positions, positions[1:]):
+            self._fetch(position)
+            if following is not None:
+                self._start_fetching(following)
+            self._run_block(position, microbatch, keep)
+            for value in self.route.dropped[position]:
+                values.pop(value, None)
+            for value in self.route.released[position]:
+                self._release(value)
+
+    def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
+        block, flight = self.program.blocks[position], self.flights[microbatch]
+        kernel, interface = self.program.kernels[block.kernel], block.interface
+        operands = [self.value(microbatch, i) for i in interface.inputs]
+        operands += [self.used[i] for i in interface.parameters]
+        self.machine.begin(microbatch, position, Phase.FORWARD)
+        results = list(self.machine.run(kernel.forward, operands))
+        flight.values.update(zip(interface.outputs, results[: kernel.num_outputs]))
+        if keep:
+            sources = {*kernel.input_sources, *kernel.weight_sources}
+            kept = {i for kind, i in sources if kind == "operand"}
+            self._keepers.update(self._parameters_in(position, kept))
+            flight.records[position] = _Record(
+                operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
+            )
+
+    def _parameters_in(self, position: int, operands: Iterable[int]) -> list[int]:
+        interface = self.program.blocks[position].interface
+        num_inputs = len(interface.inputs)
+        return [interface.parameters[i - num_inputs] for i in operands if i >= num_inputs]
+
+    def _forget(self, position: int, record: _Record[T]) -> None:
+        """The backward pass of a block is through: parameters kept for it alone are let go."""
+        for value in self._parameters_in(position, record.operands):
+            self._keepers[value] -= 1
+            self._release(value)
+
+    def _release(self, value: int) -> None:
+        if not self._keepers[value]:
+            self.used.pop(value, None)
+
+    def _start_fetching(self, position: int) -> None:
+        """Begin to bring a block's parameters to the placement that it uses them in.
+
+        There is one copy for all micro-batches.
+        """
+        values, moves = [], []
+        for value in dict.fromkeys(self.program.blocks[position].interface.parameters):
+            parameter = self._parameter_of[value]
+            if value in self.used:
+                continue
+            if parameter.kernel is None:
+                self.used[value] = self.stored[value]
+            else:
+                values.append(value)
+                moves.append((self.program.kernels[parameter.kernel].forward, self.stored[value]))
+        if moves:
+            self._coming[position] = tuple(values), self.machine.start_moves(moves)
+
+    def _fetch(self, position: int) -> None:
+        """Wait for a block's parameters."""
+        if position not in self._coming:
+            self._start_fetching(position)
+        if position in self._coming:
+            values, wait = self._coming.pop(position)
+            self.used.update(zip(values, wait()))
+
+    def finish_forward(self, stage: int, microbatch: int) -> None:
+        """Take the loss's part and the next buffers from what F of a stage has made."""
+        values, crossing = self.flights[microbatch].values, self.route.crossing[stage]
+        self._follow(stage, microbatch, self.route.updated[stage], values)
+        if stage == self.route.loss_stage:
+            self._add_loss(values)
+        for value in self.route.finished[stage]:
+            if value not in crossing:
+                del values[value]
+
+    def _add_loss(self, values: Mapping[int, T]) -> None:
+        """Add a micro-batch's part of the loss; with the last one begin to make it whole."""
+        output = self.program.loss
+        assert output is not None
+        part = values[output.value]
+        self.loss = part if self.loss is None else self.machine.add(self.loss, part)
+        self._num_losses += 1
+        if self._num_losses == self.route.num_losses and output.kernel is not None:
+            forward = self.program.kernels[output.kernel].forward
+            self._whole_loss = self.machine.start_moves([(forward, self.loss)])
+
+    def whole_loss(self) -> T | None:
+        """The sum of this device's parts of the loss; None where it has none."""
+        return self._whole_loss()[0] if self._whole_loss is not None else self.loss
+
+    def finish(self) -> None:
+        """Wait for the next buffers, and take those that no stage makes: copies of inputs and of
+        constants."""
+        last = len(self.flights) - 1
+        copies = [b.following.value for b in self.route.copied if b.following is not None]
+        self._follow(NO_STAGE, last, self.route.copied, {v: self.value(last, v) for v in copies})
+        for stage in tuple(self._moving):
+            self._arrive(stage)
+
+    def _follow(
+        self,
+        stage: int,
+        microbatch: int,
+        updated: Sequence[BufferProgram],
+        values: Mapping[int, T],
+    ) -> None:
+        """Take a stage's next buffers; those that are communicated are there at its next F."""
+        moved, moves = [], []
+        for buffer in updated:
+            assert buffer.following is not None
+            value, kernel = values[buffer.following.value], buffer.following.kernel
+            if kernel is None:
+                self._set_buffer(buffer, microbatch, value)
+                continue
+            moved.append(buffer)
+            moves.append((self.program.kernels[kernel].forward, value))
+        if moves:
+            wait = self.machine.start_moves(moves)
+            self._moving[stage] = _Moving(microbatch, tuple(moved), wait)
+
+    def _arrive(self, stage: int) -> None:
+        moving = self._moving.pop(stage, None)
+        if moving is not None:
+            for buffer, value in zip(moving.buffers, moving.wait()):
+                self._set_buffer(buffer, moving.microbatch, value)
+
+    def _set_buffer(self, buffer: BufferProgram, microbatch: int, value: T) -> None:
+        if buffer.shared:  # with other replicas, which have other micro-batches
+            self.made.append(Made(buffer.value, microbatch, value))
+        else:
+            self.following[buffer.value] = self.buffers[buffer.value] = value
+
+    def whole(self, output: OutputProgram, value: T) -> T:
+        """A value that leaves the program, made whole."""
+        if output.kernel is None:
+            return value
+        return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def backward(self, stage: int, microbatch: int, *, weights: bool) -> Iterator[list[int]]:
+        """I of a stage block by block, or with ``weights`` B: each block's W after its I.
+
+        Yields, after each block, the parameters whose gradients have become complete.
+        """
+        flight = self.flights[microbatch]
+        for position in reversed(self.route.blocks[stage]):
+            block = self.program.blocks[position]
+            kernel = self.program.kernels[block.kernel]
+            record = flight.records.pop(position, None)
+            if record is None:
+                continue
+            if not kernel.cotangents:
+                self._forget(position, record)
+                continue
+            cotangents = self._take(flight, block, kernel)
+            arguments = self._run_input(position, microbatch, record, cotangents)
+            self._forget(position, record)
+            del record, cotangents  # what W needs of them is in its arguments
+            if kernel.backward_weight is None:
+                continue
+            if weights:
+                complete = self._run_weight(position, microbatch, arguments)
+                del arguments  # not for the next block's I to run beside
+                yield complete
+            else:
+                flight.late[position] = arguments
+
+    def weights(self, stage: int, microbatch: int) -> Iterator[list[int]]:
+        """W of a stage, as `backward`."""
+        for position in reversed(self.route.blocks[stage]):
+            arguments = self.flights[microbatch].late.pop(position, None)
+            if arguments is not None:
+                complete = self._run_weight(position, microbatch, arguments)
+                del arguments
+                yield complete
+
+    def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
+        """Cotangents of the block's outputs; zeros where nothing flowed back."""
+        loss = None if self.program.loss is None else self.program.loss.value
+        taken = []
+        for index in kernel.cotangents:
+            value = block.interface.outputs[index]
+            cotangent = flight.cotangents.pop(value, None)
+            if value == loss:
+                cotangent = self.machine.filled(kernel.output_metas[index], 1.0)
+            if cotangent is None:
+                cotangent = self.machine.filled(kernel.output_metas[index], 0.0)
+            taken.append(self.machine.contiguous(cotangent))
+        return taken
+
+    def _run_input(
+        self, position: int, microbatch: int, record: _Record[T], cotangents: list[T]
+    ) -> list[T]:
+        """Run I and hand on the gradients; the arguments of W."""
+        block, flight = self.program.blocks[position], self.flights[microbatch]
+        kernel = self.program.kernels[block.kernel]
+        sources: dict[str, Mapping[int, T]] = {
+            "operand": record.operands,
+            "saved": dict(enumerate(record.saved)),
+            "cotangent": dict(enumerate(cotangents)),
+        }
+        if kernel.backward_input is not None:
+            arguments = [sources[kind][i] for kind, i in kernel.input_sources]
+            self.machine.begin(microbatch, position, Phase.INPUT)
+            results = list(self.machine.run(kernel.backward_input, arguments))
+            for operand, gradient in zip(kernel.input_grads, results):
+                self.accumulate(flight.cotangents, block.interface.inputs[operand], gradient)
+            sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
+        return [sources[kind][i] for kind, i in kernel.weight_sources]
+
+    def _run_weight(self, position: int, microbatch: int, arguments: list[T]) -> list[int]:
+        block = self.program.blocks[position]
+        kernel, interface = self.program.kernels[block.kernel], block.interface
+        assert kernel.backward_weight is not None
+        self.machine.begin(microbatch, position, Phase.WEIGHT)
+        gradients = self.machine.run(kernel.backward_weight, arguments)
+        complete = []
+        for operand, gradient in zip(kernel.weight_grads, gradients):
+            value = interface.parameters[operand - len(interface.inputs)]
+            self._add_gradient(value, gradient)
+            self.remaining[value] -= 1
+            if not self.remaining[value]:
+                complete.append(value)
+        return complete
+
+    def _add_gradient(self, value: int, gradient: T) -> None:
+        """The first sum is new memory (one tensor may be the gradient of two parameters); what
+        follows is added to it in place."""
+        if value in self._own_sums:
+            self.machine.add_to(self.partial[value], gradient)
+            return
+        if value in self.partial:
+            self._own_sums.add(value)
+        self.accumulate(self.partial, value, gradient)
+
+    def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
+        into[value] = self.machine.add(into[value], gradient) if value in into else gradient

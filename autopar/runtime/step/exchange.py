@@ -1,0 +1,93 @@
+"""Messages between the stages of a pipeline: receives posted early, sends let go when they arrived.
+
+In: a device's route and its links. Out: for each receive the values, when they are needed. On each
+link the receives are posted in the order of the sends, one ahead of the schedule, so that a message
+finds its buffer; nothing waits where the schedule has a send or a receive, only where a stage needs
+what has not come yet. A sent value is held until a later message from its receiver shows that it
+has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from autopar.lowering.route import Route, peer_of
+from autopar.lowering.types import Pipeline, TensorMeta
+from autopar.runtime.machine.protocols import Links, Received
+from autopar.schedules.action import Action, Kind
+
+T = TypeVar("T")
+
+NUM_AHEAD = 1
+"""How many receives of a link are posted before the schedule comes to them."""
+
+
+class Exchange(Generic[T]):
+    """The messages of one step on one device."""
+
+    def __init__(self, pipeline: Pipeline, route: Route, links: Links[T]) -> None:
+        self.pipeline = pipeline
+        self.route = route
+        self.links = links
+        self._incoming = {
+            peer: [a for a in actions if self.metas(a)] for peer, actions in route.incoming.items()
+        }
+        self._place = {a: i for actions in self._incoming.values() for i, a in enumerate(actions)}
+        self._num_posted = dict.fromkeys(self._incoming, 0)
+        self._posted: dict[Action, Callable[[], Received[T]]] = {}
+        self._sent: dict[Action, Callable[[], None]] = {}
+        for peer in self._incoming:
+            self._post(peer, NUM_AHEAD)
+
+    def values(self, action: Action) -> tuple[int, ...]:
+        """What a send or a receive carries: values forward, gradients back; none is no message."""
+        lower = action.stage - (action.kind in (Kind.RECV_F, Kind.SEND_B))
+        boundary = self.pipeline.boundaries[lower]
+        return boundary.values if _is_forward(action) else boundary.gradients
+
+    def metas(self, action: Action) -> tuple[TensorMeta, ...]:
+        lower = action.stage - (action.kind in (Kind.RECV_F, Kind.SEND_B))
+        boundary = self.pipeline.boundaries[lower]
+        return boundary.metas if _is_forward(action) else boundary.gradient_metas
+
+    def send(self, action: Action, values: Sequence[T]) -> None:
+        """Begin to send what `values` names."""
+        if values:
+            peer = peer_of(action, self.pipeline.shape)
+            self._sent[action] = self.links.send(peer, values)
+
+    def post(self, action: Action) -> None:
+        """Be ready for a message, and for the next ones of its link."""
+        if self.metas(action):
+            self._post(peer_of(action, self.pipeline.shape), self._place[action] + 1 + NUM_AHEAD)
+
+    def expects(self, action: Action) -> bool:
+        """Whether there is such a message to this device."""
+        return action in self._place
+
+    def take(self, action: Action) -> Received[T]:
+        """Wait for a message that was posted."""
+        received = self._posted.pop(action)()
+        for sent in self.route.arrived.get(action, ()):
+            if sent in self._sent:
+                self._sent.pop(sent)()
+        return received
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for wait in self._sent.values():
+            wait()
+        self._sent.clear()
+
+    def _post(self, peer: int, num: int) -> None:
+        """Post the first ``num`` receives of a link, those that are not yet."""
+        incoming = self._incoming[peer]
+        while self._num_posted[peer] < min(num, len(incoming)):
+            action = incoming[self._num_posted[peer]]
+            self._posted[action] = self.links.receive(peer, self.metas(action))
+            self._num_posted[peer] += 1
+
+
+def _is_forward(action: Action) -> bool:
+    return action.kind in (Kind.SEND_F, Kind.RECV_F)

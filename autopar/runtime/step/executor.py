@@ -1,0 +1,294 @@
+"""Run one training step, or one forward pass, of a rank program: one device's list of actions.
+
+The executor plays the actions of the program's schedule in their order (forward, input and weight
+gradients, recomputation, reductions, messages between stages); a program without a pipeline has one
+stage and the plain order. What a stage computes is in `autopar.runtime.step.computation`, how
+messages travel in `autopar.runtime.step.exchange`, and where graphs run in
+`autopar.runtime.machine.protocols`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from autopar.lowering.route import Route, route_of
+from autopar.lowering.types import OutputProgram, RankProgram, Role
+from autopar.runtime.faults.whereabouts import padded, say
+from autopar.runtime.machine.protocols import Links, Machine, Phase
+from autopar.runtime.machine.shared_buffers import combined
+from autopar.runtime.step.computation import Computation
+from autopar.runtime.step.exchange import Exchange
+from autopar.runtime.step.reductions import Reductions, Updater
+from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
+
+T = TypeVar("T")
+_SENT = padded("the last sends of its schedule")
+_REDUCED = padded("the reductions of gradients and of the loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult(Generic[T]):
+    """Of one step: the loss (replicated), gradients in stored placement, and next buffers.
+
+    Gradients and buffers are those of this device's stages. With an updater there are no gradients:
+    what was not updated is in ``reductions``, and may still be on its way.
+    """
+
+    loss: T
+    gradients: Mapping[int, T]
+    buffers: Mapping[int, T]
+    reductions: Reductions[T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTime:
+    """When an action ran, on the machine's monotonic clock; on a GPU, when it was launched.
+
+    It starts where the action before it ended, or, where it needs a message, when that had come;
+    taking it in is part of it. What is communicated only begins in it.
+    """
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+class Executor(Generic[T]):
+    """One program on one machine. Parameters and buffers are handed in, never owned.
+
+    ``times`` has the actions of the last pass.
+    """
+
+    def __init__(
+        self, program: RankProgram, machine: Machine[T], links: Links[T], device: int = 0
+    ) -> None:
+        self.program = program
+        self.machine = machine
+        self.links = links
+        self.route = route_of(program, device)
+        self.labels = tuple(padded(f"action {action}") for action in self.route.actions)
+        self.fixed: dict[int, T] = {}
+        self.times: list[ActionTime] = []
+
+    def forward(
+        self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
+    ) -> dict[int, T]:
+        """The loss and outputs of a forward program, made whole, by value."""
+        self._fix(buffers)
+        run = self._computation(parameters, buffers, [inputs])
+        _Play(self, run).run()
+        wanted = [*self.program.outputs]
+        if self.program.loss is not None:
+            wanted.append(self.program.loss)
+        return {output.value: self._shared(output, run) for output in wanted}
+
+    def _shared(self, output: OutputProgram, run: Computation[T]) -> T:
+        if output.devices is None:
+            return run.whole(output, run.value(0, output.value))
+        own = None
+        if self.route.device in output.devices:
+            own = run.whole(output, run.value(0, output.value))
+        return self.links.share(output.devices, own, output.meta)
+
+    def step(
+        self,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        batches: Sequence[Mapping[int, T]],
+        updater: Updater[T] | None = None,
+    ) -> StepResult[T]:
+        """Forward and backward of all micro-batches, and updates, in the order of the schedule.
+
+        Without an ``updater`` nothing is updated, and all gradients are waited for.
+        """
+        assert self.program.loss is not None
+        self._fix(buffers)
+        run = self._computation(parameters, buffers, self._early(buffers, batches))
+        play = _Play(self, run, updater)
+        play.run()
+        say(_REDUCED)
+        play.reductions.begin_rest()
+        run.finish()
+        device = self.route.device
+        run.following.update(
+            combined(self.program, device, self.machine, self.links, buffers, run.made)
+        )
+        loss = self._total_loss(self.program.loss, run)
+        gradients: dict[int, T] = {}
+        if updater is None:
+            for arrived in play.reductions.arrivals():
+                gradients.update(arrived)
+        return StepResult(
+            loss=loss, gradients=gradients, buffers=run.following, reductions=play.reductions
+        )
+
+    def _total_loss(self, output: OutputProgram, run: Computation[T]) -> T:
+        """The sum of what the devices of the loss's stage have, on all devices."""
+        num_devices = self.program.pipeline.num_devices
+        own = run.whole_loss()
+        if own is None:
+            own = self.machine.filled(output.meta, 0.0)
+        return self.links.start_sum(tuple(range(num_devices)), [own])()[0]
+
+    def _computation(
+        self,
+        parameters: Mapping[int, T],
+        buffers: Mapping[int, T],
+        given: Sequence[Mapping[int, T]],
+    ) -> Computation[T]:
+        return Computation(
+            self.program,
+            self.route,
+            self.machine,
+            parameters=parameters,
+            buffers=buffers,
+            fixed=self.fixed,
+            given=given,
+        )
+
+    def _fix(self, buffers: Mapping[int, T]) -> None:
+        """Blocks that depend on nothing but constants run in the first pass only."""
+        fixed = self.fixed
+        for position, block in enumerate(self.program.blocks):
+            if block.role is not Role.FIXED or all(o in fixed for o in block.interface.outputs):
+                continue
+            kernel = self.program.kernels[block.kernel]
+            operands = [fixed[i] if i in fixed else buffers[i] for i in block.interface.inputs]
+            self.machine.begin(0, position, Phase.FORWARD)
+            fixed.update(zip(block.interface.outputs, self.machine.run(kernel.forward, operands)))
+
+    def _early(
+        self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
+    ) -> list[dict[int, T]]:
+        """Each micro-batch's inputs, and the totals of all of them."""
+        given = [dict(batch) for batch in batches]
+        for position, block in enumerate(self.program.blocks):
+            if block.role is not Role.TOTALS:
+                continue
+            kernel = self.program.kernels[block.kernel]
+            for index, batch in enumerate(given):
+                self.machine.begin(index, position, Phase.FORWARD)
+                known = {**self.fixed, **buffers, **batch}
+                operands = [known[i] for i in block.interface.inputs]
+                results = self.machine.run(kernel.forward, operands)
+                batch.update(zip(block.interface.outputs, results))
+        for total in self.program.totals:
+            summed = given[0][total.value]
+            for batch in given[1:]:
+                summed = self.machine.add(summed, batch[total.value])
+            if total.kernel is not None:
+                forward = self.program.kernels[total.kernel].forward
+                summed = self.machine.run(forward, [summed])[0]
+            for batch in given:
+                batch[total.value] = summed
+        return given
+
+
+class _Play(Generic[T]):
+    """One pass through a device's actions."""
+
+    def __init__(
+        self, executor: Executor[T], run: Computation[T], updater: Updater[T] | None = None
+    ) -> None:
+        self.program = executor.program
+        self.route: Route = executor.route
+        self.labels = executor.labels
+        self.compute = run
+        self.updater = updater
+        self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
+        self.reductions = Reductions(
+            self.program, self.route, executor.machine, executor.links, run.partial
+        )
+        self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
+        self.outputs = frozenset(o.value for o in self.program.outputs)
+        self.times = executor.times
+        self.times.clear()
+        self.free_s = 0.0
+
+    def run(self) -> None:
+        self.free_s = time.perf_counter()
+        for label, action in zip(self.labels, self.route.actions):
+            say(label)
+            try:
+                self._do(action)
+            except Exception as error:
+                error.add_note(f"in action {action} of pipeline device {self.route.device}")
+                raise
+            end_s = time.perf_counter()
+            self.times.append(ActionTime(action=action, start_s=self.free_s, end_s=end_s))
+            self.free_s = end_s
+        say(_SENT)
+        self.exchange.finish()
+
+    def _do(self, action: Action) -> None:
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind is Kind.G:
+            self.reductions.start_stage(stage)
+            return
+        if kind is Kind.U:
+            self._update(action)
+            return
+        assert microbatch is not None
+        if kind in (Kind.F, Kind.I, Kind.B):
+            received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
+            self._receive(Action(stage, received, microbatch, 1, action.replica))
+        if kind in SEND_KINDS:
+            self._send(action, microbatch)
+        elif kind in RECV_KINDS:
+            self.exchange.post(action)
+        else:
+            self._compute(action, microbatch)
+
+    def _compute(self, action: Action, microbatch: int) -> None:
+        stage, kind = action.stage, action.kind
+        if kind is Kind.F:
+            self.compute.forward(stage, microbatch, keep=self.keep)
+            if self.keep:
+                self.compute.finish_forward(stage, microbatch)
+        elif kind is Kind.R:
+            self.compute.recompute(stage, microbatch)
+        elif kind is Kind.W:
+            self._reduce(self.compute.weights(stage, microbatch))
+        else:
+            assert kind in (Kind.I, Kind.B), action
+            weights = kind is Kind.B
+            self._reduce(self.compute.backward(stage, microbatch, weights=weights))
+
+    def _update(self, action: Action) -> None:
+        values = self.route.parameters[action.stage]
+        if self.updater is not None and action in self.route.late_updates:
+            self.updater.update_last(values)
+        elif self.updater is not None:
+            self.updater.update(values, self.reductions)
+
+    def _reduce(self, completed: Iterable[list[int]]) -> None:
+        for values in completed:
+            self.reductions.complete(values)
+
+    def _send(self, action: Action, microbatch: int) -> None:
+        flight, carried = self.compute.flights[microbatch], self.exchange.values(action)
+        if action.kind is Kind.SEND_B:
+            self.exchange.send(action, [flight.cotangents.pop(v) for v in carried])
+            return
+        self.exchange.send(action, [flight.values[v] for v in carried])
+        for value in carried:
+            if value not in self.outputs:
+                del flight.values[value]
+
+    def _receive(self, action: Action) -> None:
+        """Wait for what a stage is sent, if it is."""
+        if not self.exchange.expects(action):
+            return
+        assert action.microbatch is not None
+        flight = self.compute.flights[action.microbatch]
+        taken = self.exchange.take(action)
+        self.free_s = taken.came_s
+        received = zip(self.exchange.values(action), taken.values)
+        if action.kind is Kind.RECV_F:
+            flight.values.update(received)
+            return
+        for value, gradient in received:
+            self.compute.accumulate(flight.cotangents, value, gradient)

@@ -1,0 +1,185 @@
+"""Forward passes of a compiled model: one program for each mode and kind of call, made when needed.
+
+In: calls of the model in train or eval mode, with any batch size, with labels or without. Out: what
+the model itself returns. A call that the training strategy covers runs its forward pass; for every
+other one the model is captured again in the mode asked for, planned on the same mesh with the
+parameters where training stores them, and lowered. All programs read the runtime's present
+parameters and buffers; none changes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from autopar.base.errors import InputError
+from autopar.base.torch_private import pytree
+from autopar.frontend.capture import (
+    Arguments,
+    CallKey,
+    Captured,
+    Signature,
+    call_key,
+    capture,
+    without_data,
+)
+from autopar.frontend.targets import without_targets
+from autopar.ir.placement import Placements
+from autopar.lowering.types import RankProgram
+from autopar.runtime.state.shards import local_input_shape
+
+MAX_PROGRAMS = 8
+"""How many forward programs are kept; the one unused for longest makes room for a new one."""
+
+LowerForward = Callable[[Captured, Mapping[int, Placements]], RankProgram]
+"""Plans and lowers a forward pass, given where some of its stored values lie already."""
+
+
+class ForwardRunner(Protocol):
+    """Where forward programs run; each lies in a slot, whose earlier program it replaces."""
+
+    def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
+
+    def forward(
+        self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
+    ) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """A program that lies in ``slot``, and the calls that it is for."""
+
+    key: tuple[bool, CallKey]
+    slot: int
+    takes_targets: bool
+    signature: Signature
+    local_signature: Signature
+
+
+class ForwardPrograms:
+    """The forward programs of one compiled model.
+
+    ``lower_own`` makes the program of the training strategy itself, ``lower_other`` any other one.
+    """
+
+    def __init__(
+        self,
+        *,
+        captured: Captured,
+        program: RankProgram,
+        model: nn.Module,
+        loss_fn: Any,
+        lower_own: Callable[[], RankProgram],
+        lower_other: LowerForward,
+        runner: ForwardRunner,
+    ) -> None:
+        self._signature = captured.signature
+        self._own_key = captured.signature.key()
+        self._program = program
+        self._was_training = model.training
+        self._model, self._loss_fn = without_data(model, loss_fn)
+        self._lower_own = lower_own
+        self._lower_other = lower_other
+        self._runner = runner
+        self._known: list[_Forward] = []  # the last used comes last
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
+    ) -> Any:
+        """What the model returns for this call in this mode, whole."""
+        example = self._whole_call(args, kwargs) if local else Arguments(args, kwargs)
+        forward = self._forward(example, training)
+        if not forward.takes_targets:
+            args, kwargs = self._without_targets(args, kwargs)
+        signature = forward.local_signature if local else forward.signature
+        tensors = signature.flatten(args, kwargs)
+        return rebuild_output(
+            forward.signature, self._runner.forward(forward.slot, tensors, local=local)
+        )
+
+    def _whole_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The call of all ranks together, where each passes its own part."""
+        try:
+            local_signature(self._signature, self._program).flatten(args, kwargs)
+        except InputError as error:
+            raise InputError(
+                "with local=True each rank passes its own part of a call like those that are "
+                f"trained with: {error}. For any other call pass the global batch, without "
+                "local=True"
+            ) from error
+        return self._signature.example()
+
+    def _forward(self, call: Arguments, training: bool) -> _Forward:
+        key = (training, call_key(*call))
+        found = next((f for f in self._known if f.key == key), None)
+        if found is None:
+            slot = len(self._known)
+            if slot == MAX_PROGRAMS:
+                slot = self._known.pop(0).slot
+            found = self._make(call, key, slot)
+        else:
+            self._known.remove(found)
+        self._known.append(found)
+        return found
+
+    def _make(self, call: Arguments, key: tuple[bool, CallKey], slot: int) -> _Forward:
+        training, called = key
+        is_own = called == self._own_key
+        if is_own and training == self._was_training:
+            signature, program = self._signature, self._lower_own()
+        else:
+            captured = capture(
+                self._model,
+                Arguments(*self._without_targets(*call)),
+                training=None if training == self._was_training else training,
+                differentiable=False,
+            )
+            signature = captured.signature
+            program = self._lower_other(captured, self._held(captured, with_inputs=is_own))
+        self._runner.set_forward_program(slot, program)
+        return _Forward(
+            key=key,
+            slot=slot,
+            takes_targets=signature is self._signature,
+            signature=signature,
+            local_signature=local_signature(signature, program),
+        )
+
+    def _without_targets(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The model's own arguments: a call like those trained with has the loss's targets too."""
+        if self._loss_fn is None or call_key(args, kwargs)[0] != self._own_key[0]:
+            return args, kwargs
+        return without_targets(self._loss_fn, self._model, args, kwargs)
+
+    def _held(self, captured: Captured, *, with_inputs: bool) -> dict[int, Placements]:
+        """Parameters lie as in training; so do the inputs of a call that is trained with."""
+        graph = captured.graph
+        stored = {p.name: p.stored for p in self._program.parameters}
+        held = {v.index: stored[v.target or v.name] for v in graph.parameters}
+        if with_inputs:
+            inputs = zip(self._signature.input_names, self._program.inputs)
+            placements = {name: i.placements for name, i in inputs}
+            names = captured.signature.input_names
+            held |= {i: placements[name] for name, i in zip(names, graph.inputs)}
+        return held
+
+
+def local_signature(signature: Signature, program: RankProgram) -> Signature:
+    """The signature of a call with one rank's part of the batch."""
+    shapes = tuple(local_input_shape(i, program) for i in program.inputs)
+    return dataclasses.replace(signature, input_shapes=shapes)
+
+
+def rebuild_output(signature: Signature, tensors: Sequence[Tensor]) -> Any:
+    """The model's own output type from its tensors, in order."""
+    leaves = [
+        tensors[leaf.position] if hasattr(leaf, "position") else leaf
+        for leaf in signature.out_leaves
+    ]
+    return pytree.tree_unflatten(leaves, signature.out_spec)

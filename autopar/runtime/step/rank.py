@@ -1,0 +1,514 @@
+"""What lives in each process: parameters, buffers, optimizer, and the program that moves them.
+
+In: a rank program, this rank's parts of the parameters, and the user's optimizer. Out: training
+steps and forward passes; the state as DTensors under the model's own names, or whole. The same
+class runs under ``torchrun`` and in local workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.base.errors import InputError, OptimizerError
+from autopar.comm.groups import Communicator
+from autopar.lowering.pipeline import has_late_updates
+from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
+from autopar.runtime.faults.whereabouts import padded, say
+from autopar.runtime.host.heap import FreedMemory
+from autopar.runtime.machine.links import ProcessLinks
+from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
+from autopar.runtime.machine.randomness import Dice, kept_generators
+from autopar.runtime.state.checks import (
+    check_optimizer_state,
+    check_state,
+    without_parameters,
+)
+from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    is_like_parameter,
+    joined_groups,
+    make_optimizer,
+    materialize_state,
+)
+from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
+from autopar.runtime.step.clipping import Clipper
+from autopar.runtime.step.executor import ActionTime, Executor
+from autopar.runtime.step.updates import Updates
+
+_UPDATE = padded("the update of the weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """What every rank is told beside the program; equal on all ranks.
+
+    ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
+    program (tied parameters share one). ``seed`` is that of the random operators. Where
+    ``max_grad_norm`` is given, gradients are clipped to it before each update.
+    """
+
+    keys: tuple[tuple[str, str], ...]
+    optimizer: MakeOptimizer | None = None
+    lr_scheduler: MakeScheduler | None = None
+    seed: int = 0
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """A program with the parameters and constants that it reads; ``buffers`` are names."""
+
+    program: RankProgram
+    executor: Executor[Tensor]
+    is_random: bool
+    parameters: Mapping[int, Tensor]
+    buffers: Mapping[int, str]
+    constants: Mapping[int, Tensor]
+
+    def held(self, buffers: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Constants, and the present buffers, by value."""
+        return {**self.constants, **{v: buffers[name] for v, name in self.buffers.items()}}
+
+
+class RankRuntime:
+    """One rank of a program. Making it, and every method, is collective.
+
+    ``state`` has, by name, this rank's part of each parameter (contiguous, on ``device``, owned by
+    the runtime from now on) and each buffer whole.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        device: torch.device,
+    ) -> None:
+        self.program = program
+        self.options = options
+        self.device = device
+        self.num_steps = 0
+        self._freed_memory = FreedMemory()
+        self.communicator = Communicator(
+            program.mesh,
+            device,
+            labels_of(program),
+            program.num_microbatches,
+            num_devices=program.pipeline.num_devices,
+            device_sets={
+                *(p.devices for p in program.parameters if len(p.devices) > 1),
+                *(b.shared for b in program.buffers if len(b.shared) > 1),
+            },
+            reduces_late=has_late_updates(program),
+        )
+        self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
+        self.links = ProcessLinks(self.communicator)
+        self.porter = Porter(self.communicator)
+        here = self.communicator.pipeline_device
+        self._programs = {p.name: p for p in program.parameters if here in p.devices}
+        self._parameters = {
+            name: nn.Parameter(state[name], requires_grad=p.trainable)
+            for name, p in self._programs.items()
+        }
+        self._trained = [(p.value, self._parameters[p.name]) for p in self._trainable()]
+        constants = dict(program.constants)
+        self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
+        # A buffer that training changes is right only where it is changed.
+        self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
+        self._training = self._bound(program)
+        self._forwards: dict[int, _Bound] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Any = None
+        if options.optimizer is not None:
+            self._make_optimizer(options.optimizer, options.lr_scheduler)
+        self.grad_norm: Tensor | None = None
+        self._clipper: Clipper | None = None
+        if options.max_grad_norm is not None:
+            trained = [p for p in program.parameters if p.trainable]
+            self._clipper = Clipper(options.max_grad_norm, trained, self.communicator)
+        self.updates = Updates(
+            self.optimizer,
+            self.lr_scheduler,
+            dict(self._trained),
+            clip=None if self._clipper is None else self._clip,
+            is_late=has_late_updates(program),
+        )
+
+    def _trainable(self) -> list[ParameterProgram]:
+        return [p for p in self._programs.values() if p.trainable]
+
+    def _make_optimizer(self, make: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+        trainable = {p.name: self._parameters[p.name] for p in self._trainable()}
+        if not trainable and any(p.trainable for p in self.program.parameters):
+            return  # the stages of this device have nothing to train
+        self.optimizer = make_optimizer(make, trainable, self.program.parameters, self.program.mesh)
+        if scheduler is not None:
+            self.lr_scheduler = scheduler(self.optimizer)
+
+    def _bound(self, program: RankProgram) -> _Bound:
+        constants = dict(program.constants)
+        return _Bound(
+            program=program,
+            executor=Executor(program, self.machine, self.links, self.communicator.pipeline_device),
+            is_random=has_random_ops(program),
+            parameters={
+                p.value: self._parameters[p.name]
+                for p in program.parameters
+                if p.name in self._parameters
+            },
+            buffers={b.value: b.name for b in program.buffers if b.name not in constants},
+            constants={
+                b.value: constants[b.name].to(self.device)
+                for b in program.buffers
+                if b.name in constants
+            },
+        )
+
+    # --- running ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        """Forward, backward and update on one global batch; the loss, equal on all ranks.
+
+        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
+        """
+        self._check_optimizer()
+        batches = [
+            self.inputs(self.program, tensors, index, local=local)
+            for index in range(self.program.num_microbatches)
+        ]
+        bound = self._training
+        self.updates.begin_step()
+        with self._dice(bound.is_random):
+            result = bound.executor.step(
+                bound.parameters, bound.held(self._buffers), batches, self.updates
+            )
+        if result.buffers:
+            self._buffers.update((bound.buffers[v], x) for v, x in result.buffers.items())
+            self._forget_fixed(self._forwards.values())
+        loss, reductions = result.loss.reshape(()), result.reductions
+        del result
+        say(_UPDATE)
+        self.updates.end_step(reductions, loss)
+        self.num_steps += 1
+        if self.device.type == "cpu":
+            self._freed_memory.after_step()
+        return loss
+
+    def action_times(self) -> list[ActionTime]:
+        """Of the last training step on this rank."""
+        return list(self._training.executor.times)
+
+    def _clip(self) -> None:
+        """Clip the gradients and note their norm before."""
+        assert self._clipper is not None
+        self.grad_norm = self._clipper.norm(self._held_gradients())
+        factor = self._clipper.factor(self.grad_norm)
+        for _, parameter in self._trained:
+            if parameter.grad is not None:
+                # Not in place: two parameters may share the memory of one gradient.
+                parameter.grad = parameter.grad * factor
+
+    def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
+        """What a program computed of buffers alone is computed again where these are new."""
+        for bound in programs:
+            bound.executor.fixed.clear()
+
+    def set_forward_program(self, slot: int, program: RankProgram) -> None:
+        """The program that ``forward(slot, ...)`` runs from now on, in place of an earlier one.
+
+        It reads the parameters, as they are stored for training, and the buffers, both by name.
+        """
+        for parameter in program.parameters:
+            own = self._programs.get(parameter.name, parameter)
+            assert parameter.stored == own.stored, parameter.name
+        for label in sorted(labels_of(program)):
+            self.communicator.group(label)
+        if slot in self._forwards:
+            self.machine.release(self._forwards[slot].program)
+        self._forwards[slot] = self._bound(program)
+
+    @torch.no_grad()
+    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        """The model's output tensors, whole, on every rank."""
+        self.updates.settle()
+        bound = self._forwards[slot]
+        inputs = self.inputs(bound.program, tensors, 0, local=local)
+        with self._dice(bound.is_random):
+            values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
+        return [values[output.value] for output in bound.program.outputs]
+
+    @contextlib.contextmanager
+    def _dice(self, is_random: bool) -> Any:
+        if not is_random:
+            yield
+            return
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(self.device):
+            yield
+
+    def inputs(
+        self, program: RankProgram, tensors: Sequence[Tensor], index: int, *, local: bool
+    ) -> dict[int, Tensor]:
+        """This rank's part of each input in micro-batch ``index``, on its device."""
+        mesh, rank = program.mesh, self.communicator.rank
+        if local:
+            check_local_inputs(program, tensors)
+        parts = {}
+        for i, tensor in zip(program.inputs, tensors):
+            part = microbatch_of(tensor, i, program.num_microbatches, index)
+            if not local:
+                part = local_part(part, i.placements, mesh, rank)
+            parts[i.value] = part.to(self.device, non_blocking=True)
+        return parts
+
+    # --- state -----------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Each parameter as a DTensor, by name."""
+        self.updates.settle()
+        return {
+            name: self.porter.out(self._parameters[name], p.stored, p.shape)
+            for name, p in self._programs.items()
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step as DTensors; those that have one."""
+        self.updates.settle()
+        return {
+            p.name: self.porter.out(grad, p.stored, p.shape)
+            for p in self._trainable()
+            if (grad := self._parameters[p.name].grad) is not None
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's own keys: parameters as DTensors, buffers whole.
+
+        In a pipeline, those of this device's stages.
+        """
+        named = {**self.parameters(), **self.buffers()}
+        return {key: named[name] for key, name in self.options.keys if name in named}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: held for name, held in self._buffers.items() if name in self._owned}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Plain whole tensors under the model's own keys, on every rank; copies."""
+        self.updates.settle()
+        here, named = self.communicator.pipeline_device, {}
+        for p in self.program.parameters:
+            own = None
+            if here == p.devices[0]:
+                own = self.porter.whole(self._parameters[p.name], p.stored, p.shape)
+            meta = TensorMeta.contiguous(p.shape, p.dtype)
+            named[p.name] = self.links.share(p.devices, own, meta)
+        for b in self.program.buffers:
+            if b.name in self._buffers:
+                own = self._buffers[b.name].clone()
+                meta = TensorMeta.contiguous(b.shape, b.dtype)
+                named[b.name] = own
+                if b.following is not None:
+                    named[b.name] = self.links.share((b.device,), own, meta)
+        return {key: named[name] for key, name in self.options.keys}
+
+    def held_parts(self) -> dict[str, Tensor]:
+        """This rank's parts of the parameters, and buffers, as they lie in memory."""
+        self.updates.settle()
+        return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
+
+    def held_gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the last step's gradients."""
+        self.updates.settle()
+        return self._held_gradients()
+
+    def _held_gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""
+        pairs = [(key, name) for key, name in self.options.keys if self._is_here(name)]
+        check_state(state, self.options.keys, self.program, needed=[key for key, _ in pairs])
+        self.load_named({name: state[key] for key, name in reversed(pairs)})
+
+    def _is_here(self, name: str) -> bool:
+        return name in self._programs or name in self._owned
+
+    @torch.no_grad()
+    def load_named(self, state: Mapping[str, Tensor]) -> None:
+        """As `load_state_dict`, for some tensors, by their names in the program.
+
+        What other devices of a pipeline hold is passed over.
+        """
+        self.updates.settle()
+        for name, source in state.items():
+            if self._is_here(name):
+                self._load(name, source)
+
+    def _load(self, name: str, source: Tensor) -> None:
+        if name in self._programs:
+            self.porter.into(self._parameters[name], source, self._programs[name].stored)
+        else:
+            whole = source.full_tensor() if hasattr(source, "full_tensor") else source
+            held = self._buffers[name]
+            self._buffers[name] = whole.detach().to(device=held.device, dtype=held.dtype, copy=True)
+            self._forget_fixed([self._training, *self._forwards.values()])
+
+    # --- optimizer state -------------------------------------------------------------------
+
+    def _check_optimizer(self) -> None:
+        if self.options.optimizer is None:
+            raise no_optimizer()
+
+    def _optimizer_groups(self) -> list[dict[str, Any]]:
+        """None on a device whose stages have nothing to train."""
+        self._check_optimizer()
+        self.updates.settle()
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._parameters.items()}
+
+    def optimizer_state_dict(self, *, local: bool = False) -> dict[str, Any]:
+        """``{"state": {parameter name: {...}}, "param_groups": [...]}``.
+
+        State with one element per element of its parameter is a DTensor like it (with ``local``
+        this rank's part); the rest (step counts) is left as it is.
+        """
+        names = self._names()
+        state: dict[str, dict[str, Any]] = {}
+        groups = []
+        for group in self._optimizer_groups():
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if self.optimizer is not None and parameter in self.optimizer.state:
+                    entries = self.optimizer.state[parameter]
+                    state[name] = dict(entries) if local else self._state_out(name, entries)
+            groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+        if not local and self.communicator.num_devices > 1:
+            groups = self._groups_of_all(groups)
+        return {"state": state, "param_groups": groups}
+
+    def _groups_of_all(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The parameter groups of all devices of a pipeline, joined."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return joined_groups(gathered, self.program.parameters)
+
+    def _state_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        program, parameter = self._programs[name], self._parameters[name]
+        return {
+            key: self.porter.out(value, program.stored, program.shape)
+            if is_like_parameter(value, parameter)
+            else value
+            for key, value in entries.items()
+        }
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `optimizer_state_dict` gave, on any mesh, whole or as DTensors.
+
+        Raises InputError where it does not fit, and leaves everything as it was.
+        """
+        self._check_optimizer()
+        self.updates.settle()
+        optimizer, names = self.optimizer, self._names()
+        elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
+        state = without_parameters(state, elsewhere)
+        with self.made_optimizer_state(), self.refused_by_all():
+            if optimizer is not None:
+                shapes = {p.name: p.shape for p in self.program.parameters}
+                check_optimizer_state(state, optimizer, names, shapes)
+        if optimizer is None:
+            return
+        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update((k, v) for k, v in given.items() if k != "params")
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name in state["state"]:
+                    self._state_in(name, optimizer.state[parameter], state["state"][name])
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    @contextlib.contextmanager
+    def made_optimizer_state(self) -> Iterator[None]:
+        """With the state that the first step would make; without it again after an InputError."""
+        self.updates.settle()
+        optimizer = self.optimizer
+        if optimizer is None:  # the stages of this device have nothing to train
+            yield
+            return
+        is_new = not optimizer.state
+        with torch.enable_grad():
+            materialize_state(optimizer)
+        try:
+            yield
+        except InputError:
+            if is_new:
+                optimizer.state.clear()
+            raise
+
+    @contextlib.contextmanager
+    def refused_by_all(self) -> Iterator[None]:
+        """An InputError on one device of a pipeline is raised on all of them. Collective."""
+        refusal: InputError | None = None
+        try:
+            yield
+        except InputError as error:
+            refusal = error
+        if self.communicator.num_devices > 1:
+            texts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, None if refusal is None else str(refusal))
+            first = next((text for text in texts if text is not None), None)
+            if refusal is None and first is not None:
+                refusal = InputError(first)
+        if refusal is not None:
+            raise refusal
+
+    def _state_in(self, name: str, held: dict[str, Any], given: Mapping[str, Any]) -> None:
+        parameter, program = self._parameters[name], self._programs[name]
+        for key, value in given.items():
+            if (
+                key not in held
+                and isinstance(value, Tensor)
+                and tuple(value.shape) == program.shape
+            ):
+                held[key] = torch.empty_like(parameter, dtype=value.dtype)
+            if is_like_parameter(held.get(key), parameter):
+                self.porter.into(held[key], value, program.stored)
+            elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+                held[key] = value.detach().to(device=held[key].device, copy=True)
+            else:
+                held[key] = value
+
+
+def no_optimizer() -> OptimizerError:
+    return OptimizerError(
+        "there is no optimizer: autopar.compile(..., "
+        "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
+    )
+
+
+def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
+    """Raise InputError unless each tensor is one rank's part of an input, and one is split."""
+    if not any(is_split(i.placements, program.mesh) for i in program.inputs):
+        raise InputError(
+            "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "
+            "global batch without local=True"
+        )
+    for program_input, tensor in zip(program.inputs, tensors):
+        shape = local_input_shape(program_input, program)
+        if tuple(tensor.shape) != shape:
+            raise InputError(
+                f"input {program_input.name!r} has shape {tuple(tensor.shape)}; with local=True "
+                f"each rank passes its own part, of shape {shape}, of the global "
+                f"{program_input.shape}"
+            )

@@ -1,0 +1,160 @@
+"""Reductions of gradients: over a device's own mesh, then over the devices that hold a parameter.
+
+In: gradients as blocks use their parameters, when their last contribution is in. Out: gradients in
+stored placement, equal on all devices that hold a parameter: tied parameters of several stages and
+the replicas of a stage have one sum. All of it travels beside what is computed next, and whoever
+needs a gradient waits for the round that it is in, which may be in the next training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from autopar.ir.placement import local_shape
+from autopar.lowering.route import Route
+from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
+from autopar.runtime.machine.protocols import Links, Machine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Round(Generic[T]):
+    """Gradients that are communicated together; ``wait`` gives them."""
+
+    values: tuple[int, ...]
+    wait: Callable[[], Sequence[T]]
+
+
+class Reductions(Generic[T]):
+    """The reductions of one step on one device; ``partial`` are the gradients that add up.
+
+    Where the schedule has reductions of its own (G), a stage's begin there; otherwise as soon as
+    they can. All devices begin them in one order, which the schedule's checks see to; the sums of
+    parameters that several stages share come last.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        route: Route,
+        machine: Machine[T],
+        links: Links[T],
+        partial: dict[int, T],
+    ) -> None:
+        self.program = program
+        self.route = route
+        self.machine = machine
+        self.links = links
+        self.partial = partial
+        self._scheduled = program.pipeline.shape.reduces
+        self._waiting: set[int] = set()
+        self._rounds: list[_Round[T]] = []
+        self._to_sum: list[int] = []
+        self._ready: dict[int, T] = {}
+        self._shared = {p.value for found in route.summed.values() for p in found}
+        self._parameter_of = {p.value: p for p in program.parameters}
+
+    def complete(self, values: Sequence[int]) -> None:
+        """The last contributions to these gradients are in."""
+        if self._scheduled:
+            self._waiting.update(values)
+        else:
+            self._move(values)
+
+    def start_stage(self, stage: int) -> None:
+        """G: begin the reductions of what a stage has completed.
+
+        The sum over its replicas begins when that over the device's own mesh has ended: with the
+        next G, or when somebody waits for it.
+        """
+        self._sum_replicas()
+        is_moving = self._move(sorted(self._waiting.intersection(self.route.parameters[stage])))
+        if stage in self.route.replicated:
+            self._to_sum.append(stage)
+            if not is_moving:
+                self._sum_replicas()
+
+    def begin_rest(self) -> None:
+        """Behind the last action: begin what has not begun."""
+        self._sum_replicas()
+        self._move(sorted(self._waiting))
+        for devices, parameters in self.route.summed.items():
+            if self.route.device in devices:
+                self._sum(devices, parameters)
+        self._shared.clear()
+
+    def take(self, values: Sequence[int]) -> dict[int, T]:
+        """Wait for those of these gradients that are complete; from now on they are the caller's.
+
+        One that several stages share is not, before `begin_rest`.
+        """
+        wanted = {v for v in values if v not in self._shared}
+        replicated = (p.value for stage in self._to_sum for p in self.route.replicated[stage][1])
+        if not wanted.isdisjoint(replicated):
+            self._sum_replicas()
+        self._wait(wanted)
+        return {v: self._ready.pop(v) for v in values if v in wanted and v in self._ready}
+
+    def arrivals(self) -> Iterator[dict[int, T]]:
+        """What was not taken, in the order in which it began; call `begin_rest` before."""
+        while self._rounds:
+            yield self.take(self._rounds[0].values)
+        yield self.take(tuple(self._ready))
+
+    def _move(self, values: Sequence[int]) -> bool:
+        """Begin to bring gradients to the stored placement; whether any has to be communicated."""
+        self._waiting.difference_update(values)
+        moved, moves = [], []
+        for value in values:
+            parameter = self._parameter_of[value]
+            gradient = self.machine.contiguous(self.partial.pop(value))
+            if parameter.kernel is None:
+                self._ready[value] = gradient
+                continue
+            backward = self.program.kernels[parameter.kernel].backward_input
+            assert backward is not None
+            moved.append(value)
+            moves.append((backward, gradient))
+            del gradient
+        if moved:
+            self._rounds.append(_Round(tuple(moved), self.machine.start_gradients(moves)))
+        return bool(moved)
+
+    def _sum_replicas(self) -> None:
+        for stage in self._to_sum:
+            self._sum(*self.route.replicated[stage])
+        self._to_sum.clear()
+
+    def _sum(self, devices: tuple[int, ...], parameters: Sequence[ParameterProgram]) -> None:
+        """Begin to sum gradients over devices, each of which has its share."""
+        own = [self._own(parameter) for parameter in parameters]
+        wait = self.links.start_sum(devices, own)
+        self._rounds.append(_Round(tuple(p.value for p in parameters), wait))
+
+    def _own(self, parameter: ParameterProgram) -> T:
+        """This device's share of a gradient, which may be none."""
+        self._wait({parameter.value})
+        if parameter.value in self._ready:
+            return self._ready.pop(parameter.value)
+        shape = local_shape(parameter.shape, parameter.stored, self.program.mesh)
+        return self.machine.filled(TensorMeta.contiguous(shape, parameter.dtype), 0.0)
+
+    def _wait(self, values: set[int]) -> None:
+        for found in [r for r in self._rounds if not values.isdisjoint(r.values)]:
+            self._ready.update(zip(found.values, found.wait()))
+            self._rounds.remove(found)
+
+
+class Updater(Protocol[T]):
+    """Updates parameters, named by their values, with gradients as they come."""
+
+    def update(self, values: Sequence[int], gradients: Reductions[T]) -> None:
+        """U: those of these parameters whose gradients are complete."""
+        ...
+
+    def update_last(self, values: Sequence[int]) -> None:
+        """U of the step before."""
+        ...

@@ -1,0 +1,1 @@
+"""Backward schedules, one generator a file."""

@@ -1,0 +1,111 @@
+"""``build``: one name for every generator of schedules.
+
+Comes in: a name, the number of stages and micro-batches, and the generator's own options. Goes out:
+a ``Schedule`` that ``verify`` accepts.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+from autopar.base.errors import ScheduleError
+from autopar.schedules.generators.chimera import chimera
+from autopar.schedules.generators.conventional import conventional
+from autopar.schedules.generators.dualpipe import dualpipe
+from autopar.schedules.generators.fast_forward import fast_forward
+from autopar.schedules.generators.gpipe import gpipe
+from autopar.schedules.generators.interleaved import interleaved
+from autopar.schedules.generators.multi_stream import multi_stream
+from autopar.schedules.generators.one_forward_one_backward import one_forward_one_backward
+from autopar.schedules.generators.reverse_first_k import reverse_first_k
+from autopar.schedules.generators.v_half import v_half
+from autopar.schedules.generators.v_min import v_min
+from autopar.schedules.generators.zb_h1 import zb_h1
+from autopar.schedules.generators.zb_h2 import zb_h2
+from autopar.schedules.generators.zb_v import zb_v
+from autopar.schedules.schedule import Schedule
+
+GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe": dualpipe,
+    "chimera": chimera,
+    "fast_forward": fast_forward,
+    "conventional": conventional,
+    "multi_stream": multi_stream,
+    "reverse_first_k": reverse_first_k,
+}
+_COUNTS = {"num_stages", "num_microbatches"}
+
+
+def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) -> Schedule:
+    """The named schedule. ``num_stages`` counts model stages, all devices' together.
+
+    The options are those of the generator of that name: ``num_devices`` (interleaved,
+    fast_forward), ``num_pipelines``, ``concatenation`` and ``max_activations`` (chimera),
+    ``overlap`` (dualpipe), ``group_size`` and ``in_flight`` (fast_forward), ``k``
+    (reverse_first_k), ``reduces`` (conventional, reverse_first_k), ``placement`` and
+    ``region_size`` (multi_stream), and ``durations`` and ``links`` where these decide an order.
+    For more micro-batches than stages chimera joins its units by ``concatenation="direct"`` unless
+    told otherwise; at B = 2F ``"merged"`` is faster.
+
+    Raises ScheduleError on an unknown name or option, on an option of the wrong type, or where the
+    schedule does not exist for these numbers.
+    """
+    generator = generator_of(name)
+    known = dict(inspect.signature(generator).parameters)
+    given = {"num_stages": num_stages, "num_microbatches": num_microbatches, **options}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ScheduleError(
+            f"{name} takes the options {sorted(set(known) - _COUNTS)}, not {unknown}"
+        )
+    for option, value in given.items():
+        if not _fits(value, known[option].annotation):
+            raise ScheduleError(
+                f"{name}: {option}={value!r} is of the wrong type, it takes "
+                f"{_type_name(known[option].annotation)}"
+            )
+    required = [key for key, item in known.items() if item.default is item.empty]
+    for option in required:
+        if option not in given:
+            raise ScheduleError(f"{name} needs the option {option}=..., which was not given")
+    if num_stages < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"num_stages={num_stages}, num_microbatches={num_microbatches}: at least 1 of each"
+        )
+    return generator(**given)
+
+
+def generator_of(name: object) -> Callable[..., Schedule]:
+    """The generator of that name; raises ScheduleError, which suggests one."""
+    found = GENERATORS.get(name) if isinstance(name, str) else None
+    if found is None:
+        alike = difflib.get_close_matches(str(name).lower().replace("-", "_"), GENERATORS, n=1)
+        hint = "".join(f" (did you mean {match!r}?)" for match in alike)
+        raise ScheduleError(
+            f"no schedule is called {name!r}{hint}: use one of {sorted(GENERATORS)}"
+        )
+    return found
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether the value is of an option's declared type; True is no whole number."""
+    if isinstance(wanted, UnionType):
+        return any(_fits(value, part) for part in get_args(wanted))
+    kind = get_origin(wanted) or wanted
+    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+def _type_name(wanted: Any) -> str:
+    parts = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    names = {int: "a whole number", str: "text", bool: "True or False", NoneType: "None"}
+    return " or ".join(names.get(part, getattr(part, "__name__", str(part))) for part in parts)

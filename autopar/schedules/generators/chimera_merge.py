@@ -1,0 +1,54 @@
+"""Chimera for more micro-batches than stages: one merged order in place of joined units.
+
+Joining units drains and refills all pipelines at every seam, which at B = 2F costs more than 1F1B
+does. Here both directions run as one list schedule under the memory that a unit has, with several
+natural urgencies tried and the shortest simulated schedule kept.
+"""
+
+from collections.abc import Iterator
+
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.generators.list_scheduler import (
+    Policy,
+    Priority,
+    kind_priority,
+    list_schedule,
+)
+from autopar.schedules.schedule import PipelineShape, Schedule
+from autopar.schedules.simulate.durations import Durations
+from autopar.schedules.simulate.simulator import simulate
+
+
+def _priorities(shape: PipelineShape) -> Iterator[Priority]:
+    yield kind_priority((Kind.B, Kind.F))
+    yield kind_priority((Kind.F, Kind.B))
+    depth, pipelines = shape.num_stages, shape.num_replicas
+
+    def in_turn(weight: float, lead: float) -> Priority:
+        def key(action: Action) -> tuple[float, ...]:
+            place = (action.microbatch or 0) // pipelines
+            step = action.stage if action.kind is Kind.F else lead + depth - 1 - action.stage
+            return weight * place + step, float(action.kind is Kind.F), float(-action.stage)
+
+        return key
+
+    for weight in (1.0, 2.0, 3.0, 4.0):
+        for lead in (0.0, depth / 2, depth, 2.0 * depth):
+            yield in_turn(weight, lead)
+
+
+def merged_orders(
+    name: str, shape: PipelineShape, durations: Durations, max_activations: int
+) -> Schedule:
+    """The shortest of the list schedules with at most ``max_activations`` activations a device."""
+    caps = [float(max_activations)] * shape.num_devices
+    candidates = [
+        list_schedule(
+            name,
+            shape,
+            durations,
+            Policy(priority=priority, split=False, max_activations=caps),
+        )
+        for priority in _priorities(shape)
+    ]
+    return min(candidates, key=lambda item: simulate(item, durations).makespan_s)

@@ -1,0 +1,221 @@
+"""The optimal schedule of small cases, and a lower bound on larger ones, by CP-SAT.
+
+Comes in: a shape, costs and a cap. Goes out: ``OracleResult`` with the best schedule found, its
+seconds, the proved bound and the status. The model:
+
+- one interval an action of F, I and W, of fixed length; the makespan is at least every end;
+- actions of one device do not overlap;
+- data dependencies, with the transfer's seconds between devices (messages do not queue);
+- memory: an activation is an interval from the start of its F to the end of its W; on each device
+  their cumulative demand stays under the cap;
+- micro-batches are alike, so within a stage they run in order: this loses no schedule's length.
+
+Seconds are scaled to integers: by their common measure where the longest action has at most
+``resolution`` of it, so that round numbers stay exact, else rounded to the nearest of that many
+parts of the longest. The bound given back allows for the rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, gcd, lcm
+
+from ortools.sat.python import cp_model
+
+from autopar.base.errors import ScheduleError
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.generators.fixed_order import static_bytes
+from autopar.schedules.generators.list_scheduler import data_edges, transfer_s
+from autopar.schedules.schedule import PipelineShape, Schedule, schedule_of
+from autopar.schedules.simulate.durations import Durations, Links, Memory, is_number, per_stage
+from autopar.schedules.simulate.simulator import simulate
+
+_KINDS = (Kind.F, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleResult:
+    """``optimal``: makespan_s is proved best, up to the rounding of times; ``lower_bound_s`` holds
+    for every schedule of the shape. ``schedule`` is None when none was found in time."""
+
+    schedule: Schedule | None
+    makespan_s: float
+    lower_bound_s: float
+    optimal: bool
+
+
+class _Model:
+    def __init__(
+        self,
+        shape: PipelineShape,
+        durations: Durations,
+        links: Links | None,
+        resolution: int,
+    ) -> None:
+        self.shape = shape
+        self.model = cp_model.CpModel()
+        table = durations.split_table(shape.num_stages)
+        seconds = {
+            shape.action(stage, kind, m): table[kind][stage]
+            for kind in _KINDS
+            for stage in range(shape.num_stages)
+            for m in range(shape.num_microbatches)
+        }
+        self.unit_s = _unit_s([*table[Kind.F], *table[Kind.I], *table[Kind.W]], resolution)
+        self.length = {action: round(value / self.unit_s) for action, value in seconds.items()}
+        transfer = transfer_s(shape, links)
+        self.rounding_s = sum(
+            abs(value - self.length[action] * self.unit_s) for action, value in seconds.items()
+        )
+        self.edges: list[tuple[Action, Action, int]] = []
+        for before, after in data_edges(shape, split=True):
+            source, target = self.device(before), self.device(after)
+            exact_s = transfer(before, source, target)
+            delay = round(exact_s / self.unit_s)
+            self.rounding_s += abs(exact_s - delay * self.unit_s)
+            self.edges.append((before, after, delay))
+        horizon = sum(self.length.values()) + sum(delay for _, _, delay in self.edges)
+        new = self.model.new_int_var
+        self.start = {action: new(0, horizon, f"{action}") for action in self.length}
+        self.makespan = new(0, horizon, "makespan")
+        self._order(horizon)
+
+    def device(self, action: Action) -> int:
+        return self.shape.placement[action.replica][action.stage]
+
+    def end(self, action: Action) -> cp_model.LinearExpr:
+        return self.start[action] + self.length[action]
+
+    def _order(self, horizon: int) -> None:
+        model, shape = self.model, self.shape
+        on_device: list[list[cp_model.IntervalVar]] = [[] for _ in range(shape.num_devices)]
+        latest: dict[tuple[Kind, int, int], Action] = {}
+        for action, length in self.length.items():
+            interval = model.new_fixed_size_interval_var(self.start[action], length, f"{action}")
+            on_device[self.device(action)].append(interval)
+            model.add(self.makespan >= self.end(action))
+            key = (action.kind, action.stage, action.replica)
+            if key in latest:
+                model.add(self.start[action] >= self.end(latest[key]))
+            latest[key] = action
+        for intervals in on_device:
+            model.add_no_overlap(intervals)
+        for before, after, delay in self.edges:
+            model.add(self.start[after] >= self.end(before) + delay)
+        model.minimize(self.makespan)
+
+    def cap_memory(self, memory: Memory, max_bytes: Sequence[float]) -> None:
+        """Cumulative demand of activations from F to W, in millionths of the largest.
+
+        Rounded so that every schedule that fits stays allowed, which keeps the bound a bound.
+        """
+        shape = self.shape
+        size = per_stage(memory.activation_bytes, shape.num_stages, "Memory.activation_bytes")
+        quantum = max(size, default=0.0) / 1_000_000 or 1.0
+        static = static_bytes(shape, memory)
+        for device in range(shape.num_devices):
+            intervals, demands = [], []
+            for replica, stage in shape.stages_on(device):
+                for m in range(shape.num_microbatches):
+                    if shape.replica(m) != replica:
+                        continue
+                    first = shape.action(stage, Kind.F, m)
+                    last = shape.action(stage, Kind.W, m)
+                    length = self.model.new_int_var(0, 1 << 40, f"held {first}")
+                    intervals.append(
+                        self.model.new_interval_var(
+                            self.start[first], length, self.end(last), f"held {first}"
+                        )
+                    )
+                    demands.append(floor(size[stage] / quantum))
+            room = max_bytes[device] - static[device]
+            if room < sum(demands) * quantum:
+                limit = ceil(max(room, 0.0) / quantum)
+                self.model.add_cumulative(intervals, demands, limit)
+
+    def hint(self, schedule: Schedule, durations: Durations, links: Links | None) -> None:
+        """Start from a known schedule."""
+        for item in simulate(schedule, durations, links).intervals:
+            if item.action in self.start:
+                self.model.add_hint(self.start[item.action], round(item.start_s / self.unit_s))
+
+
+def _unit_s(values: Sequence[float], resolution: int) -> float:
+    """Seconds a unit of the model's integers."""
+    longest = max(values, default=0.0)
+    if not longest:
+        return 1.0
+    exact = [Fraction(value).limit_denominator(1_000_000) for value in values]
+    scale = lcm(*(value.denominator for value in exact))
+    measure = Fraction(gcd(*(int(value * scale) for value in exact)), scale)
+    return float(measure) if longest / measure <= resolution else longest / resolution
+
+
+def _check_limits(
+    shape: PipelineShape,
+    max_bytes: Sequence[float] | None,
+    time_limit_s: float,
+    num_workers: int,
+    resolution: int,
+) -> None:
+    if max_bytes is not None and len(max_bytes) != shape.num_devices:
+        raise ScheduleError(
+            f"max_bytes has {len(max_bytes)} entries for {shape.num_devices} devices: one each"
+        )
+    if not is_number(time_limit_s) or not 0 < time_limit_s < float("inf"):
+        raise ScheduleError(f"time_limit_s={time_limit_s!r}: a finite number of seconds > 0")
+    for name, value in (("num_workers", num_workers), ("resolution", resolution)):
+        if type(value) is not int or value < 1:
+            raise ScheduleError(f"{name}={value!r}: a whole number, at least 1")
+
+
+def optimal_schedule(
+    shape: PipelineShape,
+    durations: Durations,
+    *,
+    links: Links | None = None,
+    memory: Memory | None = None,
+    max_bytes: Sequence[float] | None = None,
+    time_limit_s: float = 30.0,
+    num_workers: int = 2,
+    resolution: int = 1000,
+    start_from: Schedule | None = None,
+    seed: int = 0,
+) -> OracleResult:
+    """The best order of F, I and W on every device of the shape.
+
+    ``max_bytes`` caps each device; ``resolution`` is the most integer units of the longest action.
+    Raises ScheduleError when CP-SAT proves that nothing fits under the cap, or on limits that are
+    out of range.
+    """
+    _check_limits(shape, max_bytes, time_limit_s, num_workers, resolution)
+    built = _Model(shape, durations, links, resolution)
+    if max_bytes is not None:
+        built.cap_memory(memory or Memory(), max_bytes)
+    if start_from is not None:
+        built.hint(start_from, durations, links)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.num_workers = num_workers
+    solver.parameters.random_seed = seed
+    status = solver.solve(built.model)
+    if status == cp_model.INFEASIBLE:
+        raise ScheduleError(
+            f"no schedule fits max_bytes={list(max_bytes or ())}: allow at least one activation "
+            "of each stage that a device holds"
+        )
+    bound_s = max(0.0, solver.best_objective_bound * built.unit_s - built.rounding_s)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return OracleResult(
+            schedule=None, makespan_s=float("inf"), lower_bound_s=bound_s, optimal=False
+        )
+    orders: list[list[Action]] = [[] for _ in range(shape.num_devices)]
+    for action in sorted(built.start, key=lambda item: (solver.value(built.start[item]), item)):
+        orders[built.device(action)].append(action)
+    schedule = schedule_of("cp_sat", shape, orders)
+    return OracleResult(
+        schedule=schedule,
+        makespan_s=simulate(schedule, durations, links).makespan_s,
+        lower_bound_s=bound_s,
+        optimal=status == cp_model.OPTIMAL,
+    )

@@ -1,0 +1,413 @@
+"""The best schedule for given costs: every generator, list schedules, then local search.
+
+Comes in: a ``SearchProblem`` of plain numbers a block (a layer or a run of layers). Goes out: a
+``SearchResult`` whose schedule is never longer than any candidate's that fits the memory cap, with
+all candidates listed and a lower bound on what any order on that shape could reach.
+
+Blocks are grouped into stages of adjacent blocks, ``stages_per_device`` of them a device, balanced
+on F + I + W, so that schedules with one, two and more stages a device compete on the same model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from autopar.base.errors import ScheduleError
+from autopar.schedules.action import Kind
+from autopar.schedules.generators.build import GENERATORS, build
+from autopar.schedules.generators.fixed_order import FixedOrder, static_bytes
+from autopar.schedules.generators.list_scheduler import Policy, kind_priority, list_schedule
+from autopar.schedules.generators.local_search import improve
+from autopar.schedules.generators.shapes import chain_shape, looped_shape, v_shape
+from autopar.schedules.schedule import PipelineShape, Schedule
+from autopar.schedules.simulate.durations import Durations, Links, Memory, is_number, per_stage
+from autopar.schedules.simulate.simulator import simulate
+from autopar.schedules.transforms.reductions import with_reductions
+from autopar.schedules.verify import verify
+
+_TOLERANCE = 1e-9
+_MOST_WORK = 4_000_000  # moves times actions, a few seconds a restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchProblem:
+    """What to schedule. Costs are one number for all blocks or one a block; ``max_memory_bytes``
+    caps each device. ``reduces`` adds gradient reductions of ``durations.G`` seconds a block.
+    ``generators`` restricts the named candidates (default: all that fit the shape); list schedules
+    compete in any case. Raises ScheduleError on costs of another length than ``num_blocks``, and on
+    numbers out of range. Backwards are split, so ``durations`` gives I and W."""
+
+    num_devices: int
+    num_microbatches: int
+    num_blocks: int
+    durations: Durations
+    links: Links | None = None
+    memory: Memory = field(default_factory=Memory)
+    max_memory_bytes: float = float("inf")
+    reduces: bool = False
+    generators: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "num_microbatches", "num_blocks"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ScheduleError(f"{name}={value!r}: a whole number, at least 1")
+        if self.num_devices > self.num_blocks:
+            raise ScheduleError(
+                f"num_devices={self.num_devices}, num_blocks={self.num_blocks}: give each device "
+                "at least one block"
+            )
+        if not is_number(self.max_memory_bytes) or not self.max_memory_bytes >= 0:
+            raise ScheduleError(
+                f"max_memory_bytes={self.max_memory_bytes!r}: a number of bytes, inf for no cap"
+            )
+        if not isinstance(self.durations, Durations):
+            raise ScheduleError(
+                f"durations={self.durations!r}: pass Durations(F=1.0, I=1.0, W=1.0)"
+            )
+        self.durations.split_table(self.num_blocks)
+        self.memory.grouped((1,) * self.num_blocks)
+        if self.links is not None:
+            self.links.boundary_bytes(self.num_blocks)
+            self.links.check_devices(self.num_devices)
+        names = self.generators or ()
+        if isinstance(names, str) or any(name not in GENERATORS for name in names):
+            raise ScheduleError(
+                f"generators={names!r}: a tuple of some of the names {sorted(GENERATORS)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule that was tried; ``sizes`` are the blocks of each stage."""
+
+    name: str
+    options: Mapping[str, Any]
+    sizes: tuple[int, ...]
+    schedule: Schedule
+    makespan_s: float
+    peak_memory_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best candidate, all candidates, and the bound for the best one's shape."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    lower_bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound the best schedule is, as a share of the bound."""
+        return self.best.makespan_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """The problem with its blocks grouped into stages."""
+
+    problem: SearchProblem
+    sizes: tuple[int, ...]
+    durations: Durations
+    links: Links | None
+    memory: Memory
+
+
+def balanced_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Sizes of ``num_stages`` runs of adjacent blocks whose largest cost is least."""
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+
+    @cache
+    def best(count: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        if stages == 1:
+            return prefix[count], (count,)
+        options = []
+        for last in range(1, count - stages + 2):
+            largest, sizes = best(count - last, stages - 1)
+            options.append((max(largest, prefix[count] - prefix[count - last]), (*sizes, last)))
+        return min(options)
+
+    return best(len(costs), num_stages)[1]
+
+
+def search_schedule(
+    problem: SearchProblem,
+    *,
+    num_moves: int = 20_000,
+    num_starts: int = 2,
+    num_restarts: int = 3,
+    exact_time_s: float = 0.0,
+    seed: int = 0,
+) -> SearchResult:
+    """Try everything, then improve the best ``num_starts`` candidates by local search.
+
+    Each is improved ``num_restarts`` times by ``num_moves`` moves, fewer for schedules of over 200
+    actions. Deterministic for a seed while ``exact_time_s`` is 0; above it, CP-SAT gets that many
+    seconds to better the result and to raise the bound. Give ``Memory.weight_bytes`` if copies of
+    the weights (Chimera, DualPipe) shall count.
+
+    Raises ScheduleError when nothing fits the memory cap, or on a negative count.
+    """
+    for name, count in (
+        ("num_moves", num_moves),
+        ("num_starts", num_starts),
+        ("num_restarts", num_restarts),
+    ):
+        if type(count) is not int or count < 0:
+            raise ScheduleError(f"{name}={count!r}: a whole number, 0 for no local search")
+    if not is_number(exact_time_s) or not 0 <= exact_time_s < float("inf"):
+        raise ScheduleError(f"exact_time_s={exact_time_s!r}: a finite number of seconds >= 0")
+    if type(seed) is not int:
+        raise ScheduleError(f"seed={seed!r}: a whole number")
+    candidates: list[Candidate] = []
+    staged: dict[tuple[int, ...], _Staged] = {}
+    for view in _views(problem):
+        staged[view.sizes] = view
+        for name, options, schedule in (*_generated(view), *_listed(view)):
+            candidates.append(_candidate(view, name, options, schedule))
+    fitting = sorted((item for item in candidates if item.fits), key=_makespan)
+    if not fitting:
+        least = min((item.peak_memory_bytes for item in candidates), default=float("inf"))
+        raise ScheduleError(
+            f"no schedule fits max_memory_bytes={problem.max_memory_bytes}; the least that any "
+            f"needs is {least}"
+        )
+    pool = list(fitting)
+    for start in _starts(fitting, num_starts):
+        for restart in range(num_restarts):
+            found = _improved(staged[start.sizes], start, num_moves, seed + restart)
+            pool += [found] if found.fits else []
+    bounds: dict[PipelineShape, float] = {}
+    for start in _starts(sorted(pool, key=_makespan), 1) if exact_time_s > 0 else ():
+        found, bounds[start.schedule.shape] = _exact(staged[start.sizes], start, exact_time_s)
+        pool += [found] if found.fits else []
+    best = min(pool, key=_makespan)
+    least = lower_bound_s(best.schedule.shape, staged[best.sizes].durations)
+    least = max(least, bounds.get(best.schedule.shape, 0.0))
+    if problem.reduces:
+        pool = [_reduced(staged[item.sizes], item) for item in pool]
+        best = min(pool, key=_makespan)
+        least = lower_bound_s(best.schedule.shape, staged[best.sizes].durations)
+    verify(best.schedule)
+    rejected = [item for item in candidates if not item.fits]
+    return SearchResult(best=best, candidates=(*pool, *rejected), lower_bound_s=least)
+
+
+def _makespan(candidate: Candidate) -> float:
+    return candidate.makespan_s
+
+
+def _starts(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The best candidates that differ in shape or in length, recomputation and spans aside."""
+    chosen: list[Candidate] = []
+    for item in fitting:
+        plain = all(
+            entry.action.span == 1 and entry.action.kind is not Kind.R
+            for steps in item.schedule.devices
+            for entry in steps
+        )
+        if (
+            plain
+            and len(chosen) < count
+            and all(
+                (item.sizes, item.schedule.shape) != (other.sizes, other.schedule.shape)
+                or item.makespan_s > other.makespan_s * (1 + _TOLERANCE)
+                for other in chosen
+            )
+        ):
+            chosen.append(item)
+    return chosen
+
+
+def _views(problem: SearchProblem) -> Iterator[_Staged]:
+    """The blocks grouped into 1, 2, 3 and 4 stages a device, as far as there are blocks."""
+    table = problem.durations.table(problem.num_blocks)
+    costs = [sum(parts) for parts in zip(table[Kind.F], table[Kind.I], table[Kind.W])]
+    for per_device in (1, 2, 3, 4):
+        num_stages = per_device * problem.num_devices
+        if num_stages > problem.num_blocks:
+            break
+        sizes = balanced_sizes(costs, num_stages)
+        yield _Staged(
+            problem=problem,
+            sizes=sizes,
+            durations=problem.durations.grouped(sizes),
+            links=problem.links.grouped(sizes) if problem.links else None,
+            memory=problem.memory.grouped(sizes),
+        )
+
+
+def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every generator and parameter that fits the number of stages."""
+    devices, stages = view.problem.num_devices, len(view.sizes)
+    batches = view.problem.num_microbatches
+    if stages == devices:
+        for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "dualpipe"):
+            yield name, {}
+        for pairs in range(1, stages // 2 + 1):
+            for way in ("direct", "merged"):
+                yield "chimera", {"num_pipelines": 2 * pairs, "concatenation": way}
+            yield "chimera", {"num_pipelines": 2 * pairs, "concatenation": "forward_doubling"}
+    if stages == 2 * devices:
+        for name in ("zb_v", "v_half", "v_min"):
+            yield name, {}
+    if stages > devices:
+        yield "interleaved", {"num_devices": devices}
+    for group_size in range(1, stages // devices + 1):
+        for in_flight in sorted({max(1, devices // 2), devices, 2 * devices, batches}):
+            yield (
+                "fast_forward",
+                {"num_devices": devices, "group_size": group_size, "in_flight": in_flight},
+            )
+
+
+def _generated(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
+    allowed = view.problem.generators
+    for name, options in _options(view):
+        if allowed is not None and name not in allowed:
+            continue
+        costs: dict[str, Any] = {}
+        if name == "fast_forward":
+            costs = {"durations": view.durations, "links": view.links}
+        elif options.get("concatenation") == "merged":
+            costs = {"durations": view.durations}
+        try:
+            schedule = build(
+                name,
+                num_stages=len(view.sizes),
+                num_microbatches=view.problem.num_microbatches,
+                **options,
+                **costs,
+            )
+        except ScheduleError:  # this generator does not exist for these numbers
+            continue
+        yield name, options, schedule
+
+
+def _shapes(view: _Staged) -> Iterator[PipelineShape]:
+    devices, stages = view.problem.num_devices, len(view.sizes)
+    batches = view.problem.num_microbatches
+    if stages == devices:
+        yield chain_shape(stages, batches)
+    else:
+        yield looped_shape(stages, batches, devices)
+    if stages == 2 * devices:
+        yield v_shape(stages, batches)
+
+
+def _listed(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
+    """List schedules under the memory cap, over urgencies and patience."""
+    memory, stages = view.memory, len(view.sizes)
+    sizes = per_stage(memory.activation_bytes, stages, "Memory.activation_bytes")
+    for shape in _shapes(view):
+        room = [view.problem.max_memory_bytes - held for held in static_bytes(shape, memory)]
+        for order in ((Kind.I, Kind.F, Kind.W), (Kind.F, Kind.I, Kind.W), (Kind.I, Kind.W, Kind.F)):
+            for patience in (0.0, 0.5, 1.0):
+                policy = Policy(
+                    priority=kind_priority(order),
+                    max_activations=room,
+                    activations=sizes,
+                    patience=patience,
+                )
+                text = "".join(kind.value for kind in order)
+                options = {"order": text, "patience": patience}
+                try:
+                    schedule = list_schedule(
+                        "list", shape, view.durations, policy, links=view.links
+                    )
+                except ScheduleError:  # the cap is below one micro-batch on this shape
+                    continue
+                yield "list", options, schedule
+
+
+def _candidate(
+    view: _Staged, name: str, options: Mapping[str, Any], schedule: Schedule
+) -> Candidate:
+    timeline = simulate(schedule, view.durations, view.links, memory=view.memory)
+    peak = max(timeline.peak_memory_bytes)
+    return Candidate(
+        name=name,
+        options=options,
+        sizes=view.sizes,
+        schedule=schedule,
+        makespan_s=timeline.makespan_s,
+        peak_memory_bytes=peak,
+        fits=peak <= view.problem.max_memory_bytes * (1 + _TOLERANCE),
+    )
+
+
+def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candidate, float]:
+    """CP-SAT's best on the candidate's shape, started from it, and its lower bound."""
+    from autopar.schedules.generators.oracle import optimal_schedule  # OR-Tools is slow to import
+
+    found = optimal_schedule(
+        start.schedule.shape,
+        view.durations,
+        links=view.links,
+        memory=view.memory,
+        max_bytes=[view.problem.max_memory_bytes] * view.problem.num_devices,
+        time_limit_s=time_limit_s,
+        start_from=start.schedule,
+    )
+    if found.schedule is None:
+        return start, found.lower_bound_s
+    options = {**start.options, "proved": found.optimal}
+    return _candidate(view, "cp_sat", options, found.schedule), found.lower_bound_s
+
+
+def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate:
+    """The candidate after local search, its B's split where that is possible."""
+    split = _split(start.schedule)
+    num_moves = min(num_moves, _MOST_WORK // split.num_actions)
+    shape = split.shape
+    costs = FixedOrder(split, view.durations, view.links, view.memory)
+    orders = improve(
+        costs,
+        costs.initial,
+        [view.problem.max_memory_bytes] * shape.num_devices,
+        num_moves=num_moves,
+        seed=seed,
+        lower_bound_s=lower_bound_s(shape, view.durations),
+    )
+    return _candidate(view, f"{start.name}+local", start.options, costs.schedule(orders))
+
+
+def _split(schedule: Schedule) -> Schedule:
+    """The schedule with every B as I and W, one after the other."""
+    orders = []
+    for steps in schedule.devices:
+        order = []
+        for item in steps:
+            parts = (Kind.I, Kind.W) if item.action.kind is Kind.B else (item.action.kind,)
+            order += [item._replace(action=item.action._replace(kind=kind)) for kind in parts]
+        orders.append(tuple(order))
+    return Schedule(name=schedule.name, shape=schedule.shape, devices=tuple(orders))
+
+
+def _reduced(view: _Staged, candidate: Candidate) -> Candidate:
+    schedule = with_reductions(candidate.schedule, view.durations, view.links)
+    return _candidate(view, candidate.name, candidate.options, schedule)
+
+
+def lower_bound_s(shape: PipelineShape, durations: Durations) -> float:
+    """No order of F, I and W on this shape can be shorter.
+
+    For each device the earliest arrival of its first forward and all its work; for a micro-batch
+    its whole path. Messages count as free.
+    """
+    table = durations.table(shape.num_stages)
+    bound = sum(table[Kind.F]) + sum(table[Kind.I]) + table[Kind.W][0]
+    for device in range(shape.num_devices):
+        work = 0.0
+        for m in range(shape.num_microbatches):
+            for stage, owner in enumerate(shape.placement[shape.replica(m)]):
+                if owner == device:
+                    work += sum(table[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
+        head = min(sum(table[Kind.F][:stage]) for _, stage in shape.stages_on(device))
+        bound = max(bound, head + work)
+    return bound

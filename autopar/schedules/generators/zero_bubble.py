@@ -1,0 +1,39 @@
+"""What ZB-H1 and ZB-H2 share: 1F1B with the backward split, W held back by a fixed distance.
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024). Stage s runs some forwards ahead, sends
+each input gradient at once, and runs W of micro-batch m after I of micro-batch m + delay, so that
+the bubbles of 1F1B's start and end are filled with W's.
+"""
+
+from collections.abc import Callable
+
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.generators.shapes import chain_shape
+from autopar.schedules.schedule import Schedule, schedule_of
+
+
+def delayed_weights(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    forwards_ahead: Callable[[int], int],
+    weight_delay: Callable[[int], int],
+) -> Schedule:
+    """One stage a device; ``forwards_ahead`` and ``weight_delay`` are functions of the stage."""
+    shape = chain_shape(num_stages, num_microbatches)
+    orders: list[list[Action]] = []
+    for stage in range(num_stages):
+        ahead = min(forwards_ahead(stage), num_microbatches)
+        delay = min(weight_delay(stage), num_microbatches)
+        order = [shape.action(stage, Kind.F, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            if m + ahead < num_microbatches:
+                order.append(shape.action(stage, Kind.F, m + ahead))
+            order.append(shape.action(stage, Kind.I, m))
+            if m >= delay:
+                order.append(shape.action(stage, Kind.W, m - delay))
+        first_left = num_microbatches - delay
+        order += [shape.action(stage, Kind.W, m) for m in range(first_left, num_microbatches)]
+        orders.append(order)
+    return schedule_of(name, shape, orders)

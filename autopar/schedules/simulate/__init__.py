@@ -1,0 +1,1 @@
+"""Schedules played over real costs: timeline, trace, drawing."""

@@ -1,0 +1,93 @@
+"""Chrome/Perfetto traces of a timeline: one process a device, one track a resource.
+
+Comes in: a ``Timeline``. Goes out: the trace as a JSON-ready value or text, to be opened in
+ui.perfetto.dev. A resource does one thing at a time, so slices on a track never overlap; times are
+whole nanoseconds, so that rounding cannot make them.
+"""
+
+import json
+from typing import Any
+
+from autopar.schedules.schedule import Resource
+from autopar.schedules.simulate.timeline import Interval, Timeline
+
+_ORDER = list(Resource)
+_CATEGORY = {
+    Resource.MAIN: "compute",
+    Resource.SIDE: "compute",
+    Resource.COLLECTIVE: "communication",
+    Resource.SEND: "communication",
+    Resource.RECV: "communication",
+    Resource.TO_HOST: "host",
+    Resource.FROM_HOST: "host",
+}
+
+
+def track_name(item: Interval) -> str:
+    """The track of an interval: its resource, and the peer on a link."""
+    if item.peer < 0:
+        return item.resource.value
+    word = "to" if item.resource is Resource.SEND else "from"
+    return f"{item.resource.value} {word} device {item.peer}"
+
+
+def trace_events(timeline: Timeline, *, memory: bool = True) -> list[dict[str, Any]]:
+    """Trace events in the Trace Event Format; ``memory`` adds a counter track a device.
+
+    A second of the simulation is a second of the trace.
+    """
+    tracks = sorted(
+        {(item.device, _ORDER.index(item.resource), item.peer) for item in timeline.intervals}
+    )
+    numbers = {track: number for number, track in enumerate(tracks)}
+    events: list[dict[str, Any]] = [
+        _name("process_name", device, 0, f"device {device}")
+        for device in range(timeline.shape.num_devices)
+    ]
+    named: set[int] = set()
+    for item in timeline.intervals:
+        number = numbers[item.device, _ORDER.index(item.resource), item.peer]
+        if number not in named:
+            named.add(number)
+            events.append(_name("thread_name", item.device, number, track_name(item)))
+        start, end = _nanoseconds(item.start_s), _nanoseconds(item.end_s)
+        events.append(
+            {
+                "name": str(item.action),
+                "cat": _CATEGORY[item.resource],
+                "ph": "X",
+                "pid": item.device,
+                "tid": number,
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "args": {"iteration": item.iteration, "start_ns": start, "end_ns": end},
+            }
+        )
+    if memory:
+        for device in range(timeline.shape.num_devices):
+            events += [
+                {
+                    "name": "held bytes",
+                    "ph": "C",
+                    "pid": device,
+                    "ts": _nanoseconds(point.time_s) / 1000,
+                    "args": {"bytes": point.held_bytes},
+                }
+                for point in timeline.memory_curve(device)
+            ]
+    return events
+
+
+def trace_json(timeline: Timeline, *, memory: bool = True) -> str:
+    """The trace as the text of a ``.json`` file."""
+    return json.dumps(
+        {"traceEvents": trace_events(timeline, memory=memory), "displayTimeUnit": "ms"}
+    )
+
+
+def _nanoseconds(time_s: float) -> int:
+    return round(time_s * 1e9)
+
+
+def _name(kind: str, device: int, track: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": device, "tid": track, "args": {"name": name}}

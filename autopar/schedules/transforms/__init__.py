@@ -1,0 +1,1 @@
+"""Schedule to schedule: recomputation and offloading, reductions, messages."""

@@ -1,0 +1,1 @@
+"""Oracles: the programs of all ranks in one process, and the check of a rule."""

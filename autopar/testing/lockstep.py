@@ -1,0 +1,249 @@
+"""All ranks of a program side by side in one process: for tests and dry runs.
+
+A value is a list with one shard per rank, an ordinary op runs on each shard, and a collective is a
+function of the whole list. No process, no network, no timing; the arithmetic is that of the real
+run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.comm.ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_MAX,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    MASK,
+    RAW_OPS,
+    REDUCE_SCATTER,
+    SHARD,
+    UNSHARD,
+    assemble,
+    disassemble,
+)
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MICROBATCH, Mesh
+from autopar.lowering.types import RankProgram, TensorMeta
+from autopar.runtime.machine.protocols import NoLinks, Phase
+from autopar.runtime.machine.randomness import Dice, kept_generators, random_nodes, split_axes
+from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
+from autopar.runtime.step.executor import Executor, StepResult
+
+__all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
+
+Shards = list[Tensor]
+Collective = Callable[..., list[Tensor]]
+
+
+def _all_reduce(parts: Shards, num: int) -> Shards:
+    total = reduced(parts)
+    return [total.clone() for _ in parts]
+
+
+def _all_reduce_max(parts: Shards, num: int) -> Shards:
+    return [torch.stack(parts).amax(0) for _ in parts]
+
+
+def _all_gather(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    return [assemble(torch.stack(parts), dim, outer) for _ in parts]
+
+
+def _reduce_scatter(parts: Shards, num: int, dim: int, outer: int) -> Shards:
+    return [x.clone() for x in disassemble(reduced(parts), num, dim, outer)]
+
+
+def _all_to_all(
+    parts: Shards, num: int, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
+) -> Shards:
+    sent = [disassemble(x, num, dst_dim, dst_outer) for x in parts]
+    return [
+        assemble(torch.stack([sent[j][i] for j in range(num)]), src_dim, src_outer)
+        for i in range(num)
+    ]
+
+
+_COLLECTIVES: dict[Any, Collective] = {
+    ALL_REDUCE: _all_reduce,
+    ALL_REDUCE_MAX: _all_reduce_max,
+    ALL_GATHER: _all_gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
+}
+
+
+def _shard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
+    return disassemble(x, num, dim, outer)[index].clone()
+
+
+def _unshard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
+    stack = x.new_zeros((num, *x.shape))
+    stack[index] = x
+    return assemble(stack, dim, outer)
+
+
+def _mask(x: Tensor, index: int, num: int) -> Tensor:
+    return x.clone() if index == 0 else torch.zeros_like(x)
+
+
+def _axis_index(x: Tensor, index: int, num: int) -> Tensor:
+    return torch.tensor(index)
+
+
+_LOCAL_OPS: dict[Any, Callable[..., Tensor]] = {
+    SHARD: _shard,
+    UNSHARD: _unshard,
+    MASK: _mask,
+    AXIS_INDEX: _axis_index,
+}
+"""Functions of one rank's part and of the rank's position in its group."""
+
+
+class LockstepMachine:
+    """Runs one graph for every rank of a mesh at once."""
+
+    def __init__(self, mesh: Mesh, seed: int = 0) -> None:
+        self.mesh = mesh
+        self.dice = Dice(mesh, seed)
+        self.microbatch = 0
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self.microbatch = microbatch
+        self.dice.begin_call(microbatch, block, phase)
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
+        env: dict[fx.Node, list[Any]] = {}
+        given = iter(arguments)
+        random = random_nodes(module)
+        with torch.no_grad():
+            for node in module.graph.nodes:
+                if node.op == "placeholder":
+                    env[node] = next(given)
+                elif node.op == "output":
+                    return [env[n] for n in node.args[0]]
+                elif node.op == "get_attr":
+                    env[node] = [getattr(module, node.target)] * self.mesh.num_devices
+                elif node.target in RAW_OPS:
+                    env[node] = self._collective(node, env)
+                else:
+                    env[node] = self._call_each(node, env, random.get(node))
+        raise AssertionError("a graph without output")
+
+    def _call_each(
+        self, node: fx.Node, env: Mapping[fx.Node, list[Any]], place: int | None
+    ) -> list[Any]:
+        results = []
+        for rank in range(self.mesh.num_devices):
+            if place is not None:
+                seed = self.dice.seed_of(place, split_axes(node), rank)
+                torch.default_generator.manual_seed(seed)
+            results.append(self._call(node, env, rank))
+        return results
+
+    @staticmethod
+    def _call(node: fx.Node, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
+        args = fx.map_arg(node.args, lambda n: env[n][rank])
+        kwargs = fx.map_arg(node.kwargs, lambda n: env[n][rank])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _collective(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> Shards:
+        source, label, *rest = node.args
+        values = env[source]  # type: ignore[index]
+        if node.target in _LOCAL_OPS:
+            function = _LOCAL_OPS[node.target]
+            return [function(x, self._index(r, str(label)), *rest) for r, x in enumerate(values)]
+        result: list[Any] = [None] * self.mesh.num_devices
+        for group in self.mesh.groups(self.mesh.axes_of(str(label))):
+            parts = [values[r] for r in group]
+            for rank, part in zip(group, _COLLECTIVES[node.target](parts, *rest)):
+                result[rank] = part
+        return result
+
+    def _index(self, rank: int, label: str) -> int:
+        """Position of a rank along the axes of a label, that in time being the present one."""
+        names = [name for name in label.split(",") if name != MICROBATCH]
+        axes = self.mesh.axes_of(",".join(names)) if names else ()
+        inside = self.mesh.index(rank, axes)
+        timed = MICROBATCH in label.split(",")
+        return self.microbatch * self.mesh.size(axes) + inside if timed else inside
+
+    def add(self, left: Shards, right: Shards) -> Shards:
+        return [a + b for a, b in zip(left, right)]
+
+    def add_to(self, left: Shards, right: Shards) -> None:
+        for a, b in zip(left, right):
+            a.add_(b)
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
+        scaled = [[x * weight for x in value] for weight, value in terms]
+        return functools.reduce(self.add, scaled)
+
+    def contiguous(self, value: Shards) -> Shards:
+        return [x.contiguous() for x in value]
+
+    def start_moves(
+        self, moves: list[tuple[fx.GraphModule, Shards]]
+    ) -> Callable[[], Sequence[Shards]]:
+        results = [self.run(module, [operand])[0] for module, operand in moves]
+        moves.clear()
+        return lambda: results
+
+    start_gradients = start_moves
+
+    def filled(self, meta: TensorMeta, fill: float) -> Shards:
+        return [
+            torch.full(meta.shape, fill, dtype=meta.dtype) for _ in range(self.mesh.num_devices)
+        ]
+
+
+class LockstepRun:
+    """A program with real parameters on all ranks at once, and plain SGD-like updates outside."""
+
+    def __init__(
+        self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor], *, seed: int = 0
+    ) -> None:
+        self.program = program
+        self.graph = graph
+        self.num_steps = 0
+        mesh = program.mesh
+        self.machine = LockstepMachine(mesh, seed)
+        self.executor: Executor[Shards] = Executor(program, self.machine, NoLinks())
+        self.parameters = {
+            p.value: scatter(state[p.name], p.stored, mesh) for p in program.parameters
+        }
+        constants = dict(program.constants)
+        self.buffers = {
+            b.value: [
+                (constants[b.name] if b.name in constants else state[b.name]).clone()
+                for _ in range(mesh.num_devices)
+            ]
+            for b in program.buffers
+        }
+
+    def _inputs(self, tensors: Sequence[Tensor], index: int = 0) -> dict[int, Shards]:
+        num = self.program.num_microbatches
+        return {
+            i.value: scatter(microbatch_of(t, i, num, index), i.placements, self.program.mesh)
+            for i, t in zip(self.program.inputs, tensors)
+        }
+
+    def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
+        """Forward and backward; buffers are updated, parameters are left to the caller."""
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(torch.device("cpu")):
+            batches = [self._inputs(tensors, i) for i in range(self.program.num_microbatches)]
+            result = self.executor.step(self.parameters, self.buffers, batches)
+        self.buffers.update(result.buffers)
+        self.num_steps += 1
+        return result
+
+    def forward(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
+        self.machine.dice.begin_step(self.num_steps)
+        with kept_generators(torch.device("cpu")):
+            return self.executor.forward(self.parameters, self.buffers, self._inputs(tensors))
