@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import CaptureError, InputError
 from autopar.base.gc_pause import collector_paused
+from autopar.base.source_files import is_users
 from autopar.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +38,7 @@ from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
 from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate_regions
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
+from autopar.frontend.rewrites.strided_writes import index_strided_writes
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.ir.graph import Graph, verify
 
@@ -349,6 +351,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
             isolate_regions(program.graph_module)
             free_counted_dimensions(program.graph_module)
             offsets_as_tensors(program.graph_module)
+            index_strided_writes(program.graph_module)
             return program
     except (CaptureError, InputError):
         raise
@@ -400,14 +403,9 @@ def _first_line(error: Exception) -> str:
 
 def _where(error: BaseException) -> str:
     """The last frame outside torch, autopar and this module, as `` at file:line (code)``."""
-    own = re.compile(r"[/\\](torch|autopar|contextlib|copyreg)([/\\]|\.py)")
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not own.search(f.filename) and not f.filename.startswith("<")
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     user = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s+(.*)', str(error))
-    user = [u for u in user if not own.search(u[0])]
+    user = [u for u in user if is_users(u[0])]
     if frames:
         last = frames[-1]
         return f" at {last.filename}:{last.lineno} in {last.name}: {last.line}"

@@ -175,8 +175,48 @@ def own_gradients(model: Odd, x: Tensor) -> Tensor:
     return (first * second).square().mean()
 
 
+def reentrant(model: Odd, x: Tensor) -> Tensor:
+    return checkpoint(lambda z: model.linear(z).relu(), model.linear(x), use_reentrant=True).sum()
+
+
+def reentrant_without_gradient(model: Odd, x: Tensor) -> Tensor:
+    """None of its tensors needs a gradient, so autograd gives none to its parameters either."""
+    first = checkpoint(lambda z: model.linear(z).sin(), x, use_reentrant=True)
+    return (first * model.linear(x)).square().mean()
+
+
+def reentrant_draws(model: Odd, x: Tensor) -> Tensor:
+    def run(z: Tensor) -> Tensor:
+        return nn.functional.dropout(model.linear(z), p=0.0).cos()
+
+    return checkpoint(run, model.linear(x), use_reentrant=True, preserve_rng_state=False).mean()
+
+
+def filled_diagonal(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    return (y.T @ y).fill_diagonal_(0).square().mean()
+
+
+def filled_diagonal_of_a_tall_one(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    z = (y.T @ y).repeat(3, 1)
+    z.fill_diagonal_(0.5, wrap=True)
+    z[2:5].zero_()
+    return (z * z.sin()).mean()
+
+
+def strided_writes(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x).clone()
+    y.as_strided((2, 3), (1, 4), 1).mul_(3)
+    z = model.linear(x).t().clone(memory_format=torch.preserve_format)
+    z.as_strided((2, 3), (1, 4), 1).copy_(y[:2, :3])
+    return y.square().sum() + z.sin().sum()
+
+
 BODIES = [
     own_gradients,
+    reentrant, reentrant_without_gradient, reentrant_draws,
+    filled_diagonal, filled_diagonal_of_a_tall_one, strided_writes,
     chosen_rows, written_back, number_of_a_tensor, looped, scanned,
     looked_up_by_frequency,
     written_by_its_decomposition, complex_inside, assigned_slice,

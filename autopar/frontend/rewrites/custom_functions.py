@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.base.errors import CaptureError
 from autopar.base.torch_private import FakeTensorMode, autograd_again, outside_of_tracing, pytree
@@ -37,6 +38,8 @@ def functions_as_operators() -> Iterator[None]:
     """Within: calls of a user's functions that need a gradient are calls of operators."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return _without_checkpoint(args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not needed or cls.__module__.partition(".")[0] == "torch":
@@ -48,6 +51,20 @@ def functions_as_operators() -> Iterator[None]:
         yield
     finally:
         _Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+
+
+def _without_checkpoint(args: tuple[Any, ...]) -> Any:
+    """The function that ``checkpoint(..., use_reentrant=True)`` runs, run as it is.
+
+    Autograd, which computes the function again in the backward pass, gives its parameters a
+    gradient only where one of its tensors needs one; so no gradient flows otherwise here either.
+    """
+    function, _, *operands = args
+    is_recorded = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in operands
+    )
+    with torch.set_grad_enabled(is_recorded):
+        return function(*operands)
 
 
 def _call(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,17 +12,22 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType, TracebackType
 
-from autopar.base.errors import WorkerError
+import torch.distributed
 
-_WAITING = (
-    "torch/distributed/",
-    "autopar/comm/groups.py",
-    "autopar/comm/transports/",
-    "autopar/runtime/machine/links.py",
-    "autopar/runtime/step/reductions.py",
+from autopar.base.errors import WorkerError
+from autopar.base.source_files import PACKAGE, lies_in
+
+WAITING = (
+    Path(torch.distributed.__file__).parent,
+    PACKAGE / "comm" / "groups.py",
+    PACKAGE / "comm" / "transports",
+    PACKAGE / "runtime" / "machine" / "links.py",
+    PACKAGE / "runtime" / "step" / "reductions.py",
 )
+"""Files and folders whose code waits for other processes."""
 _MAX_LISTED = 8
 
 
@@ -82,7 +87,7 @@ class Verdict:
 
 def waits_for_peers(filename: str) -> bool:
     """Whether code of this file waits for other processes."""
-    return any(place in filename.replace("\\", "/") for place in _WAITING)
+    return lies_in(filename, WAITING)
 
 
 def raised_by_peers(trace: TracebackType | None) -> bool:

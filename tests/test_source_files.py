@@ -1,0 +1,74 @@
+"""Whose code a file holds, whatever the folders around it are called."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.base.source_files import is_users, lies_in
+from autopar.runtime.faults.inquest import WAITING, waits_for_peers
+
+MODEL = """
+from torch import nn
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:
+            return y.mean()
+        return y.sum()
+"""
+
+
+@pytest.mark.parametrize("folder", ["autopar", "torch", "my model", "autopar/torch/search"])
+def test_a_users_line_is_named_wherever_it_lies(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder / "model.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(MODEL)
+    spec = importlib.util.spec_from_file_location("users_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(autopar.CaptureError) as caught:
+        autopar.capture(module.Branches(), (torch.randn(2, 4),))
+    line = MODEL.splitlines().index("        if y.sum() > 0:") + 1
+    assert f"{path}:{line} in forward" in str(caught.value)
+
+
+def test_libraries_are_not_users() -> None:
+    from autopar import cost_models, search
+
+    for package in (autopar, cost_models, search, torch, torch.nn.functional):
+        assert package.__file__ is not None
+        assert not is_users(package.__file__)
+    assert not is_users("<eval_with_key>.0")
+    assert is_users(__file__)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert lies_in(str(tmp_path / "link" / "a.py"), [tmp_path / "real"])
+    assert not lies_in(str(tmp_path / "realer" / "a.py"), [tmp_path / "real"])
+
+
+def test_the_places_that_wait_for_peers_exist() -> None:
+    """A file that moves must take its place in the list along."""
+    for place in WAITING:
+        assert place.exists()
+    from autopar.comm.transports import direct_exchange, shared_memory, sockets
+    from autopar.runtime.machine import links
+    from autopar.runtime.step import executor
+
+    for module in (direct_exchange, shared_memory, sockets, links):
+        assert waits_for_peers(str(module.__file__))
+    assert not waits_for_peers(str(executor.__file__))
