@@ -115,6 +115,12 @@ def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
             f"the program has {program.num_microbatches}; pass "
             f"num_microbatches={schedule.shape.num_microbatches}"
         )
+    check_runs(schedule)
+
+
+def check_runs(schedule: Schedule) -> None:
+    """Raise PlanError for the first step of ``schedule`` that the executor would not run as it
+    says."""
     for row in schedule.devices:
         for item in row:
             reason = _why_not_run(item, schedule.shape)
@@ -138,6 +144,10 @@ def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
         return (
             "updates weights with the last training step's gradients, on several pipeline devices"
         )
+    if item.resource is Resource.SIDE:
+        return "runs on a second compute stream, beside the first"
+    if item.after is not None:
+        return f"waits for {item.after} of another stream"
     return None
 
 

@@ -15,7 +15,7 @@ from autopar.base.errors import AutoparError, InputError
 from autopar.cost_models import CommunicationModel
 from autopar.ir.blocks import MIN_OPS, MIN_PART_OPS
 from autopar.ir.placement import local_shape
-from autopar.lowering.pipeline import with_replica_sums
+from autopar.lowering.pipeline import check_runs, with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
 from autopar.planning.meshes import MeshSizes, known_size
 from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops, strategy_times
@@ -106,6 +106,7 @@ def pipeline_choice(
         made = recomputed(made)
     try:
         verify(made)
+        check_runs(made)
     except AutoparError as error:
         raise InputError(f"schedule={made.name!r}: {error}") from error
     if num_devices % made.shape.num_devices:

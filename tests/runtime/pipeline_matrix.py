@@ -115,7 +115,6 @@ ROWS = {
     "reverse_first_k": Row(
         name="reverse_first_k", on_one_device=True, options=(("k", 2), ("reduces", False))
     ),
-    "multi_stream": Row(name="multi_stream", on_one_device=True),
 }  # fmt: skip
 
 

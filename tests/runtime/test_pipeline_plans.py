@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ import autopar
 from autopar.base.errors import InputError, OptimizerError, PlanError
 from autopar.cost_models import Cluster
 from autopar.plan.document import Plan
-from autopar.schedules import Action, Kind
+from autopar.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    format_schedule,
+    with_offloading,
+)
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import Trained, assert_same, reference_steps, to_double
@@ -361,6 +368,58 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     with pytest.raises(InputError, match=message):
         planned(model, **options)
+
+
+def offloading() -> Schedule:
+    made = build_schedule("1f1b", num_stages=2, num_microbatches=2)
+    return with_offloading(made, (0,))
+
+
+def waiting() -> Schedule:
+    """What an action waits for of its own stream has ended anyway; of another, nobody looks."""
+    made = build_schedule("conventional", num_stages=2, num_microbatches=1, reduces=True)
+    *steps, last = made.devices[0]
+    first = next(item.action for item in steps if item.action.kind is Kind.G)
+    return replace(made, devices=((*steps, last._replace(after=first)),))
+
+
+NOT_RUN: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "multi_stream", "num_stages": 3}, r"2W0@side>2I0 runs on a second compute"),
+    (
+        {
+            "schedule": build_schedule("multi_stream", num_stages=2, num_microbatches=1,
+                                       placement={1: 2}),
+        },
+        r"1W0@side~1 computes gradients of the last training step",
+    ),
+    (
+        {"schedule": build_schedule("dualpipe", num_stages=2, num_microbatches=4, overlap=True)},
+        r"runs on a second compute stream, beside the first",
+    ),
+    ({"schedule": offloading()}, r"0O0 keeps values on the host"),
+    ({"schedule": waiting()}, r"waits for 1G of another stream"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_RUN, ids=lambda value: str(value)[:40])
+def test_schedules_that_are_only_simulated_are_refused(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    """By their first step that would run otherwise than they say: it ran serially in silence."""
+    text = rf"schedule='\w+': schedule '\w+': .*{message}.* simulated but not run.*schedule='1f1b'"
+    with pytest.raises(InputError, match=text):
+        planned(model, **options)
+    with pytest.raises(InputError, match=text):
+        compiled_for(model, 2, **options)
+
+
+def test_a_replayed_plan_with_such_a_schedule_is_refused(model: nn.Module) -> None:
+    plan = planned(model, schedule="conventional", num_stages=4)
+    made = build_schedule("multi_stream", num_stages=4, num_microbatches=1)
+    document = json.loads(plan.to_json())
+    document["schedule"]["actions"] = format_schedule(made).splitlines()
+    with pytest.raises(PlanError, match=r"3W0@side>3I0 runs on a second compute stream"):
+        compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
 
 
 def test_what_a_plan_has_is_not_given_beside_it(model: nn.Module) -> None:
