@@ -136,8 +136,6 @@ def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
     kind = item.action.kind
     if kind in (Kind.O, Kind.L):
         return "keeps values on the host"
-    if item.resource is Resource.SIDE:
-        return "computes on a second stream beside the first"
     if item.lag and kind is not Kind.U:
         return "computes gradients of the last training step beside this one's"
     if item.lag and shape.num_devices > 1:
