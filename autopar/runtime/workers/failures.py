@@ -6,6 +6,7 @@ soon looks like many: the peers of a dead rank report broken connections, and th
 that hangs hang with it.
 """
 
+import re
 import time
 import traceback
 from collections.abc import Sequence
@@ -131,8 +132,8 @@ def hang_error(
 
 def waits_for_peers_by(stack: str) -> bool:
     """Whether the innermost frame of faulthandler's text waits for other processes."""
-    frames = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    return bool(frames) and waits_for_peers(frames[0])
+    innermost = re.search(r'^\s*File "(.*)", line ', stack, re.MULTILINE)
+    return innermost is not None and waits_for_peers(innermost[1])
 
 
 def _first_line(text: str) -> str:
