@@ -13,44 +13,45 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.base.errors import InputError, OptimizerError, PlanError
+from autopar.base.errors import InputError
 from autopar.comm.groups import initialize
 from autopar.cost_models import (
     Cluster,
+    CommunicationModel,
     ComputeModel,
     default_store_path,
 )
-from autopar.cost_models.cluster import is_count
-from autopar.frontend.capture import Arguments, Captured, capture, check_model
-from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.frontend.capture import Captured, capture, check_model
+from autopar.frontend.targets import LossFn
 from autopar.ir.placement import Placements
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
-from autopar.passes.batch_norm import check_batch_norm, with_batch_norm
+from autopar.options import CompileOptions, PlanOptions
+from autopar.passes.batch_norm import with_batch_norm
 from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
-from autopar.planning.joint import Fixed, fixed_parts, is_searched, plan_with, searched_calls
-from autopar.planning.meshes import MeshSizes, check_mesh
-from autopar.planning.pipelines import PipelineChoice, pipeline_choice
+from autopar.planning.joint import plan_with, searched_calls
+from autopar.planning.meshes import MeshSizes
+from autopar.planning.planner import Progress
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.deferred import Deferred
 from autopar.runtime.host.devices import resolve_devices
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
+from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
     MakeScheduler,
-    check_makes_optimizer,
     optimizer_spec,
 )
-from autopar.runtime.step.clipping import check_max_grad_norm
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Analysis, Strategy
 
@@ -118,20 +119,21 @@ def plan(
     Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError where the batch
     cannot be cut into so many micro-batches.
     """
-    statistics = check_batch_norm(batch_norm)
-    check_makes_optimizer(optimizer)
+    options = PlanOptions(
+        loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
+        num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
+        batch_norm=batch_norm, optimizer=optimizer, compute=compute,
+    )  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise InputError(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    pipeline = _pipeline(
-        num_stages, schedule, num_microbatches, cuts, cluster.num_devices, mesh, recompute
-    )
+    pipeline = options.pipeline(cluster.num_devices)
     with show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
-        captured = with_batch_norm(captured, statistics)
+        captured = with_batch_norm(captured, batch_norm)
         return plan_with(
             captured,
             cluster,
@@ -194,168 +196,123 @@ def compile(
     Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
     """
     check_model(model)
-    check_loss_fn(loss_fn)
-    check_max_grad_norm(max_grad_norm)
-    statistics = check_batch_norm(batch_norm)
-    check_makes_optimizer(optimizer)
-    if lr_scheduler is not None and (optimizer is None or not callable(lr_scheduler)):
-        raise OptimizerError(
-            f"lr_scheduler is {lr_scheduler!r}, with optimizer={optimizer!r}; pass a callable that "
-            "makes a scheduler from the optimizer, and the optimizer: lr_scheduler="
-            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)"
-        )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise InputError(f"seed is {seed!r}; it must be an int, such as seed=0, or None")
-    if not isinstance(plan, Plan | str | Path | None):
-        raise PlanError(
-            f"plan is {plan!r}; pass what autopar.plan(...) returned, or the path of its JSON"
-        )
-    if plan is not None:
-        _check_replay(
-            mesh=mesh or None, constraints=constraints or None, num_stages=num_stages,
+    options = CompileOptions(
+        planning=PlanOptions(
+            loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_stages=num_stages,
             num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
-        )  # fmt: skip
-    found, mesh = _resolve(devices, mesh)
-    pipeline = _pipeline(num_stages, schedule, num_microbatches, cuts, len(found), mesh, recompute)
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "optimizer": optimizer,
-        "lr_scheduler": lr_scheduler,
-        "max_grad_norm": max_grad_norm,
-        "seed": seed,
-        "start_timeout_s": start_timeout_s,
-        "call_timeout_s": call_timeout_s,
-    }
-
-    def build(inputs: Any) -> Compiled:
-        with show_progress(progress) as say:
-            say("capture")
-            captured = capture(model, inputs, loss_fn=loss_fn)
-            captured = with_batch_norm(captured, statistics)
-            kind = found[0].type
-            if is_spmd():
-                initialize(rank_device(kind), datetime.timedelta(seconds=call_timeout_s))
-
-            is_measured = plan is None and profile_limit_s > 0 and not isinstance(devices, Cluster)
-            communication, path = None, default_store_path()
-            if is_measured:
-                say("measure collectives")
-                here = from_first_rank(lambda: Cluster.detect(len(found)), "the cluster")
-                communication = collective_times(here, found, path, start_timeout_s)
-
-            def search() -> Plan:
-                compute = None
-                if isinstance(devices, Cluster):
-                    cluster = devices
-                elif communication is None:
-                    cluster = Cluster.detect(len(found))
-                else:
-                    cluster = communication.cluster
-                    calls = searched_calls(captured, cluster, mesh, num_microbatches, pipeline)
-                    compute = op_times(
-                        calls, cluster, path, limit_s=profile_limit_s,
-                        start_timeout_s=start_timeout_s, progress=say,
-                    )  # fmt: skip
-                return plan_with(
-                    captured,
-                    cluster,
-                    pipeline,
-                    mesh=mesh,
-                    constraints=constraints,
-                    compute=compute,
-                    communication=communication,
-                    num_microbatches=num_microbatches,
-                    optimizer=optimizer_spec(
-                        optimizer, cluster.device, is_clipped=max_grad_norm is not None
-                    ),
-                    device_type=kind,
-                    progress=say,
-                ).plan
-
-            chosen = _agreed(plan, search)
-            say("lower")
-            return _start(model, captured, chosen, found, options)
-
+            batch_norm=batch_norm, optimizer=optimizer,
+        ),
+        running=RunOptions(
+            loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm, seed=seed, start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
+        ),
+        plan=plan,
+        profile_limit_s=profile_limit_s,
+    )  # fmt: skip
+    compiler = _Compiler(model, devices, options, progress=progress)
     if example_inputs is not None:
-        return build(example_inputs)
-    return _Deferred(build, model.training)  # type: ignore[return-value]
+        return compiler.compile(example_inputs)
+    return Deferred(compiler.compile, training=model.training)
 
 
-def _check_replay(**fixed: Any) -> None:
-    """A plan has all of these; one that is given beside it would be ignored."""
-    given = [f"{name}={value!r}" for name, value in fixed.items() if value is not None]
-    if given:
-        raise InputError(
-            f"{', '.join(given)} beside plan=...: a plan is replayed as it is; leave that out, or "
-            "leave out plan= for a new search"
+class _Compiler:
+    """Makes a `Compiled` from example inputs: captures, plans (or replays a plan), lowers."""
+
+    def __init__(
+        self, model: nn.Module, devices: Devices, options: CompileOptions, *, progress: bool
+    ) -> None:
+        self.model = model
+        self.cluster = devices if isinstance(devices, Cluster) else None
+        self.devices, mesh = _resolve(devices, options.planning.mesh)
+        self.options = options
+        self.planning = options.planning.with_mesh(mesh)
+        self.pipeline = self.planning.pipeline(len(self.devices))
+        self.progress = progress
+
+    def compile(self, inputs: Any) -> Compiled:
+        with show_progress(self.progress) as say:
+            say("capture")
+            captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
+            captured = with_batch_norm(captured, self.planning.batch_norm)
+            if is_spmd():
+                limit = datetime.timedelta(seconds=self.options.running.call_timeout_s)
+                initialize(rank_device(self.devices[0].type), limit)
+            communication = self._measured_collectives(say)
+            chosen = _agreed(self.options.plan, lambda: self._search(captured, communication, say))
+            say("lower")
+            return self._start(captured, chosen)
+
+    def _measured_collectives(self, say: Progress) -> CommunicationModel | None:
+        """What is measured between the devices at hand; None where nothing is to be measured."""
+        options = self.options
+        if options.plan is not None or options.profile_limit_s <= 0 or self.cluster is not None:
+            return None
+        say("measure collectives")
+        here = from_first_rank(lambda: Cluster.detect(len(self.devices)), "the cluster")
+        return collective_times(
+            here, self.devices, default_store_path(), options.running.start_timeout_s
         )
 
+    def _search(
+        self, captured: Captured, communication: CommunicationModel | None, say: Progress
+    ) -> Plan:
+        planning, running, compute = self.planning, self.options.running, None
+        if communication is None:
+            cluster = self.cluster or Cluster.detect(len(self.devices))
+        else:
+            cluster = communication.cluster
+            calls = searched_calls(
+                captured, cluster, planning.mesh, planning.num_microbatches, self.pipeline
+            )
+            compute = op_times(
+                calls, cluster, default_store_path(), limit_s=self.options.profile_limit_s,
+                start_timeout_s=running.start_timeout_s, progress=say,
+            )  # fmt: skip
+        return plan_with(
+            captured,
+            cluster,
+            self.pipeline,
+            mesh=planning.mesh,
+            constraints=planning.constraints,
+            compute=compute,
+            communication=communication,
+            num_microbatches=planning.num_microbatches,
+            optimizer=optimizer_spec(
+                running.optimizer, cluster.device, is_clipped=running.max_grad_norm is not None
+            ),
+            device_type=self.devices[0].type,
+            progress=say,
+        ).plan
 
-def _pipeline(
-    num_stages: int | None,
-    schedule: str | Schedule | None,
-    num_microbatches: int | None,
-    cuts: Sequence[str] | None,
-    num_devices: int,
-    mesh: MeshSizes | None,
-    recompute: bool | None,
-) -> PipelineChoice | Fixed | None:
-    """What the user fixed of a pipeline, checked."""
-    check_mesh(mesh)
-    if recompute is not None and not isinstance(recompute, bool):
-        raise InputError(f"recompute is {recompute!r}; it is True, False or None")
-    if num_microbatches is not None and not is_count(num_microbatches):
-        raise InputError(
-            f"num_microbatches is {num_microbatches!r}; it must be a whole number, at least 1, or "
-            "None"
+    def _start(self, captured: Captured, chosen: Plan) -> Compiled:
+        num_devices = dist.get_world_size() if is_spmd() else len(self.devices)
+        strategy = strategy_of(chosen, captured, num_devices)
+        kind = self.devices[0].type
+        program = lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind)
+        pipeline = chosen.schedule.pipeline()
+        if pipeline is not None:
+            stages, schedule = pipeline
+            program = with_pipeline(program, stages.of(strategy.graph), schedule)
+
+        def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
+            graph = with_batch_norm(forward, chosen.graph.batch_norm).graph
+            assignment = from_first_rank(
+                lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held),
+                "the forward plan",
+            )
+            return lower_staged_forward(Strategy(Analysis(graph), assignment), program)
+
+        return Compiled(
+            captured=captured,
+            program=program,
+            forward_program=lambda: lower_staged_forward(strategy, program),
+            lower_forward=lower_forward,
+            plan=chosen,
+            devices=self.devices,
+            model=self.model,
+            options=self.options.running,
         )
-    if is_searched(num_stages, schedule, num_microbatches, cuts, mesh):
-        name = str(schedule)
-        return fixed_parts(num_stages, name, num_microbatches, cuts, mesh, recompute)
-    return pipeline_choice(
-        num_stages=num_stages,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        num_devices=num_devices,
-        mesh=mesh,
-        recompute=recompute,
-    )
-
-
-def _start(
-    model: nn.Module,
-    captured: Captured,
-    chosen: Plan,
-    devices: Sequence[torch.device],
-    options: dict[str, Any],
-) -> Compiled:
-    num_devices = dist.get_world_size() if is_spmd() else len(devices)
-    strategy: Strategy = strategy_of(chosen, captured, num_devices)
-    kind = devices[0].type
-    program = lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind)
-    pipeline = chosen.schedule.pipeline()
-    if pipeline is not None:
-        stages, schedule = pipeline
-        program = with_pipeline(program, stages.of(strategy.graph), schedule)
-
-    def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
-        graph = with_batch_norm(forward, chosen.graph.batch_norm).graph
-        assignment = from_first_rank(
-            lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held), "the forward plan"
-        )
-        return lower_staged_forward(Strategy(Analysis(graph), assignment), program)
-
-    return Compiled(
-        captured=captured,
-        program=program,
-        forward_program=lambda: lower_staged_forward(strategy, program),
-        lower_forward=lower_forward,
-        plan=chosen,
-        devices=devices,
-        model=model,
-        **options,
-    )
 
 
 def _resolve(
@@ -402,54 +359,3 @@ def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:
 
 def _loaded(given: Plan | str | Path) -> Plan:
     return given if isinstance(given, Plan) else Plan.from_json(given)
-
-
-class _Deferred:
-    """A `Compiled` that is made by its first call, as ``torch.compile`` does."""
-
-    def __init__(self, build: Callable[[Any], Compiled], training: bool) -> None:
-        self._build = build
-        self._compiled: Compiled | None = None
-        self._training = training
-
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
-        if self._compiled is None:
-            self._compiled = self._build(Arguments(args, kwargs)).train(self._training)
-        return self._compiled
-
-    @property
-    def training(self) -> bool:
-        return self._training if self._compiled is None else self._compiled.training
-
-    def train(self, mode: bool = True) -> _Deferred:
-        self._training = bool(mode)
-        if self._compiled is not None:
-            self._compiled.train(mode)
-        return self
-
-    def eval(self) -> _Deferred:
-        return self.train(False)
-
-    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._made(args, kwargs).train_step(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._made(args, kwargs)(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if self._compiled is None:
-            raise InputError(
-                f"nothing is compiled yet, so there is no {name!r}: pass example_inputs=... to "
-                "autopar.compile, or call train_step(...) first"
-            )
-        return getattr(self._compiled, name)
-
-    def close(self) -> None:
-        if self._compiled is not None:
-            self._compiled.close()
-
-    def __enter__(self) -> _Deferred:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

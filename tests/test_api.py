@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import autopar
+from autopar.runtime.compiled import Compiled
 from tests.models.zoo import build, image_batch
 from tests.oracles import loss_of
 
@@ -113,7 +114,13 @@ def test_loss_function_positional_inputs_and_first_call():
         model, 2, loss_fn=F.cross_entropy, optimizer=SGD, mesh={"dp": 2},
         constraints=[autopar.Force("data_parallel")], profile_limit_s=0,
     ) as compiled:  # fmt: skip
+        assert isinstance(compiled, Compiled)
+        with pytest.raises(autopar.InputError, match="nothing is compiled yet"):
+            compiled.report()
+        with pytest.raises(autopar.InputError, match="needs the whole batch"):
+            compiled.train_step(x, y, local=True)
         losses = [compiled.train_step(x, y).item() for _ in range(2)]
+        assert compiled.plan.cluster.num_devices == 2
     assert losses == pytest.approx(expected, abs=1e-5)
 
 

@@ -16,10 +16,10 @@ from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
+from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint import Path
-from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.step.rank import RankOptions
@@ -81,12 +81,8 @@ class Compiled:
     * ``plan``: anything; handed out as ``compiled.plan``.
     * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process has the one
       of its ``LOCAL_RANK``, and they only say how many there are.
-    * ``model``, ``loss_fn``: whose parameters and buffers are the initial state; left untouched.
-    * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
-      ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
-    * ``max_grad_norm``: gradients are clipped to this 2-norm of all of them before each update.
-    * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
-    * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
+    * ``model``: whose parameters and buffers are the initial state; left untouched.
+    * ``options``: how it trains, see `autopar.runtime.options`.
 
     Under ``torchrun`` every method is called by all ranks alike. In a single process workers are
     started; they end with `close`, at the end of a ``with`` block, and with the interpreter.
@@ -102,13 +98,7 @@ class Compiled:
         plan: Any,
         devices: Sequence[torch.device],
         model: nn.Module,
-        loss_fn: Callable[..., Tensor] | None = None,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        max_grad_norm: float | None = None,
-        seed: int | None = None,
-        start_timeout_s: float = 120.0,
-        call_timeout_s: float = 600.0,
+        options: RunOptions,
     ) -> None:
         self.plan = plan
         self.program = program
@@ -116,28 +106,35 @@ class Compiled:
         self._captured = captured
         self._local_signature = local_signature(captured.signature, program)
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
-        self._has_optimizer = optimizer is not None
-        state = initial_state(model, loss_fn)
-        options = RankOptions(
+        self._has_optimizer = options.optimizer is not None
+        state = initial_state(model, options.loss_fn)
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        ranks = RankOptions(
             keys=state_keys(model, captured, program),
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            seed=(torch.initial_seed() if seed is None else seed) & (2**63 - 1),
-            max_grad_norm=max_grad_norm,
+            optimizer=options.optimizer,
+            lr_scheduler=options.lr_scheduler,
+            seed=seed & (2**63 - 1),
+            max_grad_norm=options.max_grad_norm,
         )
         self._runner: Runner
         if is_spmd():
-            self._runner = SpmdRunner(program, state, options, timeout_s=call_timeout_s)
+            self._runner = SpmdRunner(program, state, ranks, timeout_s=options.call_timeout_s)
         else:
-            limits = {"start_timeout_s": start_timeout_s, "call_timeout_s": call_timeout_s}
             self._runner = LocalRunner(
-                program, state, options, lambda: LocalRunner.start_workers(devices, **limits)
+                program,
+                state,
+                ranks,
+                lambda: LocalRunner.start_workers(
+                    devices,
+                    start_timeout_s=options.start_timeout_s,
+                    call_timeout_s=options.call_timeout_s,
+                ),
             )
         self._forwards = ForwardPrograms(
             captured=captured,
             program=program,
             model=model,
-            loss_fn=loss_fn,
+            loss_fn=options.loss_fn,
             lower_own=forward_program,
             lower_other=lower_forward,
             runner=self._runner,

@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
 from autopar.lowering import lower
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MLP, build
 from tests.oracles import loss_of, random_assignment
@@ -65,8 +66,7 @@ def compile_here(
         plan="the plan",
         devices=[torch.device("cpu")] * 2,
         model=initial or model,
-        loss_fn=loss_fn,
-        **options,
+        options=RunOptions(loss_fn=loss_fn, **options),
     )
 
 

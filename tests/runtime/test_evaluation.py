@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
 from autopar.planning.constraints import Force
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.step import forward_programs
 from autopar.sharding.strategy import Analysis, Strategy
@@ -181,7 +182,7 @@ def test_any_split_of_the_forward_pass(name: str, num_devices: int, seed: int) -
         plan=None,
         devices=[torch.device("cpu")] * num_devices,
         model=model,
-        optimizer=sgd,
+        options=RunOptions(optimizer=sgd),
     )
     compiled.train_step(**batch)
     compiled.copy_to(model)

@@ -15,6 +15,7 @@ from autopar.lowering import lower
 from autopar.rules.base import LocalContext
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import NUM_STEPS, loss_of, random_assignment, reference_steps, sgd, to_double
@@ -43,7 +44,7 @@ def test_training_equals_eager(name: str, seed: int) -> None:
         plan=None,
         devices=[torch.device("cuda", index) for index in range(num_devices)],
         model=model,
-        optimizer=sgd,
+        options=RunOptions(optimizer=sgd),
     ) as compiled:
         losses = [compiled.train_step(**batch).item() for batch in batches]
         state = compiled.full_state_dict()

@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
 from autopar.lowering import lower
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.options import RunOptions
 from autopar.runtime.state.shards import local_part
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
@@ -52,8 +53,7 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
         plan=None,
         devices=[torch.device("cpu")] * mesh.num_devices,
         model=model,
-        optimizer=adamw,
-        max_grad_norm=MAX_GRAD_NORM,
+        options=RunOptions(optimizer=adamw, max_grad_norm=MAX_GRAD_NORM),
     )
     reference = build("mlp")[0].double()
     optimizer = adamw(reference.parameters())

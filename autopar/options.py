@@ -1,0 +1,113 @@
+"""The keywords of `autopar.plan` and `autopar.compile` as values, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.base.errors import InputError, PlanError
+from autopar.cost_models import ComputeModel
+from autopar.cost_models.cluster import is_count
+from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.passes.batch_norm import check_batch_norm
+from autopar.plan.document import Plan
+from autopar.planning.constraints import Constraint
+from autopar.planning.joint import Fixed, fixed_parts, is_searched
+from autopar.planning.meshes import MeshSizes, check_mesh
+from autopar.planning.pipelines import PipelineChoice, pipeline_choice
+from autopar.runtime.options import RunOptions
+from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
+from autopar.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan was asked for: the keywords of `autopar.plan`.
+
+    Raises InputError or OptimizerError.
+    """
+
+    loss_fn: LossFn | None = None
+    mesh: MeshSizes | None = None
+    constraints: Sequence[Constraint] | Constraint = ()
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    schedule: str | Schedule | None = None
+    cuts: Sequence[str] | None = None
+    recompute: bool | None = None
+    batch_norm: str = "global"
+    optimizer: MakeOptimizer | None = None
+    compute: ComputeModel | None = None
+
+    def __post_init__(self) -> None:
+        check_loss_fn(self.loss_fn)
+        check_batch_norm(self.batch_norm)
+        check_makes_optimizer(self.optimizer)
+        check_mesh(self.mesh)
+        if self.recompute is not None and not isinstance(self.recompute, bool):
+            raise InputError(f"recompute is {self.recompute!r}; it is True, False or None")
+        if self.num_microbatches is not None and not is_count(self.num_microbatches):
+            raise InputError(
+                f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
+                "least 1, or None"
+            )
+
+    def with_mesh(self, mesh: MeshSizes | None) -> PlanOptions:
+        return replace(self, mesh=mesh)
+
+    def pipeline(self, num_devices: int) -> PipelineChoice | Fixed | None:
+        """What was fixed of a pipeline on so many devices; raises InputError."""
+        if is_searched(self.num_stages, self.schedule, self.num_microbatches, self.cuts, self.mesh):
+            return fixed_parts(
+                self.num_stages, str(self.schedule), self.num_microbatches, self.cuts, self.mesh,
+                self.recompute,
+            )  # fmt: skip
+        return pipeline_choice(
+            num_stages=self.num_stages,
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            cuts=self.cuts,
+            num_devices=num_devices,
+            mesh=self.mesh,
+            recompute=self.recompute,
+        )
+
+    def searched(self) -> list[str]:
+        """What was given of that which a plan decides, as ``name=value``."""
+        decided = {
+            "mesh": self.mesh or None,
+            "constraints": self.constraints or None,
+            "num_stages": self.num_stages,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "cuts": self.cuts,
+            "recompute": self.recompute,
+        }
+        return [f"{name}={value!r}" for name, value in decided.items() if value is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """The keywords of `autopar.compile`: what to plan for (or the plan), and how to run it.
+
+    Raises InputError, PlanError or OptimizerError.
+    """
+
+    planning: PlanOptions
+    running: RunOptions
+    plan: Plan | str | Path | None = None
+    profile_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, Plan | str | Path | None):
+            raise PlanError(
+                f"plan is {self.plan!r}; pass what autopar.plan(...) returned, or the path of its "
+                "JSON"
+            )
+        given = self.planning.searched() if self.plan is not None else []
+        if given:  # a plan has all of these; they would be ignored
+            raise InputError(
+                f"{', '.join(given)} beside plan=...: a plan is replayed as it is; leave that out, "
+                "or leave out plan= for a new search"
+            )

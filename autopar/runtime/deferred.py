@@ -1,0 +1,58 @@
+"""A compiled model that waits for its first call, which brings the example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from autopar.base.errors import InputError
+from autopar.frontend.capture import Arguments
+from autopar.runtime.compiled import Compiled
+
+
+class Deferred(Compiled):
+    """A `Compiled` that is compiled by its first call, as by ``torch.compile``.
+
+    Until then it has none of a `Compiled`'s attributes but ``training``; then it has all of them.
+    """
+
+    def __init__(self, make: Callable[[Arguments], Compiled], *, training: bool) -> None:
+        self._make = make
+        self.training = training
+
+    @property
+    def _is_made(self) -> bool:
+        return "_runner" in vars(self)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], local: bool) -> None:
+        if self._is_made:
+            return
+        if local:
+            raise InputError(
+                "the first call compiles, for which it needs the whole batch, not one rank's part "
+                "(local=True); pass example_inputs=... to autopar.compile"
+            )
+        vars(self).update(vars(self._make(Arguments(args, kwargs)).train(self.training)))
+
+    def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
+        """As `Compiled.train_step`; the first call compiles."""
+        self._compile(args, kwargs, local)
+        return super().train_step(*args, local=local, **kwargs)
+
+    def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
+        self._compile(args, kwargs, local)
+        return super().__call__(*args, local=local, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._is_made:
+            raise AttributeError(f"a compiled model has no {name!r}")
+        raise InputError(
+            f"nothing is compiled yet, so there is no {name!r}: pass example_inputs=... to "
+            "autopar.compile, or call train_step(...) first"
+        )
+
+    def close(self) -> None:
+        if self._is_made:
+            super().close()

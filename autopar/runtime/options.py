@@ -1,0 +1,55 @@
+"""`RunOptions`: how a compiled model trains, whatever its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.base.errors import InputError, OptimizerError
+from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.runtime.state.optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    check_makes_optimizer,
+)
+from autopar.runtime.step.clipping import check_max_grad_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a compiled model trains; checked when it is made.
+
+    * ``loss_fn``: a loss function with parameters of its own has them trained too.
+    * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
+      ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
+    * ``max_grad_norm``: gradients are clipped to this 2-norm of all of them before each update.
+    * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
+    * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
+
+    Raises InputError or OptimizerError.
+    """
+
+    loss_fn: LossFn | None = None
+    optimizer: MakeOptimizer | None = None
+    lr_scheduler: MakeScheduler | None = None
+    max_grad_norm: float | None = None
+    seed: int | None = None
+    start_timeout_s: float = 120.0
+    call_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_loss_fn(self.loss_fn)
+        check_max_grad_norm(self.max_grad_norm)
+        check_makes_optimizer(self.optimizer)
+        if self.lr_scheduler is not None and (
+            self.optimizer is None or not callable(self.lr_scheduler)
+        ):
+            raise OptimizerError(
+                f"lr_scheduler is {self.lr_scheduler!r}, with optimizer={self.optimizer!r}; pass a "
+                "callable that makes a scheduler from the optimizer, and the optimizer: "
+                "lr_scheduler=functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, "
+                "T_max=100)"
+            )
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int)
+        ):
+            raise InputError(f"seed is {self.seed!r}; it must be an int, such as seed=0, or None")
