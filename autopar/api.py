@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.base.errors import InputError
+from autopar.base.errors import GradientError, InputError
 from autopar.comm.groups import initialize
 from autopar.cost_models import (
     Cluster,
@@ -24,7 +24,9 @@ from autopar.cost_models import (
     ComputeModel,
     default_store_path,
 )
+from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, capture, check_model
+from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
 from autopar.frontend.targets import LossFn
 from autopar.ir.placement import Placements
 from autopar.lowering import RankProgram
@@ -119,6 +121,7 @@ def plan(
     Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError where the batch
     cannot be cut into so many micro-batches.
     """
+    refuse_autocast("cpu", "autopar.plan was called")
     options = PlanOptions(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
@@ -165,6 +168,7 @@ def compile(
     recompute: bool | None = None,
     batch_norm: str = "global",
     max_grad_norm: float | None = None,
+    check_gradients: bool = True,
     profile_limit_s: float = 60.0,
     seed: int | None = None,
     progress: bool = False,
@@ -188,12 +192,16 @@ def compile(
     * ``max_grad_norm``: before each update gradients are scaled down to at most this 2-norm of all
       of them, whatever parts they lie in, as ``torch.nn.utils.clip_grad_norm_`` does on one
       device; ``compiled.grad_norm`` is the norm before.
+    * ``check_gradients``: run one step of what was captured, at one device, and compare loss,
+      outputs, buffers and gradients with a step of the model in eager mode, on copies; see
+      `autopar.frontend.checking.gradients`.
     * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
       disk), for at most this long; what is left, and everything with 0, is priced by roofline.
       Collectives between the devices are measured once too, in some seconds.
     * ``seed``: of dropout and every other random op.
 
-    Raises what `plan` raises, and DeviceError, PlanError, OptimizerError or WorkerError.
+    Raises what `plan` raises, GradientError where that check fails, and DeviceError, PlanError,
+    OptimizerError or WorkerError.
     """
     check_model(model)
     options = CompileOptions(
@@ -208,6 +216,7 @@ def compile(
             call_timeout_s=call_timeout_s,
         ),
         plan=plan,
+        check_gradients=check_gradients,
         profile_limit_s=profile_limit_s,
     )  # fmt: skip
     compiler = _Compiler(model, devices, options, progress=progress)
@@ -225,6 +234,7 @@ class _Compiler:
         self.model = model
         self.cluster = devices if isinstance(devices, Cluster) else None
         self.devices, mesh = _resolve(devices, options.planning.mesh)
+        refuse_autocast(self.devices[0].type, "autopar.compile was called")
         self.options = options
         self.planning = options.planning.with_mesh(mesh)
         self.pipeline = self.planning.pipeline(len(self.devices))
@@ -234,14 +244,36 @@ class _Compiler:
         with show_progress(self.progress) as say:
             say("capture")
             captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
-            captured = with_batch_norm(captured, self.planning.batch_norm)
             if is_spmd():
                 limit = datetime.timedelta(seconds=self.options.running.call_timeout_s)
                 initialize(rank_device(self.devices[0].type), limit)
+            if self.options.check_gradients:
+                say("check gradients")
+                self._check_gradients(captured, inputs)
+            if self.options.running.optimizer is not None:
+                check_trainable(captured.graph)
+            captured = with_batch_norm(captured, self.planning.batch_norm)
             communication = self._measured_collectives(say)
             chosen = _agreed(self.options.plan, lambda: self._search(captured, communication, say))
             say("lower")
             return self._start(captured, chosen)
+
+    def _check_gradients(self, captured: Captured, inputs: Any) -> None:
+        """Compare with eager mode on the first rank; all raise GradientError if it fails."""
+
+        def verdict() -> str:
+            device = self.devices[0]
+            device = rank_device(device.type) if is_spmd() else device
+            try:
+                compare_with_eager(
+                    captured, self.model, inputs, loss_fn=self.planning.loss_fn, device=device
+                )
+            except GradientError as error:
+                return str(error)
+            return ""
+
+        if failure := from_first_rank(verdict, "the gradient check"):
+            raise GradientError(failure)
 
     def _measured_collectives(self, say: Progress) -> CommunicationModel | None:
         """What is measured between the devices at hand; None where nothing is to be measured."""

@@ -97,9 +97,12 @@ class CompileOptions:
     planning: PlanOptions
     running: RunOptions
     plan: Plan | str | Path | None = None
+    check_gradients: bool = True
     profile_limit_s: float = 60.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.check_gradients, bool):
+            raise InputError(f"check_gradients is {self.check_gradients!r}; it is True or False")
         if not isinstance(self.plan, Plan | str | Path | None):
             raise PlanError(
                 f"plan is {self.plan!r}; pass what autopar.plan(...) returned, or the path of its "

@@ -13,6 +13,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured as one graph."""
 
 
+class GradientError(CaptureError):
+    """The captured graph computes another loss or other gradients than the model in eager mode."""
+
+
 class InputError(AutoparError, ValueError):
     """Inputs of the wrong kind, number, shape or dtype."""
 

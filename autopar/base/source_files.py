@@ -38,6 +38,7 @@ _LIBRARIES = (
 )
 
 
+@lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
     """Whether a file's code is neither torch's nor ours nor made on the way."""
     return not filename.startswith("<") and not lies_in(filename, _LIBRARIES)

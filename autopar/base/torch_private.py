@@ -41,10 +41,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "PeakOfNew",
+    "TorchDispatchMode",
     "allocations",
     "autograd_again",
     "canonical_call",
     "custom_op_function",
+    "has_gradient_hooks",
     "has_several_outputs",
     "has_step_hooks",
     "inlined_higher_order_body",
@@ -157,10 +159,15 @@ def returns_views(target: Any) -> bool:
 def autograd_again() -> Iterator[None]:
     """Record gradients inside the kernel of an operator, where dispatch has left autograd behind.
 
-    ``torch._C._ForceDispatchKeyGuard`` and the thread's dispatch key sets (2.11 to 2.13).
+    ``torch._C._ForceDispatchKeyGuard`` and the thread's dispatch key sets (2.11 to 2.13). Autocast,
+    which is off by being excluded, stays as it is.
     """
     included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() & torch._C._after_autograd_keyset
+    current = torch._C._dispatch_tls_local_exclude_set()
+    excluded = current & torch._C._after_autograd_keyset
+    for name, key in torch._C.DispatchKey.__members__.items():
+        if name.startswith("Autocast") and current.has(key):
+            excluded = excluded.add(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
 
@@ -184,6 +191,13 @@ def custom_op_function(target: Any) -> tuple[str, Any] | None:
 
     definition = OPDEFS.get(target.name().partition(".")[0])
     return None if definition is None else (definition._schema, definition._init_fn)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something runs when its gradient is there: ``Tensor._backward_hooks``,
+    ``._post_accumulate_grad_hooks`` (2.11 to 2.13)."""
+    found = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return any(found)
 
 
 # --- memory --------------------------------------------------------------------------------

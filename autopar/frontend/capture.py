@@ -28,11 +28,13 @@ from autopar.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    has_gradient_hooks,
     keyed_leaves,
     mark_no_grad_regions,
     pytree,
     without_generated_code,
 )
+from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
@@ -165,7 +167,7 @@ class _OutputNote:
         self.leaves: tuple[Any, ...] = ()
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """The model together with its loss: returns (loss or None, flat output tensors)."""
 
     def __init__(
@@ -267,6 +269,7 @@ def capture(
     """
     check_model(model)
     check_loss_fn(loss_fn)
+    refuse_autocast("cpu", "the model is captured")
     args, kwargs = split_inputs(example_inputs)
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
@@ -278,15 +281,17 @@ def capture(
 
     # A call under no_grad or inference_mode must give the same graph as any other.
     with torch.inference_mode(False), torch.enable_grad():
-        step = _Step(
-            _copy_with(fake, model, memo),
-            _copy_with(fake, loss_fn, memo),
+        step = Step(
+            copy_with(fake, model, memo),
+            copy_with(fake, loss_fn, memo),
             targets,
             with_loss=differentiable,
         )
         if training is not None:
             step.train(training)
         _check_batch_norms(step.model)
+        if differentiable:
+            _check_hooks(model)
         fake_args, fake_kwargs = pytree.tree_map(
             lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
@@ -311,6 +316,17 @@ def _check_batch_norms(model: nn.Module) -> None:
             )
 
 
+def _check_hooks(model: nn.Module) -> None:
+    """Raise CaptureError for parameters whose gradients a hook changes or takes."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_gradient_hooks(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its gradient, which a compiled step does not "
+                "run. Remove it (handle.remove()), and scale or clip by the optimizer, by "
+                "max_grad_norm=, or in the model by an autograd function"
+            )
+
+
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
     """Copies to capture from later: the same modes and names, but no tensor holds data."""
 
@@ -318,10 +334,10 @@ def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     memo: dict[int, Any] = {}
-    return _copy_with(empty, model, memo), _copy_with(empty, loss_fn, memo)
+    return copy_with(empty, model, memo), copy_with(empty, loss_fn, memo)
 
 
-def _copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:
+def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:
     """A copy of ``module`` with other tensors, made by ``make``; tied ones stay tied."""
     if not isinstance(module, nn.Module):
         return module
@@ -338,7 +354,7 @@ def _copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, An
     return copy.deepcopy(module, memo)
 
 
-def _export(step: _Step, args: Any, kwargs: Any) -> Any:
+def _export(step: Step, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -364,7 +380,7 @@ def _export(step: _Step, args: Any, kwargs: Any) -> Any:
         raise CaptureError(_explain(error)) from error
 
 
-def _fails_without_export(step: _Step, args: Any, kwargs: Any) -> bool:
+def _fails_without_export(step: Step, args: Any, kwargs: Any) -> bool:
     try:
         step(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -415,7 +431,7 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _signature(step: _Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
+def _signature(step: Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = keyed_leaves((tuple(args), dict(kwargs)))
     slots: list[Any] = []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import CaptureError
+from autopar.base.source_files import is_users
 from autopar.base.torch_private import (
     FakeTensorMode,
     has_several_outputs,
@@ -451,7 +452,7 @@ def _module_path(node: Any) -> str:
 def _location(node: Any) -> str:
     """``file.py:line`` of the model's own code that made the node."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f for f in frames if not re.search(r"[/\\](torch|autopar)[/\\]", f[0])]
+    own = [f for f in frames if is_users(f[0])]
     if not own:
         return ""
     file, line = own[-1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
+from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
@@ -155,6 +156,7 @@ class Compiled:
                 "train_step needs an optimizer: autopar.compile(..., "
                 "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
             )
+        refuse_autocast(self.program.device_type, "train_step was called")
         started_s = time.perf_counter()
         loss = self._runner.train_step(self._flatten(args, kwargs, local), local=local)
         self._step_times_s.append(time.perf_counter() - started_s)
@@ -170,6 +172,7 @@ class Compiled:
         training or left out; the output is the model's own either way. With ``local``, under
         ``torchrun``, each rank passes its own part of a batch as it is trained with.
         """
+        refuse_autocast(self.program.device_type, "the compiled model was called")
         return self._forwards.run(args, kwargs, training=self.training, local=local)
 
     def train(self, mode: bool = True) -> Self:

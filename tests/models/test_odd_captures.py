@@ -239,6 +239,18 @@ def test_odd_models_train_as_in_eager(body):
         assert_same(got, expected, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("body", [written_back, own_gradients], ids=lambda body: body.__name__)
+def test_gradients_of_regions_and_functions_are_of_single_precision(body):
+    """Autocast, off outside, is off where they are computed too."""
+    torch.manual_seed(0)
+    model, x = Odd(body), torch.randn(4, 4)
+    captured = capture(model, {"x": x})
+    analysis = Analysis(captured.graph)
+    strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), 0))
+    got = lockstep_steps(strategy, captured, state_of(model), [{"x": x}])
+    assert_same(got, reference_steps(model, [{"x": x}]), tolerance=1e-5)
+
+
 def test_an_element_wise_function_is_split():
     def body(model: Odd, x: Tensor) -> Tensor:
         return StraightThrough.apply(model.linear(x), {"factor": 0.5}).square().mean()

@@ -1,0 +1,29 @@
+"""``torch.autocast`` around a call: refused, for a compiled program has the dtypes it has.
+
+Inside the model it is part of the graph, as casts, and needs no refusal.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.base.errors import InputError
+
+
+def refuse_autocast(device_type: str, call: str) -> None:
+    """Raise InputError where ``call`` is made inside ``torch.autocast`` of this device, or the CPU.
+
+    Models are captured on the CPU, whatever they are compiled for.
+    """
+    for kind in dict.fromkeys((device_type, "cpu")):
+        if not torch.is_autocast_enabled(kind):
+            continue
+        dtype = torch.get_autocast_dtype(kind)
+        raise InputError(
+            f"{call} inside torch.autocast({kind!r}, dtype={dtype}): a compiled model computes in "
+            "the dtypes that it was captured with, so autocast around it would change nothing. "
+            f"Leave it out, and put it into the model, around what shall be computed in {dtype}:\n"
+            "    def forward(self, x):\n"
+            f"        with torch.autocast({kind!r}, dtype={dtype}):\n"
+            "            ..."
+        )

@@ -1,0 +1,60 @@
+"""The same random numbers for a model and its captured graph, whatever order they draw them in.
+
+A model drops out by ``bernoulli_``, its graph by ``native_dropout``; a draw that nobody reads is
+gone from the graph. So while a check runs, each draw starts from one seed of its own, and all that
+decide between two outcomes decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.torch_private import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_SEED = 20231
+
+
+class FixedDraws(TorchDispatchMode):
+    """Within: every random operator draws as if it were the first.
+
+    Leaves the generators of the CPU and of ``device`` elsewhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is _ATEN.native_dropout.default:
+            return _native_dropout(*args, **kwargs)
+        if func in (_ATEN.bernoulli_.float, _ATEN.bernoulli.p):
+            x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            drawn = _is_drawn(x, p).to(x.dtype)
+            return x.copy_(drawn) if func is _ATEN.bernoulli_.float else drawn
+        for generator in self._generators:
+            generator.manual_seed(_SEED)
+        return func(*args, **kwargs)
+
+
+def _is_drawn(like: Tensor, p: float) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(_SEED)
+    drawn = torch.rand(like.shape, dtype=torch.float32, device=like.device, generator=generator)
+    return drawn < p
+
+
+def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = _is_drawn(x, 1 - p)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return x * kept * scale, kept

@@ -1,0 +1,256 @@
+"""The gradient check: a captured graph must compute what the user's model does, gradients too.
+
+Exporting a model, and every rewrite after it, can lose a gradient without a word: an operator whose
+derivative in torch is wrong, a region that autograd is not told about. So before anything is built
+upon a graph, one step of it is run on the example inputs and compared with one of the model itself
+in eager mode: loss, outputs, buffers and the gradient of every parameter. In: what was captured,
+and what it was captured from. Out: nothing, or a `GradientError` that names the first operator that
+differs.
+
+Both run on one device, forward and backward, without an update: less than two eager steps. Where
+its memory does not suffice, a smaller batch is captured for the check, and where the gradients do
+not fit, those of the first blocks are checked.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError, GradientError, InputError
+from autopar.base.free_memory import free_bytes
+from autopar.base.torch_private import pytree, returns_views
+from autopar.frontend.capture import Arguments, Captured, capture, split_inputs
+from autopar.frontend.checking.difference import first_difference
+from autopar.frontend.checking.trial import Numbers, Trial, norm_of, off_by
+from autopar.frontend.targets import LossFn
+from autopar.ir.graph import Graph, ValueKind
+
+_log = logging.getLogger(__name__)
+
+_SHARE_OF_MEMORY = 0.5
+"""Of what is free: the rest is for what kernels need beside tensors, and for other processes."""
+_FLOOR = 32
+"""Roundings, of all gradients together, that one gradient may be off by: some are zero but for
+rounding errors (a bias in front of a batch norm, those of the keys of an attention)."""
+_NOISE = 10
+"""How much more than a change in the last digit of each parameter the capture may change."""
+_RUNS_OF_A_MODEL_THAT_DRAWS = 3
+
+
+def compare_with_eager(
+    captured: Captured,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise GradientError where the graph and the model differ by more than rounding.
+
+    ``device``: where both run, by default where the model's parameters lie. A model on the meta
+    device, one without a loss, or one that fails on the example inputs is not checked; but for the
+    loss, that is logged.
+    """
+    if captured.graph.loss is None:
+        return
+    call = Arguments(*split_inputs(example_inputs))
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(tuple(call))]
+    devices = {x.device for x in tensors if isinstance(x, Tensor)}
+    if any(d.type == "meta" for d in devices):
+        _log.info("the gradient check was left out: there is no data on the meta device")
+        return
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    trial = _fitting(captured, model, loss_fn, call, device)
+    if trial is None:
+        return
+    try:
+        expected = trial.eager()
+    except Exception as error:
+        _log.warning(
+            "the gradient check was left out: the model fails on the example inputs: %s: %s",
+            type(error).__name__, error,
+        )  # fmt: skip
+        return
+    _compare(trial, expected)
+
+
+def check_trainable(graph: Graph) -> None:
+    """Raise InputError for a loss that no trainable parameter has a part in."""
+    if graph.loss is None or graph.values[graph.loss].differentiable:
+        return
+    frozen = not any(p.differentiable for p in graph.parameters)
+    reason = "none of its parameters requires a gradient"
+    fix = "set requires_grad=True on those that shall be trained: model.requires_grad_()"
+    if not frozen:
+        reason = "the loss depends on no parameter that requires a gradient"
+        fix = "look for detach(), torch.no_grad() or rounding on the way to the loss"
+    raise InputError(f"the model cannot be trained: {reason}; {fix}. To run it only, leave out "
+                     "optimizer=")  # fmt: skip
+
+
+def _compare(trial: Trial, expected: Numbers) -> None:
+    if trial.draws_elsewhere:
+        _check_repeats(trial, expected, _RUNS_OF_A_MODEL_THAT_DRAWS)
+    try:
+        got = trial.of_graph()
+    except Exception as error:
+        raise GradientError(
+            f"the captured graph cannot be run, as the model can: {type(error).__name__}: {error}"
+        ) from error
+    wrong = list(_differences(got, expected, trial.graph))
+    if not wrong:
+        return
+    _check_repeats(trial, expected, 1)
+    wrong = list(_differences(got, expected, trial.graph, _noise(trial, expected)))
+    if not wrong:
+        return
+    raise GradientError(
+        "the captured graph does not compute what the model does in eager mode: "
+        f"{wrong[0]}{_others(wrong)}.\n{first_difference(trial)}.\n"
+        "How to fix it: write what is computed there with other operators (out of place, without "
+        "strides or hooks of your own), and report it. check_gradients=False trains the graph as "
+        "it was captured, differences and all"
+    )
+
+
+def _check_repeats(trial: Trial, expected: Numbers, num_runs: int) -> None:
+    """Raise GradientError where the model itself computes something else the next time."""
+    for _ in range(num_runs):
+        again = list(_differences(trial.eager(), expected, trial.graph))
+        if again:
+            raise GradientError(
+                f"the model computes another result each time: {again[0]}, between two runs with "
+                "the same random numbers of torch. A captured model would always do what it did "
+                "when it was captured. Draw with torch instead of random or numpy, choose by "
+                "torch.where, and keep what changes from step to step in buffers"
+            )
+
+
+def _others(wrong: Sequence[str]) -> str:
+    return f", and {len(wrong) - 1} more differences" if len(wrong) > 1 else ""
+
+
+def _quantities(numbers: Numbers) -> Iterator[tuple[str, Tensor | None]]:
+    yield "the loss", numbers.loss
+    for index, output in enumerate(numbers.outputs):
+        yield f"output {index}", output
+    for name, buffer in numbers.buffers.items():
+        yield f"the buffer {name!r} after a step", buffer
+    for name, gradient in numbers.gradients.items():
+        yield f"the gradient of {name!r}", gradient
+
+
+def _differences(
+    got: Numbers, expected: Numbers, graph: Graph, noise: Mapping[str, float] | None = None
+) -> Iterator[str]:
+    """What differs by more than rounding, or than ``noise``, in words."""
+    eps = _rounding(graph)
+    tolerance = eps**0.5
+    given = [g for g in expected.gradients.values() if g is not None]
+    all_gradients = sum(norm_of(g) ** 2 for g in given) ** 0.5
+    theirs = dict(_quantities(expected))
+    for what, ours in _quantities(got):
+        if what not in theirs:
+            continue
+        off, size = off_by(ours, theirs[what])
+        is_gradient = what.startswith("the gradient")
+        allowed = tolerance * size + _FLOOR * eps * (all_gradients if is_gradient else size)
+        if noise is not None:
+            allowed = max(allowed, _NOISE * noise[what])
+        if not off <= allowed:
+            relative = off / size if size else float("inf")
+            yield (
+                f"{what} is off by {off:.3g} ({relative:.2g} of its norm {size:.3g}, where "
+                f"{allowed:.2g} is rounding)"
+            )
+
+
+def _rounding(graph: Graph) -> float:
+    """The coarsest rounding of any value that a gradient flows through."""
+    dtypes = {v.dtype for v in graph.values if v.differentiable}
+    dtypes |= {graph.values[graph.loss].dtype} if graph.loss is not None else set()
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _noise(trial: Trial, expected: Numbers) -> dict[str, float]:
+    """By how much each quantity changes with the last digit of all parameters."""
+    eps = _rounding(trial.graph)
+    found: dict[str, float] = collections.defaultdict(float)
+    for seed in range(2):
+        generator = torch.Generator(trial.device).manual_seed(seed)
+
+        def change(x: Tensor, generator: torch.Generator = generator) -> Tensor:
+            if not (x.is_floating_point() or x.is_complex()):
+                return x
+            draws = torch.rand(x.shape, generator=generator, device=x.device)
+            return x * (1 + eps * (draws < 0.5).to(x.dtype))
+
+        changed = dict(_quantities(trial.eager(change)))
+        for what, theirs in _quantities(expected):
+            found[what] = max(found[what], off_by(changed.get(what), theirs)[0])
+    return found
+
+
+def _fitting(
+    captured: Captured,
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    call: Arguments,
+    device: torch.device,
+) -> Trial | None:
+    """The whole batch and all gradients, or as much of both as the device has room for."""
+    limit = _SHARE_OF_MEMORY * free_bytes(device)
+    trainable = [str(p.target) for p in captured.graph.parameters if p.differentiable]
+    trainable = trainable or [n for n, p in model.named_parameters() if p.requires_grad]
+    rows = _num_rows(call)
+    while _needed_bytes(captured.graph, model, trainable) > limit and rows > 1:
+        rows //= 2
+        smaller = _first_rows(call, rows)
+        try:
+            captured = capture(model, smaller, loss_fn=loss_fn)
+        except AutoparError as error:
+            _log.info("a batch of %d rows cannot be captured for the check: %s", rows, error)
+            break
+        call = smaller
+    while _needed_bytes(captured.graph, model, trainable) > limit and len(trainable) > 1:
+        trainable = trainable[: len(trainable) // 2]
+    if _needed_bytes(captured.graph, model, trainable) > limit:
+        _log.warning("the gradient check was left out: %s has no room for one batch", device)
+        return None
+    return Trial(captured, model, loss_fn, call, device, trainable)
+
+
+def _needed_bytes(graph: Graph, model: nn.Module, trainable: Sequence[str]) -> int:
+    """Of a copy of the model, both sides' gradients, and one side's activations, all kept."""
+    named = dict(model.named_parameters())
+    state = sum(x.nbytes for x in (*named.values(), *model.buffers()))
+    gradients = sum(named[name].nbytes for name in trainable if name in named)
+    views = {o for op in graph.ops if returns_views(op.target) for o in op.outputs}
+    activations = sum(
+        v.size_bytes for v in graph.values
+        if v.kind is ValueKind.ACTIVATION and v.index not in views
+    )  # fmt: skip
+    return state + 2 * gradients + activations
+
+
+def _num_rows(call: Arguments) -> int:
+    """The size that most inputs begin with; 0 without any."""
+    leaves = pytree.tree_leaves(tuple(call))
+    sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
+    return collections.Counter(sizes).most_common(1)[0][0] if sizes else 0
+
+
+def _first_rows(call: Arguments, rows: int) -> Arguments:
+    whole = _num_rows(call)
+
+    def cut(x: Tensor) -> Tensor:
+        return x[:rows] if x.dim() and x.shape[0] == whole else x
+
+    return Arguments(*pytree.tree_map_only(Tensor, cut, tuple(call)))

@@ -1,0 +1,230 @@
+"""One training step's numbers, by the user's model in eager mode and by its captured graph.
+
+Everything runs on copies: the model, its buffers and gradients, and the states of the random
+number generators stay as they are. Both sides draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.torch_private import pytree
+from autopar.frontend.capture import Arguments, Captured, Step, copy_with
+from autopar.frontend.checking.draws import FixedDraws
+from autopar.frontend.checking.evaluation import Watch, evaluate
+from autopar.frontend.reader import is_random, loss_fn_name
+from autopar.frontend.targets import LossFn, find_targets
+from autopar.ir.graph import ValueKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What one step computes; a gradient is None where none comes back."""
+
+    loss: Tensor
+    outputs: tuple[Tensor, ...]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+class Trial:
+    """One call of a model, run either way as often as needed.
+
+    ``device``: where it runs. ``checked``: the parameters whose gradients are wanted.
+    ``draws_elsewhere``: whether the model took random numbers from Python or NumPy, which are
+    others in each run.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        call: Arguments,
+        device: torch.device,
+        checked: Sequence[str],
+    ) -> None:
+        self.graph, self.signature = captured.graph, captured.signature
+        self.model, self.loss_fn, self.call = model, loss_fn, call
+        self.device, self.checked = device, tuple(checked)
+        self.num_runs = 0
+        self.draws_elsewhere = False
+        self.is_random = any(is_random(op.target) for op in self.graph.ops)
+
+    def eager(
+        self,
+        change: Callable[[Tensor], Tensor] | None = None,
+        recording: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> Numbers:
+        """By the model itself; ``change`` gives it other parameters.
+
+        ``recording`` is entered around its forward pass.
+        """
+
+        def make(tensor: Tensor) -> Tensor:
+            made = tensor.detach().to(self.device, copy=True)
+            if change is None or not isinstance(tensor, nn.Parameter):
+                return made
+            return change(made)
+
+        memo: dict[int, Any] = {}
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: x.detach().to(self.device, copy=True), tuple(self.call)
+        )
+        targets = None
+        if self.loss_fn is not None:
+            targets = find_targets(self.loss_fn, self.model, args, kwargs)
+        with self._set_up():
+            step = Step(
+                copy_with(make, self.model, memo),
+                copy_with(make, self.loss_fn, memo),
+                targets,
+                with_loss=True,
+            )
+            before = _seed_elsewhere(self.num_runs)
+            self.num_runs += 1
+            with recording or contextlib.nullcontext():
+                loss, *outputs = step(*args, **kwargs)
+            self.draws_elsewhere |= _state_elsewhere() != before
+            parameters = dict(step.model.named_parameters())
+            buffers = dict(step.model.named_buffers())
+            if isinstance(step.loss_fn, nn.Module):
+                own = step.loss_fn.named_buffers()
+                buffers |= {loss_fn_name(name): buffer for name, buffer in own}
+            return self._numbers(loss, outputs, parameters, buffers)
+
+    def of_graph(self, watch: Watch | None = None) -> Numbers:
+        """By the captured graph."""
+        graph = self.graph
+        args, kwargs = self.call
+        inputs = [x.detach().to(self.device) for x in self.signature.flatten(args, kwargs)]
+        state: dict[str, Tensor] = {}
+        for owner, name_of in ((self.model, str), (self.loss_fn, loss_fn_name)):
+            if isinstance(owner, nn.Module):
+                for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+                    state[name_of(name)] = tensor.detach().to(self.device)
+        with self._set_up():
+            for value in graph.parameters:
+                if value.differentiable and value.target is not None:
+                    state[value.target] = state[value.target].detach().requires_grad_()
+            found = evaluate(graph, state, inputs, self.device, watch)
+            assert graph.loss is not None
+            names = {v.index: v.target for v in graph.values if v.kind is ValueKind.BUFFER}
+            buffers = {str(name): state[str(name)] for name in names.values()}
+            buffers |= {str(names[old]): found[new] for old, new in graph.mutations}
+            outputs = [found[index] for index in graph.outputs]
+            return self._numbers(found[graph.loss], outputs, state, buffers)
+
+    def _numbers(
+        self,
+        loss: Tensor,
+        outputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+    ) -> Numbers:
+        for name, parameter in parameters.items():
+            if name not in self.checked and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        if loss.requires_grad:
+            loss.sum().backward()
+        grads = {name: parameters[name].grad for name in self.checked}
+        return Numbers(
+            loss=loss.detach(),
+            outputs=tuple(x.detach() for x in outputs),
+            gradients={
+                name: g.to_dense() if g is not None and g.is_sparse else g
+                for name, g in grads.items()
+            },
+            buffers={name: buffer.detach() for name, buffer in buffers.items()},
+        )
+
+    @contextlib.contextmanager
+    def _set_up(self) -> Iterator[None]:
+        draws = FixedDraws(self.device) if self.is_random else contextlib.nullcontext()
+        with (
+            kept_randomness(self.device),
+            warnings.catch_warnings(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            draws,
+        ):
+            warnings.simplefilter("ignore")
+            yield
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def kept_randomness(device: torch.device) -> Iterator[None]:
+    """Within: random numbers may be drawn; afterwards every generator is where it was."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _seed_elsewhere(seed: int) -> str:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    return _state_elsewhere()
+
+
+def _state_elsewhere() -> str:
+    """Of Python's and NumPy's generators."""
+    text = repr(random.getstate())
+    if "numpy" in sys.modules:
+        _, keys, *rest = sys.modules["numpy"].random.get_state()
+        text += repr((keys.tobytes(), *rest))
+    return text
+
+
+def off_by(got: Tensor | None, expected: Tensor | None) -> tuple[float, float]:
+    """The 2-norm of the difference, and that of what is expected; None counts as zero."""
+    if got is None or expected is None:
+        given = got if got is not None else expected
+        size = 0.0 if given is None else norm_of(given)
+        return size, size if got is None else 0.0
+    if got.shape != expected.shape:
+        return math.inf, norm_of(expected)
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    if bool(same.all()):
+        return 0.0, norm_of(expected)
+    # Where both are alike (infinite, say) nothing differs; a NaN on one side alone is a difference.
+    difference = torch.where(same, 0, got.to(_wide(got)) - expected.to(_wide(expected)))
+    size = norm_of(difference)
+    return (math.inf if math.isnan(size) else size), norm_of(expected)
+
+
+def norm_of(x: Tensor) -> float:
+    wide = x.detach().to(_wide(x))
+    return float(torch.linalg.vector_norm(wide))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    if x.is_complex():
+        return torch.complex128
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else _own(x)
+
+
+def _own(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.float64
