@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from autopar.base.documents import DocumentError, convert, load, shown, text_of
 from autopar.base.errors import ClusterError
 from autopar.cost_models.described import (
     is_finite,
@@ -19,7 +20,6 @@ from autopar.cost_models.described import (
     require_not_negative,
     require_positive,
     require_types,
-    shown,
     whole_numbers,
 )
 
@@ -280,40 +280,19 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         order mark is passed over, and sizes may be written as ``80e9``. ClusterError names the
         first field that is unknown, missing or of the wrong kind.
         """
-        text = _text_of(source)
-        try:
-            return msgspec.convert(whole_numbers(msgspec.json.decode(text), cls, "$"), cls)
-        except (ValueError, RecursionError) as error:
-            cause = error.__cause__
-            detail = cause if isinstance(cause, ClusterError) else error
-            if type(error) is msgspec.DecodeError:
-                detail = f"{error}, in text that begins {text[:40]!r}"
+        if not isinstance(source, (str, Path)):
             raise ClusterError(
-                f"this is not a cluster description: {str(detail).rstrip('.')}. "
-                "Cluster.preset('h100-sxm').to_json() shows every field."
+                f"a cluster description is JSON text or the path of its file, not {shown(source)} "
+                f"of type {type(source).__name__}. Write Cluster.from_json(json.dumps(description))"
+                " for a dict, Cluster.from_json(data.decode()) for bytes."
+            )
+        try:
+            return convert(whole_numbers(load(text_of(source)), cls, "$"), cls)
+        except (DocumentError, ClusterError) as error:
+            raise ClusterError(
+                f"this is not a cluster description: {str(error).rstrip('.')}. "
+                "Cluster.preset('h100-sxm').to_json('cluster.json') writes one with every field."
             ) from error
-
-
-def _text_of(source: object) -> str:
-    """JSON text, without the byte order mark that Windows writes, given or read from its file."""
-    if isinstance(source, str):
-        text = source.removeprefix("\ufeff")
-        if "\n" in text or text.lstrip().startswith("{"):
-            return text
-    if not isinstance(source, (str, Path)):
-        raise ClusterError(
-            f"a cluster description is JSON text or the path of its file, not {shown(source)} of "
-            f"type {type(source).__name__}. Write Cluster.from_json(json.dumps(description)) for a "
-            "dict, Cluster.from_json(data.decode()) for bytes."
-        )
-    try:
-        return Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ClusterError(
-            f"no cluster description can be read from {shown(str(source))}: {why}. "
-            "Write one with Cluster.preset('h100-sxm').to_json('cluster.json')."
-        ) from error
 
 
 def is_count(value: object) -> bool:

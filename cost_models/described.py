@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from autopar.base.documents import is_text, shown
 from autopar.base.errors import ClusterError
 
 
@@ -69,7 +70,7 @@ def _is_of(kind: Any, value: object) -> bool:
     if kind is float:
         return type(value) in (int, float)
     if kind is str:
-        return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+        return isinstance(value, str) and is_text(value)
     return isinstance(value, kind)
 
 
@@ -88,16 +89,11 @@ def _rule(kind: Any, field: str, value: object) -> str:
     if kind is float:
         return f"it must be a number, an int or a float. Write {field}=1.0, say."
     if kind is str:
-        return f"it must be text, without lone surrogates. Write {field}='mine', say."
+        return (
+            "it must be text, without control characters or lone surrogates. Write "
+            f"{field}='mine', say."
+        )
     return f"it must be a {kind.__name__}. Write {field}={kind.__name__}(...)."
-
-
-def shown(value: object) -> str:
-    """A value in a message, however large it is."""
-    if isinstance(value, int) and abs(value) >= 2**64:
-        return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def require_counts(owner: str, values: dict[str, int]) -> None:

@@ -86,7 +86,7 @@ def edited(plan: Plan, **changes: object) -> str:
     [
         (lambda p: edited(p, schema_version=99), "schema_version 99"),
         (lambda p: edited(p, surprise=1), "unknown field `surprise`"),
-        (lambda p: "not json", "no plan can be read"),
+        (lambda p: "not json", "no file can be read"),
         (lambda p: "{", "not JSON"),
         (lambda p: edited(p, ops=[1]), r"ops"),
     ],

@@ -50,7 +50,18 @@ class RuleError(AutoparError):
 
 
 class ScheduleError(AutoparError, ValueError):
-    """A schedule breaks a rule; the message names device, step and action."""
+    """A schedule breaks a rule; the message names device, step and action.
+
+    ``line`` is that of a text which cannot be read, from 1, and ``device`` that of the step; each
+    is None where the message is about no single one.
+    """
+
+    def __init__(
+        self, message: str = "", *, line: int | None = None, device: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.line = line
+        self.device = device
 
 
 class ClusterError(AutoparError, ValueError):

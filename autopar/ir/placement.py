@@ -96,14 +96,17 @@ def S(dim: int, outer: int = 1) -> Placement:
 Placements = tuple[Placement, ...]
 """One placement per mesh axis, in mesh order."""
 
-_TEXT = re.compile(r"^(?:([RPV])|S(\d+)(?:/(\d+))?)$")
+_TEXT = re.compile(r"([RPV])|S([0-9]{1,4})(?:/([1-9][0-9]{0,17}))?")
 
 
 def parse_placement(text: str) -> Placement:
     """Read back ``str(placement)``; raises PlanError on anything else."""
-    match = _TEXT.match(text)
+    match = _TEXT.fullmatch(text)
     if match is None:
-        raise PlanError(f"placement {text!r} is none of R, P, V, S<dim> or S<dim>/<outer>")
+        raise PlanError(
+            f"placement {text!r} is none of R, P, V, S<dim> or S<dim>/<outer>, such as 'S0' or "
+            "'S1/3', where outer is at least 1"
+        )
     if match[1]:
         return Placement(State(match[1]))
     return S(int(match[2]), int(match[3] or 1))

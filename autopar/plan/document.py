@@ -2,8 +2,8 @@
 
 A plan belongs to one graph (by fingerprint) and one mesh. It is byte-identical for the same
 inputs: it holds no time stamps, and its keys are in graph order. Loading refuses an unknown
-version, an unknown field, and a plan for another graph or mesh, naming the first difference,
-before anything is allocated.
+version, an unknown field, what contradicts itself, and a plan for another graph or mesh, naming the
+first difference and its place, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Literal
 
 import msgspec
 
-from autopar.base.errors import PlanError, ScheduleError
+from autopar.base.documents import DocumentError, convert, load, path_of, shown, text_of
+from autopar.base.errors import PlanError
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured
-from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.graph import Graph, ValueKind
+from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
-from autopar.lowering.stages import Stages
 from autopar.passes.batch_norm import batch_norm_of, with_batch_norm
+from autopar.plan.refusals import alike, at, refused
+from autopar.plan.schedule_plan import MAX_DEVICES, SchedulePlan
 from autopar.rules import parse_choice
-from autopar.schedules import Schedule, format_schedule, parse_schedule
 from autopar.sharding.microbatches import analysed
-from autopar.sharding.strategy import Assignment, Strategy
+from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
 SCHEMA_VERSION = 5
+MAX_AXES = 16
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,56 +54,6 @@ class GraphPlan(_Struct, frozen=True):
     parameter_bytes: int
     inputs: dict[str, str]
     batch_norm: Literal["global", "local"]
-
-
-class SchedulePlan(_Struct, frozen=True):
-    """The backward schedule and its size.
-
-    Of a pipeline ``first_blocks`` names the block that each stage begins with, and ``actions`` is
-    the schedule's text, line by line (`autopar.schedules.format_schedule`); the mesh is that of
-    each of its ``num_devices``.
-    """
-
-    name: str = "conventional"
-    num_stages: int = 1
-    num_devices: int = 1
-    num_microbatches: int = 1
-    first_blocks: tuple[str, ...] = ()
-    actions: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(stages: Stages, schedule: Schedule) -> SchedulePlan:
-        return SchedulePlan(
-            name=schedule.name,
-            num_stages=stages.num_stages,
-            num_devices=schedule.shape.num_devices,
-            num_microbatches=schedule.shape.num_microbatches,
-            first_blocks=stages.first_blocks,
-            actions=tuple(format_schedule(schedule).splitlines()),
-        )
-
-    def pipeline(self) -> tuple[Stages, Schedule] | None:
-        """The stages and the schedule that runs them; None without a pipeline. Raises PlanError."""
-        if not self.first_blocks and not self.actions and self.num_stages == 1:
-            return None
-        if len(self.first_blocks) != self.num_stages:
-            raise PlanError(
-                f"the plan's first_blocks names {len(self.first_blocks)} blocks, but its schedule "
-                f"has {self.num_stages} stages; name the block that each of them begins with"
-            )
-        try:
-            schedule = parse_schedule("\n".join(self.actions) + "\n")
-        except ScheduleError as error:
-            raise PlanError(f"the plan's schedule cannot be read: {error}") from error
-        shape = schedule.shape
-        found = (shape.num_stages, shape.num_devices, shape.num_microbatches)
-        if found != (self.num_stages, self.num_devices, self.num_microbatches):
-            raise PlanError(
-                f"the plan's schedule has {found[0]} stages, {found[1]} devices and {found[2]} "
-                f"micro-batches; the plan says {self.num_stages}, {self.num_devices} and "
-                f"{self.num_microbatches}"
-            )
-        return Stages(first_blocks=self.first_blocks), schedule
 
 
 class Prediction(_Struct, frozen=True):
@@ -211,14 +163,20 @@ class Plan(_Struct, frozen=True):
         return text
 
     @staticmethod
-    def from_json(source: str | Path) -> Plan:
-        """Read a plan from JSON text or from a file; raises PlanError."""
-        text = _read(source)
-        _check_version(text)
+    def from_json(source: str | bytes | Path) -> Plan:
+        """Read a plan from JSON text, UTF-8 bytes of it, or a file; raises PlanError.
+
+        Whoever wrote it: its size is bounded, nothing of it is run, and what it says without a
+        graph (mesh, schedule, placements, choices) is checked here.
+        """
         try:
-            return msgspec.json.decode(text, type=Plan)
-        except msgspec.DecodeError as error:
-            raise PlanError(f"the plan cannot be read: {error}") from error
+            document = load(text_of(source))
+            _check_version(document)
+            plan = convert(document, Plan)
+        except DocumentError as error:
+            raise refused(error.why, error.place) from error
+        _check_plan(plan)
+        return plan
 
     @property
     def is_pipeline(self) -> bool:
@@ -240,25 +198,64 @@ class Plan(_Struct, frozen=True):
         return plan_html(self)
 
 
-def _read(source: str | Path) -> str:
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return source
-    try:
-        return Path(source).read_text()
-    except OSError as error:
-        raise PlanError(f"no plan can be read from {str(source)!r}: {error}") from error
-
-
-def _check_version(text: str) -> None:
-    try:
-        document = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise PlanError(f"the plan is not JSON: {error}") from error
+def _check_version(document: object) -> None:
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION:
-        raise PlanError(
-            f"the plan has schema_version {version!r}; this autopar reads {SCHEMA_VERSION}. "
-            "Make it again with autopar.plan(...)"
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise DocumentError(
+            f"the plan has schema_version {shown(version)}; this autopar reads {SCHEMA_VERSION}",
+            "$.schema_version",
+        )
+
+
+def _check_plan(plan: Plan) -> None:
+    """Raise PlanError for the first thing that no graph could make right."""
+    plan.schedule.pipeline()
+    _check_mesh(plan)
+    if not plan.prediction.step_time_s > 0:
+        raise refused("a step takes some time", "$.prediction.step_time_s")
+    num_axes = len(plan.mesh.axis_names)
+    for field in ("inputs", "parameters", "relays"):
+        for name, text in getattr(plan, field).items():
+            with at(field, name):
+                _check_words(text, num_axes)
+                for word in text.split():
+                    parse_placement(word)
+    for name, text in plan.ops.items():
+        with at("ops", name):
+            _check_words(text, num_axes)
+            parse_choice(text)
+
+
+def _check_words(text: str, num_axes: int) -> None:
+    found = text.count(" ") + 1 if text else 0
+    if found != num_axes:
+        raise PlanError(f"{text!r} has {found} words for a mesh of {num_axes} axes; give one each")
+
+
+def _check_mesh(plan: Plan) -> None:
+    names, sizes = plan.mesh.axis_names, plan.mesh.axis_sizes
+    if len(names) > MAX_AXES:
+        raise refused(f"{len(names)} axes; a mesh has at most {MAX_AXES}", "$.mesh.axis_names")
+    for position, name in enumerate(names):
+        if name in (MICROBATCH, PIPELINE):
+            raise refused(
+                f"{name!r} is the name of an axis that autopar adds itself; call it otherwise",
+                path_of(("mesh", "axis_names", position)),
+            )
+    for position, size in enumerate(sizes):
+        if not 1 <= size <= MAX_DEVICES:
+            raise refused(
+                f"an axis has 1 to {MAX_DEVICES:,} devices, not {shown(size)}",
+                path_of(("mesh", "axis_sizes", position)),
+            )
+    with at("mesh"):
+        mesh = Mesh(names, sizes)
+    planned, there = mesh.num_devices * plan.schedule.num_devices, plan.cluster.num_devices
+    if planned != there:
+        raise refused(
+            f"{plan.schedule.num_devices} pipeline devices with a mesh of {mesh.num_devices} each "
+            f"are {planned} devices; the plan's cluster has {there}",
+            "$.mesh.axis_sizes",
         )
 
 
@@ -332,34 +329,71 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
     A graph captured as it is gets the batch norm that the plan was made with.
     """
     captured = with_batch_norm(captured, plan.graph.batch_norm)
-    captured, analysis, _ = analysed(captured, plan.schedule.num_microbatches)
+    with at("schedule", "num_microbatches"):
+        captured, analysis, microbatches = analysed(captured, plan.schedule.num_microbatches)
     graph, mesh = captured.graph, plan.device_mesh
     _check_graph(plan, _describe(graph, captured))
     planned = mesh.repeated(plan.schedule.num_devices)
     if num_devices is not None and num_devices != planned.num_devices:
-        raise PlanError(
+        raise refused(
             f"the plan is for {planned.num_devices} devices ({planned}), but there are "
-            f"{num_devices}; "
-            "make a new plan, or pass as many devices"
+            f"{num_devices}; pass as many devices, or make a new plan",
+            "$.mesh",
         )
-    unknown = sorted(set(plan.ops) - {op.name for op in graph.ops})
-    if unknown:
-        raise PlanError(f"the plan splits op {unknown[0]!r}, which the graph does not have")
+    strategy = Strategy(analysis, _assignment(plan, captured, analysis))
+    _check_strategy(plan, strategy)
+    staged = plan.schedule.pipeline()
+    if staged is not None:
+        with at("schedule", "first_blocks"):
+            staged[0].of(graph)
+    if microbatches is not None:
+        with at("schedule", "num_microbatches"):
+            microbatches.cut(strategy)
+    return strategy
+
+
+def _assignment(plan: Plan, captured: Captured, analysis: Analysis) -> Assignment:
+    graph, mesh = captured.graph, plan.device_mesh
+    names = {op.name for op in graph.ops}
+    for name in plan.ops:
+        if name not in names:
+            raise refused(
+                f"the plan splits op {shown(name)}, which the graph does not have"
+                + alike(name, names),
+                "$.ops",
+            )
     everywhere = " ".join("-" * mesh.num_axes)
-    assignment = Assignment(
+    inputs = dict(zip(captured.signature.input_names, graph.inputs))
+    relayed = {graph.values[i].name: i for i in sorted(analysis.relayed)}
+    return Assignment(
         mesh=mesh,
         choices=tuple(parse_choice(plan.ops.get(op.name, everywhere)) for op in graph.ops),
         stored={
-            **_placements(plan.parameters, {v.target or v.name: v.index for v in graph.parameters}),
-            **_placements(plan.inputs, dict(zip(captured.signature.input_names, graph.inputs))),
+            **_placements("parameters", plan.parameters, _parameters(graph)),
+            **_placements("inputs", plan.inputs, inputs),
         },
-        relays=_placements(
-            plan.relays, {graph.values[i].name: i for i in sorted(analysis.relayed)}
-        ),
+        relays=_placements("relays", plan.relays, relayed),
     )
-    strategy = Strategy(analysis, assignment)
-    strategy.verify()
-    return strategy
+
+
+def _parameters(graph: Graph) -> dict[str, int]:
+    return {v.target or v.name: v.index for v in graph.parameters}
+
+
+def _check_strategy(plan: Plan, strategy: Strategy) -> None:
+    """As `Strategy.verify`, with the place in the plan of the first decision that is not valid."""
+    graph, assignment = strategy.graph, strategy.assignment
+    for op in graph.ops:
+        with at("ops", op.name):
+            strategy.verify_choice(op)
+    for value in graph.values:
+        field = "inputs" if value.kind is ValueKind.INPUT else "parameters"
+        if value.index in assignment.stored:
+            with at(field, value.target or value.name):
+                strategy.verify_stored(value)
+        if value.index in assignment.relays:
+            with at("relays", value.name):
+                strategy.verify_relay(value)
 
 
 def _check_graph(plan: Plan, found: GraphPlan) -> None:
@@ -374,16 +408,21 @@ def _check_graph(plan: Plan, found: GraphPlan) -> None:
     ):
         expected, actual = getattr(plan.graph, name), getattr(found, name)
         if expected != actual:
-            raise PlanError(
+            raise refused(
                 f"the plan was made for another graph: {name} is {actual!r} here and "
-                f"{expected!r} in the plan. Make a new plan for this model and these inputs"
+                f"{expected!r} in the plan. Make a new plan for this model and these inputs",
+                f"$.graph.{name}",
             )
 
 
-def _placements(texts: dict[str, str], index: dict[str, int]) -> dict[int, Placements]:
-    missing = sorted(set(index) - set(texts)) or sorted(set(texts) - set(index))
-    if missing:
-        raise PlanError(f"plan and graph disagree on {missing[0]!r}")
+def _placements(field: str, texts: dict[str, str], index: dict[str, int]) -> dict[int, Placements]:
+    for name in sorted(set(index) ^ set(texts)):
+        lacks, other = ("plan", texts) if name in index else ("graph", index)
+        raise refused(
+            f"plan and graph disagree on {shown(name)}: the {lacks} does not have it"
+            + alike(name, other),
+            path_of((field, name)),
+        )
     return {
         index[name]: tuple(parse_placement(word) for word in text.split())
         for name, text in texts.items()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,15 +122,21 @@ class Choice:
         return all(split is None for split in self.splits)
 
 
+_BASE = re.compile(r"[1-9][0-9]{0,17}")
+
+
 def parse_choice(text: str) -> Choice:
-    """Read back ``str(choice)``."""
+    """Read back ``str(choice)``; raises PlanError on anything else."""
     splits: list[Split | None] = []
     for word in text.split():
-        dim, _, base = word.partition("/")
+        dim, slash, base = word.partition("/")
         if word == "-":
             splits.append(None)
-        elif not dim.isidentifier() or not (base or "1").isdigit():
-            raise PlanError(f"choice {text!r}: {word!r} is neither '-' nor 'dim' nor 'dim/base'")
+        elif not dim.isidentifier() or (slash and not _BASE.fullmatch(base)):
+            raise PlanError(
+                f"choice {text!r}: {word!r} is neither '-' nor 'dim' nor 'dim/base', where base is "
+                "at least 1"
+            )
         else:
             splits.append(Split(dim, int(base or 1)))
     return Choice(tuple(splits))

@@ -23,6 +23,7 @@ from autopar.schedules.action import Action, Kind
 from autopar.schedules.schedule import Resource, Schedule, Step
 
 ABSENT = -1
+_FEW = 4096
 _TO_NEXT = (Kind.SEND_F, Kind.RECV_B)  # exchanged with the next stage
 _TO_PREVIOUS = (Kind.SEND_B, Kind.RECV_F)
 
@@ -202,6 +203,21 @@ def check_device_count(schedule: Schedule) -> None:
         raise ScheduleError(
             f"schedule {schedule.name!r} lists {len(schedule.devices)} devices, its placement "
             f"uses {schedule.shape.num_devices}"
+        )
+
+
+def check_action_count(schedule: Schedule) -> None:
+    """Raise ScheduleError where a large shape has fewer actions than backward passes.
+
+    What is missing is not looked for then: there may be any number of it.
+    """
+    shape = schedule.shape
+    needed = shape.num_stages * shape.num_microbatches
+    if needed > max(schedule.num_actions, _FEW):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} lists {schedule.num_actions} actions; "
+            f"{shape.num_stages} stages and {shape.num_microbatches} micro-batches have {needed} "
+            "backward passes alone"
         )
 
 

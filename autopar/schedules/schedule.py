@@ -285,13 +285,15 @@ def parse_schedule(text: str) -> Schedule:
     for number, line in enumerate(text.splitlines(), start=1):
         key, colon, value = line.partition(":")
         if not colon:
-            raise ScheduleError(f"line {number}, {line!r}: expected 'key: value'")
+            raise ScheduleError(f"line {number}, {line!r}: expected 'key: value'", line=number)
         if key.startswith("device "):
             if key != f"device {len(devices)}":
-                raise ScheduleError(f"line {number}: expected 'device {len(devices)}', got {key!r}")
+                raise ScheduleError(
+                    f"line {number}: expected 'device {len(devices)}', got {key!r}", line=number
+                )
             devices.append(_parse_steps(value, number))
         elif key in header:
-            raise ScheduleError(f"line {number}: {key!r} is given twice")
+            raise ScheduleError(f"line {number}: {key!r} is given twice", line=number)
         else:
             header[key] = value.strip()
     known = {"name", "num_microbatches", "placement", "replica_of", "recomputed", "offloaded"}
@@ -324,7 +326,7 @@ def _parse_steps(text: str, line: int) -> tuple[Step, ...]:
     try:
         return tuple(parse_step(item) for item in text.split())
     except ScheduleError as error:
-        raise ScheduleError(f"line {line}: {error}") from error
+        raise ScheduleError(f"line {line}: {error}", line=line) from error
 
 
 def _parse_numbers(header: Mapping[str, str], key: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from autopar.schedules.dependencies import (
     ABSENT,
     ActionGraph,
     action_graph,
+    check_action_count,
     check_device_count,
     peer_of,
 )
@@ -48,6 +49,7 @@ def verify(schedule: Schedule) -> None:
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{schedule!r} is no Schedule: make one with build(name, ...)")
     check_device_count(schedule)
+    check_action_count(schedule)
     for step_rule in STEP_RULES:
         _raise_first(schedule, step_rule(schedule))
     graph = action_graph(schedule)
@@ -64,7 +66,8 @@ def _raise_first(schedule: Schedule, violations: Iterator[Violation]) -> None:
         where += f", step {found.step}, {schedule.devices[found.device][found.step].action}"
     raise ScheduleError(
         f"schedule {schedule.name!r}, {where}: {found.message}\n"
-        f"{format_grid(schedule, found.device, found.step)}"
+        f"{format_grid(schedule, found.device, found.step)}",
+        device=found.device,
     )
 
 

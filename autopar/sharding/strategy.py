@@ -18,7 +18,7 @@ from typing import Any
 from autopar.base.errors import PlanError
 from autopar.ir.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, State, check_placements
+from autopar.ir.placement import Placements, R, State, check_placements, format_placements
 from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
 from autopar.rules.base import Layout, is_valid_choice
 
@@ -207,26 +207,44 @@ class Strategy:
 
     def verify(self) -> None:
         """Raise PlanError naming the first op or value whose decision is not valid."""
-        graph, mesh = self.graph, self.mesh
+        graph = self.graph
         if len(self.assignment.choices) != len(graph.ops):
             raise PlanError(
                 f"{len(self.assignment.choices)} choices for a graph of {len(graph.ops)} ops"
             )
-        for op, choice in zip(graph.ops, self.assignment.choices):
-            space = self.analysis.spaces[op.index]
-            if len(choice.splits) != mesh.num_axes:
-                raise PlanError(f"op {op.name!r}: choice '{choice}' on a mesh of {mesh}")
-            valid = choice.is_redundant if space is None else is_valid_choice(space, choice, mesh)
-            if not valid:
-                raise PlanError(f"op {op.name!r} cannot be split as '{choice}' on {mesh}")
-        for index, placements in (*self.assignment.stored.items(), *self.assignment.relays.items()):
-            value = graph.values[index]
-            check_placements(placements, value.shape, mesh)
-        for index, placements in self.assignment.stored.items():
-            if any(p.state in (State.PARTIAL, State.VARYING) for p in placements):
-                name = graph.values[index].name
-                raise PlanError(f"{name!r} cannot be stored as {placements}: only R and S are")
-        for index, placements in self.assignment.relays.items():
-            if any(p.state is State.PARTIAL for p in placements):
-                name = graph.values[index].name
-                raise PlanError(f"{name!r} cannot be relayed as a partial sum")
+        for op in graph.ops:
+            self.verify_choice(op)
+        for index in self.assignment.stored:
+            self.verify_stored(graph.values[index])
+        for index in self.assignment.relays:
+            self.verify_relay(graph.values[index])
+
+    def verify_choice(self, op: Op) -> None:
+        """Raise PlanError where one op cannot be split as it is."""
+        space, choice, mesh = (
+            self.analysis.spaces[op.index],
+            self.assignment.choices[op.index],
+            self.mesh,
+        )
+        if len(choice.splits) != mesh.num_axes:
+            raise PlanError(f"op {op.name!r}: choice '{choice}' on a mesh of {mesh}")
+        valid = choice.is_redundant if space is None else is_valid_choice(space, choice, mesh)
+        if not valid:
+            raise PlanError(f"op {op.name!r} cannot be split as '{choice}' on {mesh}")
+
+    def verify_stored(self, value: Value) -> None:
+        """Raise PlanError where one parameter or input cannot be stored as it is."""
+        placements = self.assignment.stored[value.index]
+        check_placements(placements, value.shape, self.mesh)
+        if any(p.state in (State.PARTIAL, State.VARYING) for p in placements):
+            raise PlanError(
+                f"{value.name!r} cannot be stored as {format_placements(placements)}: only R and "
+                "S are"
+            )
+
+    def verify_relay(self, value: Value) -> None:
+        """Raise PlanError where one shared value cannot be relayed as it is."""
+        placements = self.assignment.relays[value.index]
+        check_placements(placements, value.shape, self.mesh)
+        if any(p.state is State.PARTIAL for p in placements):
+            raise PlanError(f"{value.name!r} cannot be relayed as a partial sum")

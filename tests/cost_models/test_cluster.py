@@ -196,7 +196,10 @@ def test_whole_numbers_may_be_written_as_users_write_them():
     [
         (lambda d: d["device"].update(kind="gpu"), r"\$\.device\.kind is 'gpu'; .*'cuda' or 'cpu'"),
         (lambda d: d.update(backend=3), r"\$\.backend is 3; .*'nccl' or 'gloo'"),
-        (lambda d: d["device"].update(memory_bytes=10**400), "memory_bytes=a whole number of"),
+        (
+            lambda d: d["device"].update(memory_bytes=10**400),
+            r"\$\.device\.memory_bytes: a whole number of",
+        ),
         (lambda d: d["device"].update(kernel_launch_s=10**400), r"\$\.device\.kernel_launch_s"),
         (lambda d: d["device"].update(name="\ud800"), "surrogate"),
     ],
