@@ -417,7 +417,7 @@ def test_a_replayed_plan_with_such_a_schedule_is_refused(model: nn.Module) -> No
     plan = planned(model, schedule="conventional", num_stages=4)
     made = build_schedule("multi_stream", num_stages=4, num_microbatches=1)
     document = json.loads(plan.to_json())
-    document["schedule"]["actions"] = format_schedule(made).splitlines()
+    document["schedule"].update(name=made.name, actions=format_schedule(made).splitlines())
     with pytest.raises(PlanError, match=r"3W0@side>3I0 runs on a second compute stream"):
         compiled_for(model, 4, plan=Plan.from_json(json.dumps(document)))
 
