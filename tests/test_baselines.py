@@ -33,7 +33,8 @@ from autopar.planning import planner
 from autopar.planning.baselines import KEYS, price_baselines
 from autopar.planning.constraints import Force, MemoryBudget, narrow
 from autopar.planning.planner import make_planned
-from autopar.pricing.problem import Candidate, price_graph
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.problem import price_graph
 from autopar.pricing.step_time import time_parts
 from autopar.pricing.tables import Pricing
 from autopar.search import solve
@@ -237,7 +238,7 @@ def test_the_stages_of_zero_keep_what_their_paper_says():
 def _gathers_s(priced):
     """One gather of every parameter, each with those of its block."""
     model = CommunicationModel(A100)
-    num = priced.pricing.num_joined
+    num = priced.pricing.moves.num_joined
     bandwidth = A100.device.memory_bandwidth_bytes_per_s
     return math.fsum(
         model.estimate("all_gather", num * v.size_bytes, (0, 1, 2, 3)).time_s / num

@@ -80,19 +80,19 @@ def test_moves_of_activations_and_of_parameters() -> None:
     activation = next(
         v for v in cut.pricing.graph.values if v.shape == (ROWS * NUM, 16, 256) and v.differentiable
     )
-    alone = part.pricing.graph.values[activation.index]
+    same = part.pricing.graph.values[activation.index]
     for source, target in [((S(0), R), (R, R)), ((R, S(2)), (R, S(1))), ((S(0), R), (V, R))]:
-        assert cut.pricing.move_s(activation, source, target) == pytest.approx(
-            NUM * part.pricing.move_s(alone, source, target)
+        assert cut.pricing.moves.seconds(activation, source, target) == pytest.approx(
+            NUM * part.pricing.moves.seconds(same, source, target)
         )
     weight = next(v for v in cut.pricing.graph.parameters if v.shape == (256, 64))
     stored, used = (S(0), R), (V, R)
-    forward_s, backward_s = part.pricing.directions_s(weight, stored, used, stored=True)
-    alone_s = part.pricing.directions_s(weight, stored, used)
-    assert 0 < forward_s < alone_s[0]  # it travels with the other parameters of its block
-    assert 0 < backward_s < alone_s[1]
-    assert cut.pricing.move_s(weight, stored, used, stored=True) == pytest.approx(
-        NUM * forward_s + backward_s
+    joined = part.pricing.moves.price(weight, stored, used, stored=True)
+    alone = part.pricing.moves.price(weight, stored, used)
+    assert 0 < joined.forward_s < alone.forward_s  # it travels with the parameters of its block
+    assert 0 < joined.backward_s < alone.backward_s
+    assert cut.pricing.moves.seconds(weight, stored, used, stored=True) == pytest.approx(
+        NUM * joined.forward_s + joined.backward_s
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 
 import pytest
@@ -12,7 +13,15 @@ from torch.nn.functional import mse_loss
 
 import autopar
 from autopar.base.errors import ConstraintError, InputError, PlanError
-from autopar.cost_models import Cluster, Profiler, ProfileStore, RooflineModel
+from autopar.cost_models import (
+    Cluster,
+    Collective,
+    CommunicationModel,
+    Profiler,
+    ProfileStore,
+    RooflineModel,
+)
+from autopar.cost_models.communication import MeasuredCurve
 from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family
@@ -22,6 +31,8 @@ from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.planning.planner import make_planned
 from autopar.pricing.local_calls import calls_of
+from autopar.pricing.problem import PricedGraph
+from autopar.pricing.tables import Pricing
 from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
@@ -164,6 +175,38 @@ def test_every_price_names_its_source(plan):
     assert "counted; peak at" in text
     assert prediction.num_noisy == 0
     assert "spread" not in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "source"), [("data_parallel", "interpolated"), ("zero3", "analytical")]
+)
+def test_communication_has_the_source_of_what_was_chosen(captured, strategy, source):
+    """All-reduces were measured, gathers were not: only a plan that gathers is analytical."""
+    sizes = tuple(4**n for n in range(3, 16))
+    ranks, roofline = (0, 1, 2, 3), CommunicationModel(CLUSTER)
+    times_s = tuple(roofline.estimate("all_reduce", size, ranks).time_s for size in sizes)
+    curve = MeasuredCurve(sizes_bytes=sizes, times_s=times_s)
+    measured = {(Collective.ALL_REDUCE, roofline.group_shape(ranks)): curve}
+    plan = make_planned(
+        captured, CLUSTER, mesh={"x": 4}, constraints=[Force(strategy)],
+        communication=CommunicationModel(CLUSTER, measured),
+    ).plan  # fmt: skip
+    assert plan.prediction.communication_source == source
+
+
+def priced_now() -> int:
+    """How many priced graphs the process holds."""
+    gc.collect()
+    return sum(type(each) in (Pricing, PricedGraph) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("schedule", [None, "auto"])
+def test_the_prices_of_a_search_do_not_outlive_it(schedule):
+    model, make_batch = build("mlp")
+    before = priced_now()
+    plan = autopar.plan(model, CLUSTER, make_batch(0), schedule=schedule)
+    assert priced_now() == before
+    assert plan.prediction.step_time_s > 0
 
 
 def test_prices_of_too_large_a_spread_are_counted(captured):

@@ -14,7 +14,8 @@ from autopar.cost_models.efficiency import TABLES
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, R, S, V
-from autopar.pricing.tables import Pricing, slowest_groups
+from autopar.pricing.moves import slowest_groups
+from autopar.pricing.tables import Pricing
 from autopar.sharding.strategy import Analysis
 
 A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
@@ -39,10 +40,11 @@ def test_what_is_split_inside_is_put_in_order() -> None:
     # [8, 16, 256] of float32
     copy_s = device.kernel_launch_s + 2 * 8 * 16 * 256 * 4 / device.memory_bandwidth_bytes_per_s
     for rows, columns in (
-        [found.directions_s(value, (s, R), (V, R)) for s in (S(0), S(2))],
-        [found.directions_s(value, (P, R), (s, R)) for s in (S(0), S(2))],
+        [found.moves.price(value, (s, R), (V, R)) for s in (S(0), S(2))],
+        [found.moves.price(value, (P, R), (s, R)) for s in (S(0), S(2))],
     ):
-        assert columns == pytest.approx([seconds + copy_s for seconds in rows])
+        assert columns.forward_s == pytest.approx(rows.forward_s + copy_s)
+        assert columns.backward_s == pytest.approx(rows.backward_s + copy_s)
 
 
 def test_a_step_waits_for_the_slowest_group_of_an_axis() -> None:
@@ -54,7 +56,7 @@ def test_a_step_waits_for_the_slowest_group_of_an_axis() -> None:
     pricing = priced(mesh, cluster)
     value = next(v for v in pricing.graph.values if v.shape == (8, 16, 256) and v.differentiable)
     size_bytes = 8 * 16 * 256 * 4
-    forward_s, _ = pricing.directions_s(value, (R, P), (R, R))
+    forward_s = pricing.moves.price(value, (R, P), (R, R)).forward_s
     times_s = [
         communication.estimate("all_reduce", size_bytes, group).time_s
         for group in mesh.groups((1,))

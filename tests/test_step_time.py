@@ -15,8 +15,8 @@ from autopar.lowering.training import lower_training
 from autopar.lowering.types import collectives_of
 from autopar.planning.constraints import Force, narrow
 from autopar.planning.planner import make_planned
-from autopar.pricing.block_times import strategy_times
-from autopar.pricing.problem import Candidate, price_graph
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.problem import price_graph
 from autopar.pricing.step_time import Change, time_parts
 from autopar.pricing.tables import Pricing
 from autopar.search import solve
@@ -46,7 +46,7 @@ def candidate_of(
 
 def stepped_s(candidate: Candidate) -> float:
     """The passes of one micro-batch in small steps of time."""
-    times = strategy_times(candidate)
+    times = candidate.times
     graph, pricing = candidate.priced.pricing.graph, candidate.priced.pricing
     first_user = {
         p.index: next(
@@ -147,7 +147,7 @@ def test_running_statistics_are_priced_as_the_message_they_travel_in() -> None:
     launch_s = 1e3
     cluster = structs.replace(A100, collective_launch_s=launch_s)
     candidate = candidate_of(1.0, "tensor_parallel", name="resnet", cluster=cluster)
-    times = strategy_times(candidate)
+    times = candidate.times
     priced_s = sum(times.move_s.values()) + sum(
         b.forward_communication_s + b.backward_communication_s for b in times.blocks.values()
     )

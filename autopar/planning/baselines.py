@@ -58,9 +58,11 @@ from autopar.plan.strategy_names import (
 )
 from autopar.planning.constraints import narrowed
 from autopar.planning.known import Forces, Masks, Parallelism
-from autopar.pricing.problem import Candidate, NodeKind, PricedGraph
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.moves import Array, slowest_groups
+from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.step_time import Change, time_parts
-from autopar.pricing.tables import Array, OpTable, slowest_groups
+from autopar.pricing.tables import OpTable
 from autopar.search import Solution, solve, solve_each
 
 TENSOR_FORMS: Mapping[str, Parallelism] = {
@@ -301,7 +303,7 @@ def _parameters(candidate: Candidate) -> Iterator[_Parameter]:
 def _placement(priced: PricedGraph, node: int, pick: int) -> Placements:
     table = priced.tables[node]
     assert not isinstance(table, OpTable)
-    return table.placements.distinct[table.placements.index[pick]]
+    return table.placements.at(pick)
 
 
 def _needed(priced: PricedGraph, user: int, pick: int, value: Value) -> Placements:
@@ -309,8 +311,7 @@ def _needed(priced: PricedGraph, user: int, pick: int, value: Value) -> Placemen
     if not isinstance(table, OpTable):
         return _placement(priced, user, pick)
     op = priced.pricing.graph.ops[priced.nodes[user].index]
-    needs = table.needs[op.inputs.index(value.index)]
-    return needs.distinct[needs.index[pick]]
+    return table.needs[op.inputs.index(value.index)].at(pick)
 
 
 def _bytes(value: Value, placements: Placements, mesh: Mesh) -> int:
@@ -328,9 +329,10 @@ def _varying(parameter: _Parameter, axes: Sequence[int]) -> tuple[int, ...]:
 
 def _other_moves_s(candidate: Candidate, parameter: _Parameter, axes: Sequence[int]) -> float:
     """Seconds of the parameter's own moves with those along ``axes`` left out."""
-    pricing = candidate.priced.pricing
     needed = _whole(parameter.needed, axes)
-    return pricing.move_s(parameter.value, parameter.stored, needed, stored=True)
+    return candidate.priced.pricing.moves.seconds(
+        parameter.value, parameter.stored, needed, stored=True
+    )
 
 
 Collectives = Callable[[str, int, tuple[int, ...]], float]
@@ -338,13 +340,13 @@ Collectives = Callable[[str, int, tuple[int, ...]], float]
 
 def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
     """Seconds of a parameter's part of a collective over axes of a mesh of the same devices."""
-    pricing = candidate.priced.pricing
-    groups = slowest_groups(pricing.communication, mesh)
+    moves = candidate.priced.pricing.moves
+    groups = slowest_groups(moves.communication, mesh)
 
     def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
         if mesh.size(axes) == 1:
             return 0.0
-        return pricing.joined(kind, size_bytes, groups[axes], pricing.num_joined).time_s
+        return moves.joined(kind, size_bytes, groups[axes], moves.num_joined).time_s
 
     return seconds
 
@@ -352,7 +354,7 @@ def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
 def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline, Baseline]:
     """Data parallelism with the optimizer's state (and the gradients) in parts."""
     mesh = candidate.mesh
-    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.move_s
+    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
     kept = 1 / mesh.size(axes)
     changes, saved_bytes = dict[int, Change](), 0.0
     for p in _parameters(candidate):
@@ -414,7 +416,7 @@ def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
 
 def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
     """Parameters gathered and gradients scattered along y, then all-reduced in parts along x."""
-    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.move_s
+    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
     num_parts = mesh.axis_sizes[1]
     kept = 1 / num_parts
     changes, saved_bytes = dict[int, Change](), 0.0

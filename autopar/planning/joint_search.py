@@ -41,7 +41,8 @@ from autopar.planning.planner import (
     memory_limit,
     search_priced,
 )
-from autopar.pricing.problem import WHOLE, Candidate, price_graph
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.problem import WHOLE, price_graph
 from autopar.pricing.step_time import time_parts
 from autopar.pricing.tables import Pricing
 from autopar.schedules import Schedule, build

@@ -35,8 +35,9 @@ import numpy as np
 from autopar.base.errors import ConstraintError
 from autopar.ir.graph import Op, ValueKind
 from autopar.ir.placement import Placement, State
+from autopar.pricing.moves import PlacementTable
 from autopar.pricing.problem import NodeKind, PricedGraph
-from autopar.pricing.tables import OpTable, PlacementTable, ValueTable
+from autopar.pricing.tables import OpTable, ValueTable
 from autopar.rules import Split
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -119,9 +120,9 @@ def _node_key(priced: PricedGraph, node: int) -> Any:
     analysis = priced.pricing.analysis
     if isinstance(table, OpTable):
         index = decision.index
-        return id(table), analysis.batch_splits[index], analysis.sequence_splits[index]
+        return table, analysis.batch_splits[index], analysis.sequence_splits[index]
     value = priced.pricing.graph.values[decision.index]
-    return id(table), decision.kind, value.kind, _is_dense_weight(priced, decision.index)
+    return table, decision.kind, value.kind, _is_dense_weight(priced, decision.index)
 
 
 def _on_axis(table: PlacementTable, axis: int, allowed: Callable[[Placement], bool]) -> Mask:

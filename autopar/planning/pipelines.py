@@ -18,9 +18,10 @@ from autopar.ir.placement import local_shape
 from autopar.lowering.pipeline import check_runs, with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
 from autopar.planning.meshes import MeshSizes, known_size
-from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops, strategy_times
+from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops
+from autopar.pricing.candidate import Candidate
 from autopar.pricing.node_memory import late_share
-from autopar.pricing.problem import Candidate, Residence
+from autopar.pricing.problem import Residence
 from autopar.schedules import (
     Durations,
     Kind,
@@ -226,7 +227,7 @@ def choose_stages(
             "what lies between them: where that is more than a quarter of the model, its modules "
             f"with parameters, put together where they have fewer than {MIN_PART_OPS} operators"
         )
-    times = strategy_times(candidate).blocks
+    times = candidate.times.blocks
     ranks = (0, candidate.mesh.num_devices)
     if choice.num_devices == 1:
         starts = cut_chain([times[n].total_s for n in names], [0.0] * (len(names) - 1), num_stages)
@@ -296,7 +297,7 @@ def pipeline_times(
     updates belong to the step before, steps follow each other.
     """
     schedule = with_replica_sums(schedule)
-    times = strategy_times(candidate)
+    times = candidate.times
     stage_of = stages.of(candidate.priced.pricing.graph)
     per_stage = [
         [times.blocks[name] for name, stage in stage_of.items() if stage == s]

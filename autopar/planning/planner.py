@@ -37,7 +37,8 @@ from autopar.planning.pipelines import (
     residence_of,
 )
 from autopar.planning.prediction import predict, redundant_ops, search_report
-from autopar.pricing.problem import WHOLE, Candidate, NodeKind, PricedGraph, Residence, price_graph
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.problem import WHOLE, NodeKind, PricedGraph, Residence, price_graph
 from autopar.pricing.step_time import time_parts
 from autopar.pricing.tables import Pricing
 from autopar.schedules import Schedule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from autopar.memory.program import ProgramMemory
 from autopar.plan.document import KnownStrategy, Prediction, SearchReport
 from autopar.planning.baselines import Baselines
 from autopar.planning.pipelines import PipelineTimes
-from autopar.pricing.problem import Candidate
+from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import TimeParts, time_parts
 from autopar.pricing.tables import OpTable, Pricing
 from autopar.pricing.utilisation import model_work, whole_call
@@ -42,7 +42,8 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
     ]
     sources = Counter(str(estimate.source) for estimate in estimates)
     pricing = priced.pricing
-    used, updates = pricing.communication_sources, _update_sources(best)
+    collectives = list(priced.collectives(best.solution.assignment))
+    updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
     all_devices_s = parts.step_s * pricing.cluster.num_devices
     on_cpu = pricing.cluster.device.kind == "cpu"
@@ -53,9 +54,9 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         communication_s=_round(parts.communication_s),
         update_s=_round(parts.update_s),
         sources=dict(sorted(sources.items())),
-        communication_source=str(weakest(used)) if used else "none",
-        communication_is_noisy=pricing.communication_is_noisy,
-        unpriced=dict(sorted(pricing.unpriced.items())),
+        communication_source=_weakest(each.source for each in collectives),
+        communication_is_noisy=any(each.is_noisy for each in collectives),
+        unpriced=_unpriced(best),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
         hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
@@ -67,9 +68,24 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
         num_noisy=sum(estimate.is_noisy for estimate in estimates),
-        update_source=str(weakest(updates)) if updates else "none",
+        update_source=_weakest(updates),
         num_optimizer_states=pricing.optimizer.num_states,
     )
+
+
+def _weakest(sources: Iterable[Source]) -> str:
+    found = list(sources)
+    return str(weakest(found)) if found else "none"
+
+
+def _unpriced(best: Candidate) -> dict[str, str]:
+    """Why no cost model knows some of the operators, by name."""
+    priced, reasons = best.priced, dict[str, str]()
+    for node, table, pick in zip(priced.nodes, priced.tables, best.solution.assignment):
+        if isinstance(table, OpTable) and table.unpriced[pick]:
+            name = priced.pricing.graph.ops[node.index].target_name
+            reasons.setdefault(name, table.unpriced[pick])
+    return dict(sorted(reasons.items()))
 
 
 def _analytical_factor(best: Candidate) -> float | None:

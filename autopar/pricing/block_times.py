@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from autopar.ir.graph import Graph, ValueKind
-from autopar.pricing.problem import Candidate, NodeKind
+from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import OpTable, Pricing
-from autopar.sharding.strategy import Strategy
+from autopar.sharding.strategy import Analysis, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +48,14 @@ class StrategyTimes:
     move_s: dict[int, float]
 
 
-@lru_cache(maxsize=1)
-def strategy_times(candidate: Candidate) -> StrategyTimes:
-    """Split a strategy's cost by what it is spent on; asked for several times of each in turn.
+def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
+    """Split the cost of a solution by what it is spent on.
 
     A parameter is fetched in the forward pass of the block that reads it first; its gradient is
     moved to where it is stored once a step.
     """
-    priced, picks = candidate.priced, candidate.solution.assignment
-    analysis, num = priced.pricing.analysis, candidate.num_microbatches
-    graph, strategy = analysis.graph, candidate.strategy()
+    analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
+    graph, strategy = analysis.graph, priced.strategy(picks)
     block_of = block_of_ops(graph)
     sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
     fetches = dict.fromkeys(sums, 0.0)
@@ -75,7 +72,7 @@ def strategy_times(candidate: Candidate) -> StrategyTimes:
                 sums[home][place] += seconds
             sums[home][3] += float(cost[pick]) - estimate.total_s
         else:
-            home = _home_of_value(candidate, node.index, block_of)
+            home = _home_of_value(analysis, node.index, block_of)
             own_s = float(table.cost_s[pick])
             _spend(home, own_s, sums, update_s)
             _spend(home, float(cost[pick]) - own_s, sums, move_s)
@@ -109,7 +106,7 @@ def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
     """Seconds of bringing a parameter from its store to where it is used, once."""
     value = strategy.graph.values[parameter]
     supply, interface = strategy.supply(value), strategy.interface(value)
-    return pricing.directions_s(value, supply, interface, stored=True)[0]
+    return pricing.moves.price(value, supply, interface, stored=True).forward_s
 
 
 def _spend(
@@ -122,7 +119,7 @@ def _spend(
 
 
 def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:
-    """Of a redistribution's two ends the parameter, or else the op that needs it."""
+    """The end of a redistribution that is a parameter, or else the op that needs it."""
     parameters = [home for home in homes if isinstance(home, int)]
     ops = [home for home, kind in zip(homes, kinds) if kind is NodeKind.OP]
     return (parameters or ops or homes)[-1]
@@ -132,9 +129,8 @@ def block_of_ops(graph: Graph) -> dict[int, str]:
     return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
 
 
-def _home_of_value(candidate: Candidate, index: int, block_of: Mapping[int, str]) -> str | int:
+def _home_of_value(analysis: Analysis, index: int, block_of: Mapping[int, str]) -> str | int:
     """The block that makes or first reads a value; a parameter is its own."""
-    analysis = candidate.priced.pricing.analysis
     if analysis.graph.values[index].kind is ValueKind.PARAMETER:
         return index
     uses = (analysis.producers.get(index, (0, 0)), *analysis.consumers.get(index, ()))

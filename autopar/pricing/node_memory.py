@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from autopar.ir.graph import Graph, Op, Value, ValueKind
 from autopar.ir.placement import State, local_shape
-from autopar.pricing.tables import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.pricing.moves import Array, PlacementTable
+from autopar.pricing.tables import OpTable, Pricing, ValueTable
 from autopar.sharding.strategy import Analysis
 
 _KEEPS_NOTHING = frozenset({
@@ -79,7 +79,7 @@ class NodeMemory:
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
-        self.reads = _reads_of(pricing.analysis)
+        self.reads = pricing.analysis.derived(_Reads)
         self.values = pricing.graph.values
         self.known: dict[Any, NodeBytes] = {}
         self.num_blocks = max(1, len(pricing.graph.blocks))
@@ -87,7 +87,7 @@ class NodeMemory:
     def op(self, op: Op, table: OpTable) -> NodeBytes:
         """Parameters as used; operands and outputs that the derivative reads."""
         kept = self.reads.kept[op.index]
-        key = (id(table), kept)
+        key = (table, kept)
         if key not in self.known:
             weights, activations = np.zeros(len(table.choices)), np.zeros(len(table.choices))
             for position, share in kept.weights:
@@ -110,7 +110,7 @@ class NodeMemory:
     def relay(self, value: Value, table: ValueTable) -> NodeBytes:
         """The value as relayed, where the derivative of the op that makes it alone reads it."""
         kept = value.index in self.reads.relays
-        key = (id(table), kept, value.dtype, self.pricing.num_parts(value))
+        key = (table, kept, value.dtype, self.pricing.moves.num_parts(value))
         if key not in self.known:
             size = self._bytes(value, table.placements)
             none = np.zeros_like(size)
@@ -119,7 +119,7 @@ class NodeMemory:
 
     def stored(self, table: ValueTable) -> NodeBytes:
         """Gradient and optimizer state of a parameter, or an input."""
-        key = id(table)
+        key = table
         if key not in self.known:
             none = np.zeros_like(table.memory_bytes)
             self.known[key] = NodeBytes(weights=table.memory_bytes, activations=none)
@@ -127,7 +127,7 @@ class NodeMemory:
 
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
         """Of one micro-batch."""
-        mesh, parts = self.pricing.mesh, self.pricing.num_parts(value)
+        mesh, parts = self.pricing.mesh, self.pricing.moves.num_parts(value)
         sizes = [math.prod(local_shape(value.shape, p, mesh)) / parts for p in table.distinct]
         found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
         return found
@@ -145,14 +145,9 @@ class NodeMemory:
         return total
 
 
-@lru_cache(maxsize=4)
-def _reads_of(analysis: Analysis) -> _Reads:
-    return _Reads(analysis)
-
-
 def kept_bytes(analysis: Analysis) -> float:
     """Bytes of all activations of the whole batch that derivatives read, unsplit."""
-    values, reads = analysis.graph.values, _reads_of(analysis)
+    values, reads = analysis.graph.values, analysis.derived(_Reads)
     total = float(sum(values[i].size_bytes for i in reads.relays))
     for op in analysis.graph.ops:
         kept = reads.kept[op.index]
@@ -164,7 +159,6 @@ def kept_bytes(analysis: Analysis) -> float:
     return total
 
 
-@lru_cache(maxsize=4)
 def late_share(analysis: Analysis) -> float:
     """What W reads, of the unsplit bytes that I and W read: weights' operands, which stay, and the
     gradients of their results, which come."""

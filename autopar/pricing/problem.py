@@ -9,19 +9,20 @@ the search sees what repeats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
+from autopar.cost_models.estimate import Estimate
 from autopar.ir.graph import Value, ValueKind
-from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
+from autopar.pricing.moves import Array, PlacementTable
 from autopar.pricing.node_memory import NodeBytes, NodeMemory
-from autopar.pricing.tables import Array, OpTable, PlacementTable, Pricing, ValueTable
+from autopar.pricing.tables import OpTable, Pricing, ValueTable
 from autopar.rules import Choice
-from autopar.search import Problem, Solution
+from autopar.search import Problem
 from autopar.sharding.strategy import Assignment, Strategy
 
 
@@ -40,6 +41,23 @@ class Node:
     kind: NodeKind
     index: int
     name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Moved:
+    """A redistribution in every strategy: from what one node supplies to what another needs.
+
+    ``target`` is None at the ends of the graph, where a value ends in the only placement of
+    ``needs``; ``num_joined`` values travel together.
+    """
+
+    value: Value
+    source: int
+    supplies: PlacementTable
+    target: int | None
+    needs: PlacementTable
+    stored: bool = False
+    num_joined: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +86,17 @@ class PricedGraph:
     costs: tuple[Array, ...]
     held: tuple[NodeBytes, ...]
     edges: dict[tuple[int, int], Array]
+    moves: tuple[Moved, ...]
     residence: Residence = WHOLE
 
     @property
     def memory(self) -> tuple[Array, ...]:
         """Bytes of every choice of every node on the device that holds most."""
-        share, known = self.residence, dict[int, Array]()
+        share, known = self.residence, dict[NodeBytes, Array]()
         for held in self.held:
-            if id(held) not in known:
-                known[id(held)] = (
-                    share.weights * held.weights + share.activations * held.activations
-                )
-        return tuple(known[id(held)] for held in self.held)
+            if held not in known:
+                known[held] = share.weights * held.weights + share.activations * held.activations
+        return tuple(known[held] for held in self.held)
 
     def problem(
         self,
@@ -118,43 +135,29 @@ class PricedGraph:
             if isinstance(table, OpTable):
                 choices[node.index] = table.choices[pick]
             else:
-                placements = table.placements.distinct[table.placements.index[pick]]
+                placements = table.placements.at(pick)
                 (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
         return Assignment(
             mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays
         )
 
+    def strategy(self, solution: Sequence[int]) -> Strategy:
+        """A search solution as a strategy."""
+        return Strategy(self.pricing.analysis, self.assignment(solution))
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Candidate:
-    """The best strategy on one mesh, under whatever narrowed the search.
-
-    ``exposed``: how much of the communication of parameters the search counted. Its costs are by
-    that price, not the time of a step (`autopar.pricing.step_time`).
-    """
-
-    priced: PricedGraph
-    solution: Solution
-    exposed: float = 1.0
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.priced.pricing.mesh
-
-    @property
-    def estimated_bytes(self) -> float:
-        """Memory of one device as the search counts it, node by node."""
-        picks = zip(self.priced.memory, self.solution.assignment)
-        return float(sum(memory[pick] for memory, pick in picks))
-
-    @property
-    def num_microbatches(self) -> int:
-        microbatches = self.priced.pricing.microbatches
-        return 1 if microbatches is None else microbatches.num
-
-    def strategy(self) -> Strategy:
-        pricing = self.priced.pricing
-        return Strategy(pricing.analysis, self.priced.assignment(self.solution.assignment))
+    def collectives(self, solution: Sequence[int]) -> Iterator[Estimate]:
+        """What the communication of a solution was priced by: inside ops, then of every move."""
+        for table, pick in zip(self.tables, solution):
+            if isinstance(table, OpTable) and (inside := table.collectives[pick]) is not None:
+                yield inside
+        for move in self.moves:
+            supply = move.supplies.at(solution[move.source])
+            need = move.needs.at(0 if move.target is None else solution[move.target])
+            price = self.pricing.moves.price(
+                move.value, supply, need, stored=move.stored, num_joined=move.num_joined
+            )
+            if price.collectives is not None:
+                yield price.collectives
 
 
 def price_graph(pricing: Pricing) -> PricedGraph:
@@ -173,6 +176,7 @@ class _Builder:
         self.op_node: dict[int, int] = {}
         self.value_node: dict[int, int] = {}
         self.edges: dict[tuple[int, int], list[Array]] = {}
+        self.moves: list[Moved] = []
         self.extra: dict[int, Array] = {}
         self.transposes: dict[int, tuple[Array, Array]] = {}
 
@@ -196,6 +200,7 @@ class _Builder:
             costs=costs,
             held=tuple(self._held(node) for node in range(len(self.nodes))),
             edges=self._merged(),
+            moves=tuple(self.moves),
         )
 
     def _held(self, node: int) -> NodeBytes:
@@ -228,15 +233,33 @@ class _Builder:
         if value.index in self.analysis.relayed:
             relay = self.pricing.relay_table(value)
             node = self._add(NodeKind.RELAY, value.index, value.name, relay)
-            matrix = self.pricing.moves(value, supply, relay.placements, stored=stored)
-            self._connect(source, node, matrix)
+            self._connect(
+                Moved(
+                    value=value, source=source, supplies=supply, target=node,
+                    needs=relay.placements, stored=stored,
+                ),
+                node,
+            )  # fmt: skip
             source, supply, stored = node, relay.placements, False
         for op, position in uses:
             need = self.pricing.op_table(self.graph.ops[op]).needs[position]
-            matrix = self.pricing.moves(value, supply, need, stored=stored)
-            self._connect(source, self.op_node[op], matrix)
+            node = self.op_node[op]
+            self._connect(
+                Moved(
+                    value=value, source=source, supplies=supply, target=node, needs=need,
+                    stored=stored,
+                ),
+                node,
+            )  # fmt: skip
 
-    def _connect(self, source: int, target: int, matrix: Array) -> None:
+    def _seconds(self, move: Moved) -> Array:
+        self.moves.append(move)
+        return self.pricing.moves.matrix(
+            move.value, move.supplies, move.needs, stored=move.stored, num_joined=move.num_joined
+        )
+
+    def _connect(self, move: Moved, target: int) -> None:
+        source, matrix = move.source, self._seconds(move)
         if source < target:
             self.edges.setdefault((source, target), []).append(matrix)
         else:
@@ -264,11 +287,12 @@ class _Builder:
                 continue
             op, position = self.analysis.producers[index]
             supply = self.pricing.op_table(self.graph.ops[op]).supplies[position]
-            moved = self.pricing.moves(
-                self.graph.values[index], supply, target, num_joined=num_joined
-            )
-            cost = moved[:, 0]
             node = self.op_node[op]
+            move = Moved(
+                value=self.graph.values[index], source=node, supplies=supply, target=None,
+                needs=target, num_joined=num_joined,
+            )  # fmt: skip
+            cost = self._seconds(move)[:, 0]
             self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
 
     def _merged(self) -> dict[tuple[int, int], Array]:

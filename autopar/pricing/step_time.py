@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.pricing.block_times import BlockTimes, block_of_ops, strategy_times
-from autopar.pricing.problem import Candidate
+from autopar.pricing.block_times import BlockTimes, block_of_ops
+from autopar.pricing.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ _NONE: Mapping[int, Change] = MappingProxyType({})
 
 def time_parts(candidate: Candidate, changes: Mapping[int, Change] = _NONE) -> TimeParts:
     """A strategy's step by its parts; ``changes`` are by parameter."""
-    times, num = strategy_times(candidate), candidate.num_microbatches
+    times, num = candidate.times, candidate.num_microbatches
     pricing = candidate.priced.pricing
     block_of = block_of_ops(pricing.graph)
     fetches = {name: block.fetch_s for name, block in times.blocks.items()}

@@ -10,10 +10,10 @@ consumers with the same need share one redistribution, forward and backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.base.errors import PlanError
 from autopar.ir.graph import Graph, Op, Value, ValueKind, map_refs
@@ -21,6 +21,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, State, check_placements, format_placements
 from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
 from autopar.rules.base import Layout, is_valid_choice
+
+_T = TypeVar("_T")
 
 
 class Analysis:
@@ -34,6 +36,14 @@ class Analysis:
         self.bases = find_bases(graph, self.spaces)
         self.consumers = graph.consumers()
         self.producers = graph.producers()
+        self._derived: dict[Callable[[Analysis], Any], Any] = {}
+
+    def derived(self, make: Callable[[Analysis], _T]) -> _T:
+        """What ``make`` finds in this graph, worked out once and kept as long as the analysis."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: _T = self._derived[make]
+        return found
 
     @cached_property
     def relayed(self) -> frozenset[int]:

@@ -1,0 +1,52 @@
+"""A solved search problem: one strategy, with the price tables it was chosen from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.ir.mesh import Mesh
+from autopar.pricing.block_times import StrategyTimes, strategy_times
+from autopar.pricing.problem import PricedGraph
+from autopar.search import Solution
+from autopar.sharding.strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Candidate:
+    """The best strategy on one mesh, under whatever narrowed the search.
+
+    ``exposed``: how much of the communication of parameters the search counted. Its costs are by
+    that price, not the time of a step (`autopar.pricing.step_time`).
+    """
+
+    priced: PricedGraph
+    solution: Solution
+    exposed: float = 1.0
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.priced.pricing.mesh
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the search found a strategy at all."""
+        return bool(self.solution.assignment)
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Memory of one device as the search counts it, node by node."""
+        picks = zip(self.priced.memory, self.solution.assignment)
+        return float(sum(memory[pick] for memory, pick in picks))
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.priced.pricing.num_microbatches
+
+    @cached_property
+    def times(self) -> StrategyTimes:
+        """The strategy's prices by block and by parameter."""
+        return strategy_times(self.priced, self.solution.assignment)
+
+    def strategy(self) -> Strategy:
+        return self.priced.strategy(self.solution.assignment)
