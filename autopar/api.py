@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.base.errors import GradientError, InputError
-from autopar.comm.groups import initialize
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
@@ -48,7 +46,7 @@ from autopar.runtime.host.devices import resolve_devices
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
 from autopar.runtime.options import RunOptions
-from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device
+from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
     MakeScheduler,
@@ -241,12 +239,10 @@ class _Compiler:
         self.progress = progress
 
     def compile(self, inputs: Any) -> Compiled:
-        with show_progress(self.progress) as say:
+        limit_s = self.options.running.call_timeout_s
+        with watched_compile(self.devices[0].type, limit_s), show_progress(self.progress) as say:
             say("capture")
             captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
-            if is_spmd():
-                limit = datetime.timedelta(seconds=self.options.running.call_timeout_s)
-                initialize(rank_device(self.devices[0].type), limit)
             if self.options.check_gradients:
                 say("check gradients")
                 self._check_gradients(captured, inputs)

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.base.source_files import is_users, lies_in
-from autopar.runtime.faults.inquest import WAITING, waits_for_peers
+from autopar.runtime.faults.judge import WAITING, waits_for_peers
 
 MODEL = """
 from torch import nn

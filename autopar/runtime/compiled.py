@@ -6,6 +6,7 @@ import collections
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -37,6 +38,8 @@ class Runner(Protocol):
     def grad_norm(self) -> Tensor | None: ...
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
+
+    def watched(self, name: str) -> AbstractContextManager[None]: ...
 
     def forward(
         self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
@@ -173,7 +176,8 @@ class Compiled:
         ``torchrun``, each rank passes its own part of a batch as it is trained with.
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
-        return self._forwards.run(args, kwargs, training=self.training, local=local)
+        with self._runner.watched("a forward pass"):
+            return self._forwards.run(args, kwargs, training=self.training, local=local)
 
     def train(self, mode: bool = True) -> Self:
         """Let later calls run in train mode: as the model was when it was compiled, part by part.

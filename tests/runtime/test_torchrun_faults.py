@@ -39,10 +39,12 @@ WAYS = {
 }
 
 
-def start(launcher: str, num: int, log: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def start(
+    launcher: str, num: int, log: Path, *arguments: str, module: str = MODULE
+) -> list[subprocess.Popen[bytes]]:
     """The processes of one job, or the one that starts them."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", MODULE, *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     with log.open("ab") as out:
         if launcher == "torchrun":
             elastic = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]

@@ -2,6 +2,6 @@
 
 `watch` is what a run holds; `watchers` are its threads, which speak in `lines`; `here` is this
 process's part, `whereabouts` what others can read of it, `neighbours` reads that of dead ones;
-`life` tells of one that does not speak; `step_limit` says when a step has hung; `inquest` finds the
+`life` tells of one that does not speak; `step_limit` says when a step has hung; `judge` finds the
 culprit.
 """

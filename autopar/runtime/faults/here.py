@@ -1,7 +1,7 @@
-"""What this process of a job is doing, and what a verdict means for it.
+"""What this process of a job is doing, and what a diagnosis means for it.
 
-In: the calls that the user's thread makes, and the verdict that the watching thread brings. Out:
-status messages about this process; its end, where a verdict finds it stuck.
+In: the calls that the user's thread makes, and the diagnosis that the watching thread brings. Out:
+status messages about this process; its end, where a diagnosis finds it stuck.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.runtime.faults import whereabouts
-from autopar.runtime.faults.inquest import State, Verdict, in_wait
+from autopar.runtime.faults.judge import CallNumber, Diagnosis, State, in_wait
 from autopar.runtime.faults.life import Pulse
 from autopar.runtime.faults.neighbours import Neighbours
 from autopar.runtime.faults.step_limit import StepLimit
 
 GRACE_S = 6.0
-"""How long the user's thread may take to leave a call after the verdict; then its process ends."""
+"""How long the user's thread may take to leave a call after a diagnosis; then its process ends."""
 _MAX_STACK_FRAMES = 12
 
 
@@ -29,7 +29,7 @@ _MAX_STACK_FRAMES = 12
 class Call:
     """One call of the user's thread ``thread``; ``limit`` where it may hang."""
 
-    name: str
+    number: CallNumber
     thread: int
     since_s: float
     limit: StepLimit | None
@@ -46,9 +46,12 @@ class Here:
         self.rank = rank
         self.neighbours = neighbours
         self.call: Call | None = None
+        self.begun: dict[str, int] = {}
         self.error: dict[str, Any] | None = None
         self.last_error = ""
-        self.verdict: Verdict | None = None
+        self.failed_call = ""
+        self.told_to_end = False
+        self.diagnosis: Diagnosis | None = None
         self._pulse = Pulse(os.getpid())
         self._felt: Call | None = None
 
@@ -68,18 +71,21 @@ class Here:
 
     def status(self, *, asked: bool = False) -> dict[str, Any]:
         """How this rank fares; if asked, also its stack and what its neighbours do."""
-        call, verdict = self.call, self.verdict
+        call, diagnosis = self.call, self.diagnosis
         status = {
-            "call": "" if call is None else call.name,
+            "call": "" if call is None else str(call.number),
+            "begun": dict(self.begun),
             "doing": whereabouts.current() if call is not None else "",
             "in_call_s": 0.0 if call is None else time.monotonic() - call.since_s,
             "late": call is not None and call.is_late,
             "idle": call is not None and self._is_idle(call),
             "error": self.error,
             "last_error": self.last_error,
+            "failed_call": self.failed_call,
+            "told_to_end": self.told_to_end,
         }
         if asked:
-            assert verdict is None
+            assert diagnosis is None
             frame = None if call is None else sys._current_frames().get(call.thread)
             stack = [] if frame is None else traceback.format_stack(frame)
             status["stack"] = "".join(stack[-_MAX_STACK_FRAMES:])
@@ -88,26 +94,26 @@ class Here:
             status["stopped"] = self.neighbours.stopped()
         return status
 
-    def condemn(self, verdict: Verdict) -> None:
-        self.verdict = verdict
+    def conclude(self, diagnosis: Diagnosis) -> None:
+        self.diagnosis = diagnosis
 
-    def verdict_within(self, limit_s: float) -> Verdict | None:
+    def diagnosis_within(self, limit_s: float) -> Diagnosis | None:
         """Without any lock: a signal handler may wait while the thread that it interrupts does."""
         deadline_s = time.monotonic() + limit_s
-        while self.verdict is None and time.monotonic() < deadline_s:
+        while self.diagnosis is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        return self.verdict
+        return self.diagnosis
 
     def enforce(self) -> None:
-        """See the rank at fault and this process end, once there is a verdict.
+        """See the rank at fault and this process end, once there is a diagnosis.
 
         A thread that waits in a collective is woken by the end of its peers; where all of them
         live on, nothing but the end of this process stops it. The rank that hangs goes first.
         """
-        assert self.verdict is not None
-        if self.verdict.state in (State.STOPPED, State.SILENT):
-            self.neighbours.kill(self.verdict.rank)
-        hangs = self.verdict.rank == self.rank and self.error is None
+        assert self.diagnosis is not None
+        if self.diagnosis.state in (State.STOPPED, State.SILENT):
+            self.neighbours.kill(self.diagnosis.rank)
+        hangs = self.diagnosis.rank == self.rank and self.error is None
         deadline_s = time.monotonic() + (0.0 if hangs else GRACE_S)
         while self.call is not None and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -115,21 +121,21 @@ class Here:
             self._end(self.call)
 
     def _end(self, call: Call) -> None:
-        assert self.verdict is not None
+        assert self.diagnosis is not None
         frame = sys._current_frames().get(call.thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
         print(
-            f"{stack}autopar.base.errors.WorkerError: {self.verdict.text}\n"
-            f"rank {self.rank} is stuck in {call.name}, so its process ends here",
+            f"{stack}autopar.base.errors.WorkerError: {self.diagnosis.text}\n"
+            f"rank {self.rank} is stuck in {call.number}, so its process ends here",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         sys.stdout.flush()
         os._exit(1)
 
 
-def as_message(verdict: Verdict) -> dict[str, Any]:
-    return {"kind": "verdict", **dataclasses.asdict(verdict)}
+def as_message(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {"kind": "diagnosis", **dataclasses.asdict(diagnosis)}
 
 
-def from_message(message: dict[str, Any]) -> Verdict:
-    return Verdict(rank=message["rank"], text=message["text"], state=State(message["state"]))
+def from_message(message: dict[str, Any]) -> Diagnosis:
+    return Diagnosis(rank=message["rank"], text=message["text"], state=State(message["state"]))

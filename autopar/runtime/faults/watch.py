@@ -14,12 +14,14 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -27,14 +29,14 @@ import torch.distributed as dist
 from autopar.base.errors import AutoparError
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.faults.here import Call, Here
-from autopar.runtime.faults.inquest import Verdict, raised_by_peers
+from autopar.runtime.faults.judge import CallNumber, Diagnosis, raised_by_peers
 from autopar.runtime.faults.lines import Lines, accept_all, connect, listen, new_token
 from autopar.runtime.faults.neighbours import Neighbours, Place, new_place
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.faults.watchers import Hub, Member, Watcher
 
 _CONNECT_S = 20.0
-_VERDICT_S = 6.0  # how long a rank that failed, or is told to end, waits to hear why
+_DIAGNOSIS_S = 6.0  # how long a rank that failed, or is told to end, waits to hear why
 _REFUSAL_S = 1.5  # how long one that failed before any action does
 _EXIT_S = 10.0  # how long the exit of a process may take after a fault
 
@@ -46,7 +48,6 @@ class Watch:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.world = dist.group.WORLD
         self._watcher: Watcher | None = None
-        self._numbers: dict[str, int] = {}
         place = new_place()
         try:
             places = _of_all(place)
@@ -66,74 +67,83 @@ class Watch:
             os.register_at_fork(after_in_child=self._in_child)
             self._watcher.start()
         self._was_raised = False
+        self._hook = sys.excepthook
+        if self._watcher is not None:
+            sys.excepthook = self._on_uncaught
         self._has_handler = self._watcher is not None and self._handle_termination()
         atexit.register(self._at_exit)
 
     @property
-    def condemned(self) -> bool:
+    def has_fault(self) -> bool:
         """Whether there was a fault, after which nothing can be communicated."""
-        return self.here.verdict is not None
+        return self.here.diagnosis is not None
 
     @contextlib.contextmanager
     def call(self, name: str, limit: StepLimit | None = None) -> Iterator[None]:
         """Raise the fault of another rank from within; ``limit`` for a call that may hang."""
         here = self.here
-        number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        whereabouts.say(whereabouts.padded(_start(name)))
+        if here.call is not None and here.call.thread == threading.get_ident():
+            yield  # a part of a call
+            return
+        here.begun[name] = here.begun.get(name, 0) + 1
+        number = CallNumber(name=name, number=here.begun[name])
+        whereabouts.say(whereabouts.padded(f"{whereabouts.START}{number}"))
         here.call = Call(
-            name=f"{name} number {number}",
+            number=number,
             thread=threading.get_ident(),
             since_s=time.monotonic(),
             limit=limit,
         )
         try:
-            if here.verdict is not None:
-                raise self._raised(here.verdict)
+            if here.diagnosis is not None:
+                raise self._raised(here.diagnosis)
             yield
             if limit is not None:
                 limit.note(time.monotonic() - here.call.since_s)
         except BaseException as error:
-            self._judge(error, name)
+            self._judge(error)
             raise
         finally:
             here.call = None
-            whereabouts.say(whereabouts.NOTHING)
+            whereabouts.say(whereabouts.padded(f"{whereabouts.AFTER}{number}"))
 
     def stop(self) -> None:
         """Leave the others; not collective."""
-        if self._watcher is not None and self.here.verdict is None:
+        if self._watcher is not None and self.here.diagnosis is None:
             self._watcher.stop()
         self.here.neighbours.close()
         self._let_go()
 
-    def _judge(self, error: BaseException, name: str) -> None:
+    def _judge(self, error: BaseException) -> None:
         """Raise the fault of another rank if it is behind ``error``; note one of this rank."""
         here, doing = self.here, whereabouts.current()
         if self._watcher is None or self._was_raised:
             return
         by_peers = isinstance(error, RuntimeError) and raised_by_peers(error.__traceback__)
         summary = traceback.format_exception_only(error)[0].strip()  # without its notes
-        if not by_peers and doing in ("", _start(name)):  # the job may go on, if that is all
-            here.last_error = summary
-            verdict = None
-            if not isinstance(error, AutoparError):
-                verdict = here.verdict_within(_REFUSAL_S)
-            if verdict is not None:
-                raise self._raised(verdict) from error
-            return
         assert here.call is not None
-        told = {"text": summary, "by_peers": by_peers, "doing": doing, "call": here.call.name}
+        has_begun = doing and not doing.startswith(whereabouts.START)
+        if not by_peers and not has_begun:  # the job may go on, if that is all
+            here.last_error, here.failed_call = summary, str(here.call.number)
+            diagnosis = None
+            if not isinstance(error, AutoparError):
+                diagnosis = here.diagnosis_within(_REFUSAL_S)
+            if diagnosis is not None:
+                raise self._raised(diagnosis) from error
+            return
+        call = str(here.call.number)
+        told = {"text": summary, "by_peers": by_peers, "doing": doing, "call": call}
         self._watcher.post({"kind": "error", "error": told, "status": here.status()})
         here.error = told
-        verdict = here.verdict_within(_VERDICT_S)
-        if verdict is not None and verdict.rank != here.rank and by_peers:
-            raise self._raised(verdict) from error
-        error.add_note(f"on rank {here.rank} in {doing} of {here.call.name}: all ranks stop")
+        diagnosis = here.diagnosis_within(_DIAGNOSIS_S)
+        if diagnosis is not None and diagnosis.rank != here.rank and by_peers:
+            raise self._raised(diagnosis) from error
+        error.add_note(f"on rank {here.rank} in {doing} of {call}: all ranks stop")
 
-    def _raised(self, verdict: Verdict) -> BaseException:
-        """The verdict's error; from now on the process must end, whatever is left to wait for."""
+    def _raised(self, diagnosis: Diagnosis) -> BaseException:
+        """The diagnosis's error; from now on the process must end, whatever is left to wait for."""
         self._was_raised = True
-        return verdict.error()
+        return diagnosis.error()
 
     def _handle_termination(self) -> bool:
         """Let SIGTERM, with which ``torchrun`` follows up a fault, raise it first."""
@@ -144,18 +154,37 @@ class Watch:
         return True
 
     def _on_termination(self, _number: int, _frame: Any) -> None:
-        verdict = self.here.verdict_within(_VERDICT_S)
+        assert self._watcher is not None
+        self.here.told_to_end = True
+        self._watcher.post({"kind": "status", **self.here.status()})
+        diagnosis = self.here.diagnosis_within(_DIAGNOSIS_S)
         if self._was_raised:  # on its way out: let it speak, but not for ever
             faulthandler.dump_traceback_later(_EXIT_S, exit=True)
             return
-        if verdict is not None and verdict.rank != self.here.rank:
-            raise self._raised(verdict)
+        if diagnosis is not None and diagnosis.rank != self.here.rank:
+            raise self._raised(diagnosis)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Tell the others at once why this process ends; the interpreter may take its time."""
+        diagnosis = self.here.diagnosis
+        if diagnosis is None and self.here.error is None:
+            assert self._watcher is not None
+            text = traceback.format_exception_only(error)[0].strip()
+            status = {**self.here.status(), "last_error": text, "fatal": True}
+            self._watcher.post({"kind": "dying", **status})
+        elif diagnosis is not None and diagnosis.rank != self.here.rank and not self._was_raised:
+            error.add_note(f"before it, {diagnosis.text}")
+        self._hook(kind, error, trace)
 
     def _let_go(self) -> None:
         """Take back what was asked of the interpreter."""
         atexit.unregister(self._at_exit)
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._hook
         if self._has_handler and signal.getsignal(signal.SIGTERM) == self._on_termination:
             with contextlib.suppress(ValueError):  # not in the main thread
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -167,15 +196,11 @@ class Watch:
         self._let_go()
 
     def _at_exit(self) -> None:
-        if self.condemned:
+        if self.has_fault:
             # The process group's threads may wait for others that never come.
             faulthandler.dump_traceback_later(_EXIT_S, exit=True)
         else:
             self.stop()
-
-
-def _start(name: str) -> str:
-    return f"the start of {name}"
 
 
 def _of_all(own: Any) -> list[Any]:
@@ -242,7 +267,7 @@ def join() -> Watch:
 
 def leave(watch: Watch) -> None:
     """End the watch with its last runner; one that saw a fault goes on until the process ends."""
-    if watch is not _MEMBERSHIP.watch or watch.condemned:
+    if watch is not _MEMBERSHIP.watch or watch.has_fault:
         return
     _MEMBERSHIP.num_users -= 1
     if _MEMBERSHIP.num_users == 0:

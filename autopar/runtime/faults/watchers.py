@@ -1,9 +1,9 @@
 """The threads that watch over a job: one in each process, that of rank 0 is the hub.
 
-In: connections between rank 0 and every other rank. Out: a verdict in every process when one of
+In: connections between rank 0 and every other rank. Out: a diagnosis in every process when one of
 them dies, hangs or raises. Each rank sends its status once a second, and whether it does anything.
 A connection that breaks is a death, at once and across hosts; one that is silent is a process that
-has stopped. On any sign of trouble the hub asks all ranks how they fare, and `inquest` decides. If
+has stopped. On any sign of trouble the hub asks all ranks how they fare, and `judge` decides. If
 the hub itself is gone, each rank decides for itself.
 """
 
@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.runtime.faults import life
+from autopar.runtime.faults import life, whereabouts
 from autopar.runtime.faults.here import Here, as_message, from_message
-from autopar.runtime.faults.inquest import Condition, State, verdict_of
+from autopar.runtime.faults.judge import CallNumber, Condition, State, diagnose
 from autopar.runtime.faults.lines import Lines
 
 BEAT_S = 1.0
 SETTLE_S = 0.5  # how long after one rank's fault that of another, its cause, may show up
 ANSWER_S = 2.0  # how long the hub waits for answers
+REFUSED_S = 10.0  # how long others may be in a call before one that raised there is at fault
 TAIL_S = 15.0  # how long others may take to end the step that one who left has ended
 
 Message = dict[str, Any]
@@ -51,7 +52,7 @@ class _Known:
 
 
 class Watcher(threading.Thread):
-    """Sends this rank's status and receives from others until there is a verdict, or a stop."""
+    """Sends this rank's status and receives from others until there is a diagnosis, or a stop."""
 
     def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
         super().__init__(name="autopar-watch", daemon=True)
@@ -79,7 +80,7 @@ class Watcher(threading.Thread):
     def stop(self) -> None:
         """Say goodbye and end."""
         self._stopping = True
-        self.post({"kind": "bye", "last_error": self.here.last_error})
+        self.post({"kind": "bye", **self.here.status()})
         self.join(2 * ANSWER_S)
 
     def forget_connections(self) -> None:
@@ -90,7 +91,7 @@ class Watcher(threading.Thread):
     # --- the thread --------------------------------------------------------------------------
 
     def run(self) -> None:
-        while self.here.verdict is None:
+        while self.here.diagnosis is None:
             self._receive()
             while self._posted:
                 self.send_own(self._posted.popleft())
@@ -101,7 +102,7 @@ class Watcher(threading.Thread):
                 self.here.feel_pulse()
                 self.send_own({"kind": "status", **self.here.status()})
             self.look()
-        if self.here.verdict is not None:
+        if self.here.diagnosis is not None:
             self.here.enforce()
 
     def _receive(self) -> None:
@@ -142,23 +143,37 @@ class Watcher(threading.Thread):
         error: Message = status.get("error") or {}
         call: str = status.get("call", "")
         in_call_s = status.get("in_call_s", 0.0)
+        begun: dict[str, int] | None = dict(status.get("begun", {}))
+        assert begun is not None
         if doing is None:
             doing = status.get("doing", "")
-        elif not doing:
-            call = ""
+            if known.gone is State.ENDED:
+                begun = None  # it may have gone on since its last words
+        elif doing.startswith(whereabouts.START):
+            call = doing.removeprefix(whereabouts.START)
+        elif not doing or doing.startswith(whereabouts.AFTER):
+            last = CallNumber.parse(doing.removeprefix(whereabouts.AFTER))
+            if last is not None:
+                begun[last.name] = max(begun.get(last.name, 0), last.number)
+            call = doing = ""
         if error:
             call, doing = error["call"], error["doing"]
         return Condition(
             rank=rank,
             state=_state(known, status, error, is_inside=bool(call or doing), stopped=stopped),
             process=self.names[rank],
-            call=call,
+            call=CallNumber.parse(call),
             doing=doing or "",
             late=bool(status.get("late")) or (any_gone and in_call_s > TAIL_S),
             idle=bool(status.get("idle")),
+            waited=in_call_s > REFUSED_S,
+            begun=begun,
+            failed_call=CallNumber.parse(status.get("failed_call", "")),
+            fatal=bool(status.get("fatal")),
+            told_to_end=bool(status.get("told_to_end")),
             error=error.get("text") or status.get("last_error", ""),
             stack=status.get("stack", ""),
-            time_s=error.get("heard_s", 0.0),
+            time_s=error.get("heard_s", known.gone_s),
         )
 
 
@@ -184,20 +199,22 @@ class Member(Watcher):
 
     def take(self, rank: int, message: Message) -> None:
         hub = self.known[0]
+        if hub.gone is not None:
+            return
         match message["kind"]:
             case "ask":
                 self.send_own({"kind": "answer", **self.here.status(asked=True)})
-            case "verdict":
-                self.here.condemn(from_message(message))
-            case "bye":
-                hub.status = {"last_error": message["last_error"]}
+            case "diagnosis":
+                self.here.conclude(from_message(message))
+            case "bye" | "dying":
+                hub.status = {**message, "call": "", "doing": ""}
                 hub.go(State.LEFT)
             case _:
                 hub.status = message
 
     def look(self) -> None:
         hub = self.known[0]
-        if (hub.gone is None and not hub.is_silent) or self.here.verdict is not None:
+        if (hub.gone is None and not hub.is_silent) or self.here.diagnosis is not None:
             return
         own = _Known(heard_s=time.monotonic(), status=self.here.status())
         any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
@@ -207,13 +224,13 @@ class Member(Watcher):
             self.condition(0, hub, doing, stopped=stopped, any_gone=any_gone),
             self.condition(self.here.rank, own, None, stopped=False, any_gone=any_gone),
         ]
-        verdict = verdict_of(conditions, num_ranks=len(self.names))
-        if verdict is not None:
-            self.here.condemn(verdict)
+        diagnosis = diagnose(conditions, num_ranks=len(self.names))
+        if diagnosis is not None:
+            self.here.conclude(diagnosis)
 
 
 class Hub(Watcher):
-    """On rank 0: hears of all, asks when something looks wrong, and tells all the verdict."""
+    """On rank 0: hears of all, asks when something looks wrong, and tells all the diagnosis."""
 
     def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
         super().__init__(here, lines, names)
@@ -229,7 +246,10 @@ class Hub(Watcher):
         if message["kind"] == "error":
             self._note_error(self.own, message)
             return
-        if message["kind"] == "status":
+        if message["kind"] == "dying":
+            self.own.status = message
+            self.own.go(State.LEFT)
+        elif message["kind"] == "status" and self.own.gone is None:
             self.own.status = message
         self._tell_all(message)
 
@@ -240,13 +260,16 @@ class Hub(Watcher):
 
     def take(self, rank: int, message: Message) -> None:
         known = self.known[rank]
+        if known.gone is not None:
+            return
         match message["kind"]:
             case "answer":
                 known.answer = message
             case "error":
                 self._note_error(known, message)
-            case "bye":
+            case "bye" | "dying":
                 known.status = {**known.status, **message, "call": "", "doing": ""}
+                known.answer = None
                 known.go(State.LEFT)
             case _:
                 known.status = message
@@ -277,7 +300,13 @@ class Hub(Watcher):
             or k.is_silent
             or k.status.get("late")
             or k.status.get("error")
+            or k.status.get("fatal")
             or (is_tail and k.status.get("in_call_s", 0.0) > TAIL_S)
+            or (k.gone and any(h.status.get("call") or h.status.get("told_to_end") for h in here))
+            or (
+                k.status.get("failed_call")
+                and any(h.status.get("in_call_s", 0.0) > REFUSED_S for h in here)
+            )
             for k in everyone
         )
 
@@ -293,7 +322,8 @@ class Hub(Watcher):
         self._asked_s = None
         self._quiet_until_s = time.monotonic() + BEAT_S
         own_error = self.own.status.get("error")
-        self.own.status = {**self.here.status(asked=True), "error": own_error}
+        if self.own.gone is None:
+            self.own.status = {**self.here.status(asked=True), "error": own_error}
         everyone = {0: self.own, **self.known}
         doing: dict[int, str] = {}
         stopped: set[int] = set()
@@ -307,7 +337,7 @@ class Hub(Watcher):
             self.condition(rank, known, doing.get(rank), stopped=rank in stopped, any_gone=any_gone)
             for rank, known in sorted(everyone.items())
         ]
-        verdict = verdict_of(conditions, num_ranks=len(self.names))
-        if verdict is not None:
-            self._tell_all(as_message(verdict))
-            self.here.condemn(verdict)
+        diagnosis = diagnose(conditions, num_ranks=len(self.names))
+        if diagnosis is not None:
+            self._tell_all(as_message(diagnosis))
+            self.here.conclude(diagnosis)

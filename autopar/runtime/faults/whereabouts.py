@@ -62,6 +62,8 @@ def _text(page: bytes) -> str:
     return page.rstrip(b"\0").decode(errors="replace")
 
 
+START, AFTER = "the start of ", "after "
+"""What a rank says at the start of a call, and after one, is one of these with its number."""
 NOTHING = padded("")
 """Said when a call is over."""
 IN_CALL = "no action"

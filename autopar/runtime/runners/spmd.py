@@ -6,9 +6,11 @@ In: a program and the model's whole state, which every rank has. Out: a runner w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +35,7 @@ from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime
 
 T = TypeVar("T")
+COMPILE = "compile()"
 
 
 def is_spmd() -> bool:
@@ -74,6 +77,21 @@ def from_first_rank(make: Callable[[], T], what: str) -> T:
     return box[0]
 
 
+@contextlib.contextmanager
+def watched_compile(device_type: str, timeout_s: float) -> Iterator[None]:
+    """Where there are other ranks: joined to them, and under a watch from the first moment."""
+    if not is_spmd():
+        yield
+        return
+    initialize(rank_device(device_type), datetime.timedelta(seconds=timeout_s))
+    over_all = watch.join()
+    try:
+        with over_all.call(COMPILE):
+            yield
+    finally:
+        watch.leave(over_all)
+
+
 class SpmdRunner:
     """A `RankRuntime` in this process, with the methods that `Compiled` calls."""
 
@@ -93,7 +111,7 @@ class SpmdRunner:
         self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
-            with self.watch.call("compile()"):
+            with self.watch.call(COMPILE):
                 parts = own_parts(program, state, device)
                 self.runtime = RankRuntime(program, parts, agreed(options, device), device)
         except BaseException:
@@ -112,12 +130,14 @@ class SpmdRunner:
         return self.runtime.grad_norm
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
-        with self.watch.call("the preparation of a forward pass"):
-            self.runtime.set_forward_program(slot, program)
+        self.runtime.set_forward_program(slot, program)
+
+    def watched(self, name: str) -> AbstractContextManager[None]:
+        """For a call of several parts, each of which may communicate."""
+        return self.watch.call(name)
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
-        with self.watch.call("a forward pass"):
-            return self.runtime.forward(slot, tensors, local=local)
+        return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
         with self.watch.call("state_dict()"):
@@ -173,7 +193,7 @@ class SpmdRunner:
 
         After a fault the group is left to the end of the process: its members would wait.
         """
-        if not self._closed and not self.watch.condemned:
+        if not self._closed and not self.watch.has_fault:
             watch.leave(self.watch)
             release_process_group()
         self._closed = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from autopar.base.errors import WorkerError
-from autopar.runtime.faults.inquest import waits_for_peers
+from autopar.runtime.faults.judge import waits_for_peers
 from autopar.runtime.faults.life import is_stopped
 from autopar.runtime.workers.main import Failure
 from autopar.runtime.workers.process import WorkerProcess, python_stacks

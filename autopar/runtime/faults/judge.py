@@ -9,7 +9,7 @@ the peers of a rank that hangs hang with it.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed
 
 from autopar.base.errors import WorkerError
 from autopar.base.source_files import PACKAGE, lies_in
+from autopar.runtime.faults.whereabouts import START
 
 WAITING = (
     Path(torch.distributed.__file__).parent,
@@ -46,21 +47,47 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallNumber:
+    """One call of a method on all ranks: ``train_step() number 3``."""
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.name} number {self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> CallNumber | None:
+        """From its text; None where it is none."""
+        name, is_one, number = text.rpartition(" number ")
+        return cls(name=name, number=int(number)) if is_one and number.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """Of one rank: ``call`` is the method that it is in, ``doing`` the action of its schedule.
+    """How one rank fares: ``call`` is the method that it is in, ``doing`` the action there.
 
     ``late``: it is in that call for longer than it should be; ``idle``: it does nothing there for
-    so long that it hangs, unless it waits. ``time_s`` orders errors.
+    so long that it hangs, unless it waits; ``waited``: it is in it for long enough that another
+    rank that has failed in the same call will not come back to it. ``begun`` has the number of the
+    last call of each method, None where that is not known for certain; ``failed_call`` raised
+    ``error``. ``fatal``: its process ends because of the error; ``told_to_end``: by SIGTERM.
+    ``time_s`` orders errors and ends.
     """
 
     rank: int
     state: State
     process: str = ""
-    call: str = ""
+    call: CallNumber | None = None
     doing: str = ""
     late: bool = False
     idle: bool = False
+    waited: bool = False
+    begun: Mapping[str, int] | None = None
     error: str = ""
+    failed_call: CallNumber | None = None
+    fatal: bool = False
+    told_to_end: bool = False
     stack: str = ""
     time_s: float = 0.0
 
@@ -69,12 +96,25 @@ class Condition:
         """Where it is, in words."""
         if not self.doing and not self.call:
             return "outside of a step"
-        within = f" of {self.call}" if self.call else ""
-        return f"in {self.doing}{within}" if self.doing else f"in {self.call}"
+        if not self.doing or self.doing.startswith(START):
+            return f"in {self.call}"
+        return f"in {self.doing} of {self.call}" if self.call else f"in {self.doing}"
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state in (State.ENDED, State.LEFT)
+
+    def misses(self, call: CallNumber | None) -> bool:
+        """Whether it is known that this rank has not begun another rank's call."""
+        return (
+            call is not None
+            and self.begun is not None
+            and self.begun.get(call.name, 0) < call.number
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """The rank at fault and the message of the error that every other rank raises."""
 
     rank: int
@@ -101,18 +141,28 @@ def in_wait(frame: FrameType | None) -> bool:
     return frame is not None and waits_for_peers(frame.f_code.co_filename)
 
 
-def verdict_of(conditions: Sequence[Condition], *, num_ranks: int) -> Verdict | None:
+def diagnose(conditions: Sequence[Condition], *, num_ranks: int) -> Diagnosis | None:
     """The rank at fault, None while nobody is held up by it. Of some ranks nothing may be known.
 
-    First who died, is stopped, fell silent or raised in the middle of a call; who is stopped is
-    at fault outside of one too, if others are in one. Then, if a rank is cut off or late, or if
-    nobody does anything though not all wait: who is no longer there; who never came, once a rank
-    is cut off; who computes; who was cut off first; the lowest of those that wait for each other.
+    First who died, is stopped, fell silent or raised in the middle of a call without being told to
+    end; who is stopped is at fault outside of one too, if others are in one. Then whose process is
+    gone and cannot come to what others do: it ended in an error, is missed in a call, or others are
+    told to end because of it. Then, if a rank is cut off or late, or if nobody does anything though
+    not all wait: who is no longer there; who never came, once a rank is cut off; who computes; who
+    was cut off first; the lowest of those that wait for each other. Last who raised in a call that
+    the others wait in.
     """
-    culprit = _in_the_middle(conditions) or _behind_a_delay(conditions)
+    unasked = [c for c in conditions if not c.told_to_end]
+    culprit = (
+        _in_the_middle(unasked)
+        or _gone_for_good(conditions)
+        or _in_the_middle(conditions)
+        or _behind_a_delay(conditions)
+        or _broken_off(conditions)
+    )
     if culprit is None:
         return None
-    return Verdict(
+    return Diagnosis(
         rank=culprit.rank, state=culprit.state, text=_text(culprit, conditions, num_ranks)
     )
 
@@ -126,6 +176,26 @@ def _in_the_middle(conditions: Sequence[Condition]) -> Condition | None:
             return found[0]
     failed = [c for c in conditions if c.state is State.FAILED]
     return min(failed, key=lambda c: c.time_s, default=None)
+
+
+def _gone_for_good(conditions: Sequence[Condition]) -> Condition | None:
+    gone = sorted(
+        (c for c in conditions if c.is_gone),
+        key=lambda c: (c.told_to_end, not c.fatal, c.state is not State.ENDED, c.time_s),
+    )
+    present = [c for c in conditions if not c.is_gone]
+    are_told_to_end = any(c.told_to_end for c in present)
+    for c in gone:
+        if c.fatal or are_told_to_end or any(c.misses(other.call) for other in present):
+            return c
+    return None
+
+
+def _broken_off(conditions: Sequence[Condition]) -> Condition | None:
+    """Who raised in a call, and has not come back to it, while others are still in it."""
+    waiting = {c.call for c in conditions if c.call is not None and c.waited}
+    found = [c for c in conditions if c.call is None and c.failed_call in waiting]
+    return min(found, key=lambda c: c.time_s, default=None)
 
 
 def _behind_a_delay(conditions: Sequence[Condition]) -> Condition | None:
@@ -151,7 +221,9 @@ def _text(culprit: Condition, conditions: Sequence[Condition], num_ranks: int) -
     lines = [f"rank {culprit.rank} of {num_ranks}{process} {_what(culprit)}"]
     others = [c for c in conditions if c.rank != culprit.rank]
     lines += [
-        f"rank {other.rank} {other.state} {other.place}" + (f": {other.error}" * bool(other.error))
+        f"rank {other.rank} {other.state}"
+        + f" {other.place}" * (other.state is not State.OUTSIDE)
+        + f": {other.error}" * bool(other.error)
         for other in others[:_MAX_LISTED]
     ]
     if len(others) > _MAX_LISTED:
@@ -168,6 +240,10 @@ def _text(culprit: Condition, conditions: Sequence[Condition], num_ranks: int) -
 def _what(culprit: Condition) -> str:
     place = culprit.place
     match culprit.state:
+        case _ if culprit.is_gone and culprit.fatal:
+            return f"ended {place}: its script raised {culprit.error}"
+        case _ if culprit.is_gone and culprit.told_to_end:
+            return f"died {place}: it was told to end (SIGTERM)"
         case State.ENDED:
             return (
                 f"died {place}: its process was killed (by a user, or by the kernel when memory "
@@ -179,7 +255,9 @@ def _what(culprit: Condition) -> str:
             return f"hangs {place}: it gives no sign of life (stopped?)"
         case State.LEFT:
             why = f" after {culprit.error}" if culprit.error else ""
-            return f"left{why} while others were in a step that needs it"
+            return f"left {place}{why}: its script ended while others need it"
+        case State.OUTSIDE if culprit.failed_call is not None:
+            return f"raised {culprit.error} in {culprit.failed_call}, which others are still in"
         case State.OUTSIDE:
             why = f"; its last call raised {culprit.error}" if culprit.error else ""
             return f"has not come to the step that others are in{why}"
