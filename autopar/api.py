@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.base.errors import GradientError, InputError
+from autopar.base.exclusive import in_turn
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
@@ -131,7 +132,7 @@ def plan(
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
     pipeline = options.pipeline(cluster.num_devices)
-    with show_progress(progress) as say:
+    with in_turn(), show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
         captured = with_batch_norm(captured, batch_norm)
@@ -198,6 +199,8 @@ def compile(
       Collectives between the devices are measured once too, in some seconds.
     * ``seed``: of dropout and every other random op.
 
+    Threads that compile or plan at once take turns; under ``torchrun`` the second is refused.
+
     Raises what `plan` raises, GradientError where that check fails, and DeviceError, PlanError,
     OptimizerError or WorkerError.
     """
@@ -223,6 +226,12 @@ def compile(
     return Deferred(compiler.compile, training=model.training)
 
 
+_TWO_THREADS = (
+    "autopar.compile is called while another thread of this process compiles or plans; under "
+    "torchrun all ranks must compile alike, one after the other: call it from one thread"
+)
+
+
 class _Compiler:
     """Makes a `Compiled` from example inputs: captures, plans (or replays a plan), lowers."""
 
@@ -240,7 +249,11 @@ class _Compiler:
 
     def compile(self, inputs: Any) -> Compiled:
         limit_s = self.options.running.call_timeout_s
-        with watched_compile(self.devices[0].type, limit_s), show_progress(self.progress) as say:
+        with (
+            in_turn(_TWO_THREADS if is_spmd() else None),
+            watched_compile(self.devices[0].type, limit_s),
+            show_progress(self.progress) as say,
+        ):
             say("capture")
             captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
             if self.options.check_gradients:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import CaptureError, InputError
+from autopar.base.exclusive import in_turn
 from autopar.base.gc_pause import collector_paused
 from autopar.base.source_files import is_users
 from autopar.base.torch_private import (
@@ -249,6 +250,7 @@ def check_model(model: Any) -> None:
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+@in_turn()
 @collector_paused()
 def capture(
     model: nn.Module,

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import FakeTensorMode
 from autopar.ir.fused_lstm import lstm_layer
 
 
+@in_turn()
 def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode) -> Any:
     """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13).
 

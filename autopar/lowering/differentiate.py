@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import FakeTensorMode
 from autopar.comm.ops import SHARD
 from autopar.ir.tracing import trace_fx
@@ -31,6 +32,7 @@ from autopar.lowering.types import Kernel, TensorMeta
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
+@in_turn()
 def trace_kernel(
     function: LocalFunction,
     metas: Sequence[TensorMeta],

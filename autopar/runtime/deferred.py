@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.base.errors import InputError
+from autopar.base.exclusive import in_turn
 from autopar.frontend.capture import Arguments
 from autopar.runtime.compiled import Compiled
 
@@ -28,6 +29,12 @@ class Deferred(Compiled):
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], local: bool) -> None:
         if self._is_made:
+            return
+        with in_turn():
+            self._compile_once(args, kwargs, local)
+
+    def _compile_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], local: bool) -> None:
+        if self._is_made:  # by another thread, while this one waited
             return
         if local:
             raise InputError(

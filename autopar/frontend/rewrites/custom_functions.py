@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,9 +36,15 @@ _known: dict[str, type] = {}
 
 @contextlib.contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """Within: calls of a user's functions that need a gradient are calls of operators."""
+    """Within: calls of a user's functions that need a gradient are calls of operators.
+
+    So they are in this thread alone: another one may be training.
+    """
+    here = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return _apply(cls, *args, **kwargs)
         if cls is CheckpointFunction:
             return _without_checkpoint(args)
         tensors = [a for a in args if isinstance(a, Tensor)]
