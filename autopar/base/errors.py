@@ -68,6 +68,30 @@ class ClusterError(AutoparError, ValueError):
     """A cluster description is unknown, incomplete or contradictory."""
 
 
+class NonFiniteError(AutoparError, FloatingPointError):
+    """The loss or the gradients of a training step are not finite; the step has not happened.
+
+    ``block`` and ``location`` (file and line in the user's code) say where the first such value was
+    made, in the ``"forward"`` or ``"backward"`` pass of a micro-batch; None where that is not
+    known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        block: str | None = None,
+        phase: str | None = None,
+        microbatch: int | None = None,
+        location: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.block = block
+        self.phase = phase
+        self.microbatch = microbatch
+        self.location = location
+
+
 class WorkerError(AutoparError, RuntimeError):
     """A worker process failed; carries its rank and its traceback."""
 

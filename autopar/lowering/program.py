@@ -90,6 +90,7 @@ class _Lowering:
                     kernel=kernel,
                     interface=interface,
                     role=self._role(block),
+                    locations=tuple(op.location for op in graph.block_ops(block)),
                 )
             )
             self._check_microbatches(block.name, self.kernels[kernel])

@@ -51,7 +51,7 @@ def block_function(
     """A function from the local parts of ``inputs + parameters`` to those of ``outputs``."""
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        machine = _BlockMachine(strategy, device)
+        machine = _BlockMachine(strategy, device, block.start)
         for index, tensor in zip((*interface.inputs, *interface.parameters), operands):
             machine.local[index] = tensor
         for op in strategy.graph.block_ops(block):
@@ -64,8 +64,9 @@ def block_function(
 class _BlockMachine:
     """Runs ops one by one on local tensors, each value in its interface placement."""
 
-    def __init__(self, strategy: Strategy, device: torch.device) -> None:
+    def __init__(self, strategy: Strategy, device: torch.device, first_op: int) -> None:
         self.strategy = strategy
+        self.first_op = first_op
         self.device = device
         self.local: dict[int, Tensor] = {}
         self.moved: dict[tuple[int, Placements], Tensor] = {}
@@ -99,7 +100,7 @@ class _BlockMachine:
         )
         # Random ops draw equal numbers on replicas and different ones on shards: see
         # autopar.runtime.machine.randomness, which reads this from the traced nodes.
-        with annotate({"split_axes": split_axes}):
+        with annotate({"split_axes": split_axes, "op_place": op.index - self.first_op}):
             results = run_local(context, operands)
         for index, supply, result in zip(op.outputs, supplies, results):
             if index is not None:

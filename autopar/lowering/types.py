@@ -9,7 +9,7 @@ build these are in the other files of this folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -162,12 +162,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgram:
-    """One block: its kernel and the values it reads and makes."""
+    """One block: its kernel and the values it reads and makes.
+
+    ``locations``: by op, file and line in the user's code. Equal blocks share a kernel, whose nodes
+    bear the place of their op in the block (``op_place``).
+    """
 
     name: str
     kernel: int
     interface: BlockInterface
     role: Role
+    locations: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint import Path
+from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.step.rank import RankOptions
@@ -36,6 +37,9 @@ class Runner(Protocol):
 
     @property
     def grad_norm(self) -> Tensor | None: ...
+
+    @property
+    def num_skipped_steps(self) -> int: ...
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
@@ -119,6 +123,7 @@ class Compiled:
             lr_scheduler=options.lr_scheduler,
             seed=seed & (2**63 - 1),
             max_grad_norm=options.max_grad_norm,
+            nonfinite=NonFinite(options.nonfinite),
         )
         self._runner: Runner
         if is_spmd():
@@ -147,7 +152,9 @@ class Compiled:
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
         """One forward, backward and update on the global batch; the scalar loss.
 
-        With ``local``, under ``torchrun``, each rank passes its own part of the batch.
+        With ``local``, under ``torchrun``, each rank passes its own part of the batch. Raises
+        NonFiniteError, with everything as it was before the step, where the loss or a gradient is
+        not finite; see ``nonfinite`` of `autopar.compile`.
         """
         if self.program.loss is None:
             raise InputError(
@@ -211,6 +218,11 @@ class Compiled:
         None before the first step.
         """
         return self._runner.grad_norm
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """How many training steps were left out with ``nonfinite="skip"``."""
+        return self._runner.num_skipped_steps
 
     @property
     def step_time_s(self) -> float | None:

@@ -11,6 +11,7 @@ from autopar.runtime.state.optimizers import (
     MakeScheduler,
     check_makes_optimizer,
 )
+from autopar.runtime.step.agreement import NonFinite, check_nonfinite
 from autopar.runtime.step.clipping import check_max_grad_norm
 
 
@@ -22,6 +23,8 @@ class RunOptions:
     * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
       ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
     * ``max_grad_norm``: gradients are clipped to this 2-norm of all of them before each update.
+    * ``nonfinite``: what becomes of a step whose loss or gradients are not finite: ``"raise"``,
+      ``"skip"`` or ``"ignore"``.
     * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
     * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
 
@@ -32,6 +35,7 @@ class RunOptions:
     optimizer: MakeOptimizer | None = None
     lr_scheduler: MakeScheduler | None = None
     max_grad_norm: float | None = None
+    nonfinite: str = NonFinite.RAISE
     seed: int | None = None
     start_timeout_s: float = 120.0
     call_timeout_s: float = 600.0
@@ -39,6 +43,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         check_loss_fn(self.loss_fn)
         check_max_grad_norm(self.max_grad_norm)
+        check_nonfinite(self.nonfinite)
         check_makes_optimizer(self.optimizer)
         if self.lr_scheduler is not None and (
             self.optimizer is None or not callable(self.lr_scheduler)

@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -64,14 +64,28 @@ class _Joined:
         return operands
 
 
+class Probe(Protocol):
+    """Runs graphs in place of the machine, to look at what they make."""
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None: ...
+
+    def run(
+        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
+    ) -> Sequence[Tensor]: ...
+
+
 class ProcessMachine:
-    """A `Machine` on one device. Call it with gradients disabled."""
+    """A `Machine` on one device. Call it with gradients disabled.
+
+    A ``probe`` runs the graphs while it is set.
+    """
 
     def __init__(self, communicator: Communicator, dice: Dice) -> None:
         self.communicator = communicator
         self.device = communicator.device
         self.dice = dice
-        self._bound: dict[fx.GraphModule, Callable[..., Sequence[Tensor]]] = {}
+        self.probe: Probe | None = None
+        self._bound: dict[fx.GraphModule, fx.GraphModule] = {}
         self._calls: dict[fx.GraphModule, _Call | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
 
@@ -79,11 +93,16 @@ class ProcessMachine:
         bound = self._bound.get(module)
         if bound is None:
             bound = self._bound[module] = self._bind(module)
-        return bound(*arguments)
+        if self.probe is not None:
+            return self.probe.run(module, bound, arguments)
+        results: Sequence[Tensor] = bound.forward(*arguments)
+        return results
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.communicator.microbatch = microbatch
         self.dice.begin_call(microbatch, block, phase)
+        if self.probe is not None:
+            self.probe.begin(microbatch, block, phase)
 
     def release(self, program: RankProgram) -> None:
         """Let go of what was made of a program's graphs."""
@@ -185,7 +204,7 @@ class ProcessMachine:
             self._calls[module] = found
         return self._calls[module]
 
-    def _bind(self, module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    def _bind(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(module.graph, env)
@@ -202,9 +221,7 @@ class ProcessMachine:
                 copied.target = self._seeded(node, random[node])
             else:
                 copied.target = DIRECT.get(node.target, node.target)
-        bound = fx.GraphModule(_on_device(module, self.device), graph)
-        run: Callable[..., Sequence[Tensor]] = bound.forward
-        return run
+        return fx.GraphModule(_on_device(module, self.device), graph)
 
     def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
         _, label, _, *static = node.args

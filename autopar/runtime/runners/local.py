@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,22 @@ from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.state.shards import gather, holder, local_part
 from autopar.runtime.state.wire import pack, unpack
+from autopar.runtime.step.diagnosis import RefusedStep, StepRefused, error_of
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime, no_optimizer
 from autopar.runtime.workers.group import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Of one training step: the loss, or why the step was refused; and counters after it."""
+
+    loss: Tensor | None
+    refused: RefusedStep | None
+    grad_norm: Tensor | None
+    num_skipped_steps: int
 
 
 class RankService:
@@ -72,12 +84,19 @@ class RankService:
         assert self.runtime is not None
         return self.runtime
 
-    def train_step(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-        """The loss and the norm of the gradients, from rank 0."""
-        loss, norm = self.running.train_step(tensors), self.running.grad_norm
+    def train_step(self, tensors: Sequence[Tensor]) -> _Step | None:
+        """What the step made, from rank 0."""
+        runtime, loss, refused = self.running, None, None
+        try:
+            loss = runtime.train_step(tensors).cpu()
+        except StepRefused as error:
+            refused = error.step
         if self.rank != 0:
             return None
-        return loss.cpu(), None if norm is None else norm.cpu()
+        norm = None if runtime.grad_norm is None else runtime.grad_norm.cpu()
+        return _Step(
+            loss=loss, refused=refused, grad_norm=norm, num_skipped_steps=runtime.num_skipped_steps
+        )
 
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
@@ -163,6 +182,7 @@ class LocalRunner:
         self.program = program
         self.options = options
         self.grad_norm: Tensor | None = None
+        self.num_skipped_steps = 0
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
@@ -193,15 +213,18 @@ class LocalRunner:
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         _refuse_local(local)
         started_s = time.monotonic()
-        loss: Tensor
-        loss, self.grad_norm = self.group.call(
+        step: _Step = self.group.call(
             "train_step",
             list(tensors),
             timeout_s=self.step_limit.limit_s,
             idle_limit_s=self.step_limit.idle_limit_s,
         )[0]
         self.step_limit.note(time.monotonic() - started_s)
-        return loss
+        self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
+        if step.refused is not None:
+            raise error_of(step.refused, self.program)
+        assert step.loss is not None
+        return step.loss
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack(program))

@@ -11,6 +11,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state import checkpoint
 from autopar.runtime.state.shards import local_part
+from autopar.runtime.step.diagnosis import StepRefused, error_of
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime
 
@@ -123,7 +125,15 @@ class SpmdRunner:
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         with self.watch.call("train_step()", self.step_limit):
-            return self.runtime.train_step(tensors, local=local)
+            try:
+                return self.runtime.train_step(tensors, local=local)
+            except StepRefused as error:  # on all ranks: nothing is wrong with this one
+                refused = error.step
+        raise error_of(refused, self.runtime.program)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        return self.runtime.num_skipped_steps
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -225,10 +235,4 @@ def agreed(options: RankOptions, device: torch.device) -> RankOptions:
     """The options with rank 0's seed: the ranks' own generators may differ."""
     seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
     dist.broadcast(seed, 0)
-    return RankOptions(
-        keys=options.keys,
-        optimizer=options.optimizer,
-        lr_scheduler=options.lr_scheduler,
-        seed=int(seed),
-        max_grad_norm=options.max_grad_norm,
-    )
+    return replace(options, seed=int(seed))

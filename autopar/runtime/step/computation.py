@@ -66,7 +66,8 @@ class Computation(Generic[T]):
     """One step on one device; ``fixed`` are the values that depend on nothing but constants.
 
     What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next,
-    and so are the parameters of the next block.
+    and so are the parameters of the next block. With ``keeps_loss`` the loss's part is left to the
+    caller.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Computation(Generic[T]):
         buffers: Mapping[int, T],
         fixed: Mapping[int, T],
         given: Sequence[Mapping[int, T]],
+        keeps_loss: bool = False,
     ) -> None:
         self.program = program
+        self.keeps_loss = keeps_loss
         self.route = route
         self.machine = machine
         self.stored = parameters
@@ -216,7 +219,8 @@ class Computation(Generic[T]):
         part = values[output.value]
         self.loss = part if self.loss is None else self.machine.add(self.loss, part)
         self._num_losses += 1
-        if self._num_losses == self.route.num_losses and output.kernel is not None:
+        is_last = self._num_losses == self.route.num_losses
+        if is_last and output.kernel is not None and not self.keeps_loss:
             forward = self.program.kernels[output.kernel].forward
             self._whole_loss = self.machine.start_moves([(forward, self.loss)])
 

@@ -106,7 +106,8 @@ class Executor(Generic[T]):
         """
         assert self.program.loss is not None
         self._fix(buffers)
-        run = self._computation(parameters, buffers, self._early(buffers, batches))
+        agrees = updater is not None and updater.agrees
+        run = self._computation(parameters, buffers, self._early(buffers, batches), agrees)
         play = _Play(self, run, updater)
         play.run()
         say(_REDUCED)
@@ -116,7 +117,10 @@ class Executor(Generic[T]):
         run.following.update(
             combined(self.program, device, self.machine, self.links, buffers, run.made)
         )
-        loss = self._total_loss(self.program.loss, run)
+        if updater is not None and agrees:
+            loss = updater.total_loss(run.loss)
+        else:
+            loss = self._total_loss(self.program.loss, run)
         gradients: dict[int, T] = {}
         if updater is None:
             for arrived in play.reductions.arrivals():
@@ -138,6 +142,7 @@ class Executor(Generic[T]):
         parameters: Mapping[int, T],
         buffers: Mapping[int, T],
         given: Sequence[Mapping[int, T]],
+        keeps_loss: bool = False,
     ) -> Computation[T]:
         return Computation(
             self.program,
@@ -147,6 +152,7 @@ class Executor(Generic[T]):
             buffers=buffers,
             fixed=self.fixed,
             given=given,
+            keeps_loss=keeps_loss,
         )
 
     def _fix(self, buffers: Mapping[int, T]) -> None:
@@ -200,7 +206,12 @@ class _Play(Generic[T]):
         self.updater = updater
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
         self.reductions = Reductions(
-            self.program, self.route, executor.machine, executor.links, run.partial
+            self.program,
+            self.route,
+            executor.machine,
+            executor.links,
+            run.partial,
+            inspect=None if updater is None else updater.inspect,
         )
         self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
         self.outputs = frozenset(o.value for o in self.program.outputs)

@@ -40,11 +40,14 @@ from autopar.runtime.state.optimizers import (
     materialize_state,
 )
 from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
+from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
+from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, not_finite
 from autopar.runtime.step.executor import ActionTime, Executor
 from autopar.runtime.step.updates import Updates
 
 _UPDATE = padded("the update of the weights")
+_DIAGNOSIS = padded("the search for the first value that is not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,8 @@ class RankOptions:
 
     ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
     program (tied parameters share one). ``seed`` is that of the random operators. Where
-    ``max_grad_norm`` is given, gradients are clipped to it before each update.
+    ``max_grad_norm`` is given, gradients are clipped to it before each update. ``nonfinite``: what
+    becomes of a step whose loss or gradients are not finite.
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -61,6 +65,7 @@ class RankOptions:
     lr_scheduler: MakeScheduler | None = None
     seed: int = 0
     max_grad_norm: float | None = None
+    nonfinite: NonFinite = NonFinite.RAISE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +124,6 @@ class RankRuntime:
             name: nn.Parameter(state[name], requires_grad=p.trainable)
             for name, p in self._programs.items()
         }
-        self._trained = [(p.value, self._parameters[p.name]) for p in self._trainable()]
         constants = dict(program.constants)
         self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
         # A buffer that training changes is right only where it is changed.
@@ -130,18 +134,8 @@ class RankRuntime:
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
             self._make_optimizer(options.optimizer, options.lr_scheduler)
-        self.grad_norm: Tensor | None = None
-        self._clipper: Clipper | None = None
-        if options.max_grad_norm is not None:
-            trained = [p for p in program.parameters if p.trainable]
-            self._clipper = Clipper(options.max_grad_norm, trained, self.communicator)
-        self.updates = Updates(
-            self.optimizer,
-            self.lr_scheduler,
-            dict(self._trained),
-            clip=None if self._clipper is None else self._clip,
-            is_late=has_late_updates(program),
-        )
+        self.num_skipped_steps = 0
+        self.updates = self._make_updates()
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]
@@ -153,6 +147,28 @@ class RankRuntime:
         self.optimizer = make_optimizer(make, trainable, self.program.parameters, self.program.mesh)
         if scheduler is not None:
             self.lr_scheduler = scheduler(self.optimizer)
+
+    def _make_updates(self) -> Updates:
+        program, options, clipper, agreement = self.program, self.options, None, None
+        if options.max_grad_norm is not None:
+            trained = [p for p in program.parameters if p.trainable]
+            clipper = Clipper(options.max_grad_norm, trained, self.communicator)
+        elif options.nonfinite is not NonFinite.IGNORE and program.loss is not None:
+            agreement = Agreement(program, self.communicator)
+        return Updates(
+            self.optimizer,
+            self.lr_scheduler,
+            {p.value: self._parameters[p.name] for p in self._trainable()},
+            {p.value: p.name for p in self._trainable()},
+            clipper=clipper,
+            agreement=agreement,
+            nonfinite=options.nonfinite,
+            is_late=has_late_updates(program),
+        )
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self.updates.grad_norm
 
     def _bound(self, program: RankProgram) -> _Bound:
         constants = dict(program.constants)
@@ -179,7 +195,9 @@ class RankRuntime:
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         """Forward, backward and update on one global batch; the loss, equal on all ranks.
 
-        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts.
+        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts. Where the
+        loss or a gradient is not finite the step has not happened: it is left out and counted, or
+        StepRefused is raised, on all ranks alike.
         """
         self._check_optimizer()
         batches = [
@@ -192,31 +210,52 @@ class RankRuntime:
             result = bound.executor.step(
                 bound.parameters, bound.held(self._buffers), batches, self.updates
             )
-        if result.buffers:
-            self._buffers.update((bound.buffers[v], x) for v, x in result.buffers.items())
-            self._forget_fixed(self._forwards.values())
-        loss, reductions = result.loss.reshape(()), result.reductions
+        loss, reductions, buffers = result.loss.reshape(()), result.reductions, result.buffers
         del result
         say(_UPDATE)
-        self.updates.end_step(reductions, loss)
-        self.num_steps += 1
+        if self.updates.end_step(reductions, loss):
+            self.num_steps += 1
+            if buffers:
+                self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
+                self._forget_fixed(self._forwards.values())
+        elif self.options.nonfinite is NonFinite.SKIP:
+            self.num_skipped_steps += 1
+        else:
+            del reductions, buffers
+            raise StepRefused(self._diagnosed(batches, loss))
         if self.device.type == "cpu":
             self._freed_memory.after_step()
         return loss
 
+    def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
+        """Play a step again that was not finite, as it was; the same on all ranks."""
+        say(_DIAGNOSIS)
+        bound = self._training
+        probe = Probe(self.program, dist.get_rank())
+        self.machine.probe = probe
+        try:
+            with self._dice(bound.is_random):
+                bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
+        finally:
+            self.machine.probe = None
+        named: dict[str, Tensor] = {
+            f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
+        }
+        named |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
+        named |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (probe.found, not_finite(named)))
+        return RefusedStep(
+            number=self.num_steps + 1,
+            loss=loss.item(),
+            found=tuple(found for all_found, _ in by_rank for found in all_found),
+            given=tuple(dict.fromkeys(text for _, given in by_rank for text in given)),
+            num_ranks=len(by_rank),
+        )
+
     def action_times(self) -> list[ActionTime]:
         """Of the last training step on this rank."""
         return list(self._training.executor.times)
-
-    def _clip(self) -> None:
-        """Clip the gradients and note their norm before."""
-        assert self._clipper is not None
-        self.grad_norm = self._clipper.norm(self._held_gradients())
-        factor = self._clipper.factor(self.grad_norm)
-        for _, parameter in self._trained:
-            if parameter.grad is not None:
-                # Not in place: two parameters may share the memory of one gradient.
-                parameter.grad = parameter.grad * factor
 
     def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
         """What a program computed of buffers alone is computed again where these are new."""
@@ -328,10 +367,7 @@ class RankRuntime:
     def held_gradients(self) -> dict[str, Tensor]:
         """This rank's parts of the last step's gradients."""
         self.updates.settle()
-        return self._held_gradients()
-
-    def _held_gradients(self) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        return self.updates.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""

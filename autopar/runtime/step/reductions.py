@@ -29,7 +29,8 @@ class _Round(Generic[T]):
 
 
 class Reductions(Generic[T]):
-    """The reductions of one step on one device; ``partial`` are the gradients that add up.
+    """The reductions of one step on one device; ``partial`` are the gradients that add up, and
+    ``inspect`` is shown each when it is complete on this device.
 
     Where the schedule has reductions of its own (G), a stage's begin there; otherwise as soon as
     they can. All devices begin them in one order, which the schedule's checks see to; the sums of
@@ -43,12 +44,15 @@ class Reductions(Generic[T]):
         machine: Machine[T],
         links: Links[T],
         partial: dict[int, T],
+        *,
+        inspect: Callable[[T], None] | None = None,
     ) -> None:
         self.program = program
         self.route = route
         self.machine = machine
         self.links = links
         self.partial = partial
+        self._inspect = inspect
         self._scheduled = program.pipeline.shape.reduces
         self._waiting: set[int] = set()
         self._rounds: list[_Round[T]] = []
@@ -111,6 +115,8 @@ class Reductions(Generic[T]):
         for value in values:
             parameter = self._parameter_of[value]
             gradient = self.machine.contiguous(self.partial.pop(value))
+            if self._inspect is not None:
+                self._inspect(gradient)
             if parameter.kernel is None:
                 self._ready[value] = gradient
                 continue
@@ -149,7 +155,22 @@ class Reductions(Generic[T]):
 
 
 class Updater(Protocol[T]):
-    """Updates parameters, named by their values, with gradients as they come."""
+    """Updates parameters, named by their values, with gradients as they come.
+
+    Where it ``agrees`` with the other ranks on a step before it updates anything, the sum of the
+    loss is its own.
+    """
+
+    @property
+    def agrees(self) -> bool: ...
+
+    def inspect(self, gradient: T) -> None:
+        """A gradient that is complete on this device and not reduced yet."""
+        ...
+
+    def total_loss(self, part: T | None) -> T:
+        """The sum of what the ranks have of the loss; ``part`` is this one's."""
+        ...
 
     def update(self, values: Sequence[int], gradients: Reductions[T]) -> None:
         """U: those of these parameters whose gradients are complete."""

@@ -2,14 +2,16 @@
 
 In: the optimizer, and a step's gradients as they come. Out: updated parameters. An optimizer that
 works element by element updates any parameters without the others; one that may look at several,
-and clipping by the norm of all gradients, wait for all of them. Where the schedule updates a stage
-just before its next forward (U of the last step), the last reductions of a step and its updates
-are still due when it ends; `settle` waits for them, as whoever looks at parameters must.
+and clipping by the norm of all gradients, wait for all of them. A step whose loss or gradients are
+not finite updates nothing, on no rank (`autopar.runtime.step.agreement`). Where the schedule
+updates a stage just before its next forward (U of the last step), the last reductions of a step and
+its updates are still due when it ends; `settle` waits for them, as whoever looks at parameters
+must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +19,20 @@ from torch import Tensor, nn
 
 from autopar.runtime.faults.whereabouts import padded, say
 from autopar.runtime.state.optimizers import is_elementwise, update
+from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
+from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.reductions import Reductions
 
 _LATE = padded("the last step's reductions and updates")
 
 
 class Updates:
-    """One rank's updates. ``trained`` are its parameters by value.
+    """One rank's updates. ``trained`` are its parameters by value, ``names`` their names.
 
-    ``clip`` is called when all gradients are in `Parameter.grad`, before the update; None where
-    nothing is clipped. With ``is_late`` the schedule makes the updates of the last step.
+    With a ``clipper`` gradients are clipped before each update, and ``grad_norm`` is their norm
+    before. With ``is_late`` the schedule makes the updates of the last step. An ``agreement`` is
+    asked whether a step is finite before anything is updated, unless ``nonfinite`` is to ignore
+    that; the norm that clips is the same on all ranks, and says it there.
     """
 
     def __init__(
@@ -34,27 +40,51 @@ class Updates:
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any,
         trained: Mapping[int, nn.Parameter],
+        names: Mapping[int, str],
         *,
-        clip: Callable[[], None] | None,
+        clipper: Clipper | None,
+        agreement: Agreement | None,
+        nonfinite: NonFinite,
         is_late: bool,
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.trained = trained
-        self.clip = clip
-        self.by_stage = clip is None and optimizer is not None and is_elementwise(optimizer)
+        self.names = names
+        self.clipper = clipper
+        self.agreement = agreement
+        self.nonfinite = nonfinite
+        self.grad_norm: Tensor | None = None
+        self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
+        self._held_back: list[Sequence[int]] = []
         self._due: Reductions[Tensor] | None = None
         self._loss: Tensor | None = None
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step, but for those that are due."""
+        self._held_back.clear()
         for parameter in self.trained.values():
             parameter.grad = None
 
+    @property
+    def agrees(self) -> bool:
+        return self.agreement is not None
+
+    def inspect(self, gradient: Tensor) -> None:
+        if self.agreement is not None:
+            self.agreement.inspect(gradient)
+
+    def total_loss(self, part: Tensor | None) -> Tensor:
+        assert self.agreement is not None
+        return self.agreement.total_loss(part)
+
     def update(self, values: Sequence[int], gradients: Reductions[Tensor]) -> None:
-        """U: update those of these parameters whose gradients are complete."""
-        if self.by_stage:
+        """U: update those of these parameters whose gradients are complete; where a step is agreed
+        on first, at its end."""
+        if self.by_stage and self.agrees:
+            self._held_back.append(values)
+        elif self.by_stage:
             self.settle()
             self._apply(gradients.take(values))
 
@@ -67,12 +97,21 @@ class Updates:
         for value in taken:
             self.trained[value].grad = None
 
-    def end_step(self, gradients: Reductions[Tensor], loss: Tensor) -> None:
-        """What was not updated yet is now, or is due if the schedule will do it."""
+    def end_step(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+        """What was not updated yet is now, or is due if the schedule will do it.
+
+        False, and nothing is updated, where the step is not finite; the same on all ranks.
+        """
         self.settle()
+        is_sure = self.agreement is None or self.agreement.verdict is Verdict.FINITE
+        if not self.by_stage or not is_sure:
+            return self._end_at_once(gradients, loss)
         self._due, self._loss = gradients, loss
+        for values in self._held_back:
+            self._apply(gradients.take(values))
         if not self.is_late:
             self.settle()
+        return True
 
     def settle(self) -> None:
         """Wait for what is due, and update."""
@@ -83,15 +122,45 @@ class Updates:
         if self.is_late:
             say(_LATE)
         for arrived in gradients.arrivals():
-            if self.by_stage:
-                self._apply(arrived)
-            else:
-                self._keep(arrived)
-        if self.clip is not None:
-            self.clip()
-        if self.optimizer is not None and not self.by_stage:
+            self._apply(arrived)
+        self._step_scheduler(loss)
+
+    def _end_at_once(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+        """Wait for all gradients, and update with them unless one is not finite."""
+        for arrived in gradients.arrivals():
+            self._keep(arrived)
+        if self.clipper is not None:
+            self.grad_norm = self.clipper.norm(self.gradients())
+        if not self._is_finite(loss):
+            return False
+        if self.clipper is not None and self.grad_norm is not None:
+            factor = self.clipper.factor(self.grad_norm)
+            for parameter in self.trained.values():
+                if parameter.grad is not None:
+                    # Not in place: two parameters may share the memory of one gradient.
+                    parameter.grad = parameter.grad * factor
+        if self.optimizer is not None:
             update(self.optimizer)
         self._step_scheduler(loss)
+        return True
+
+    def _is_finite(self, loss: Tensor) -> bool:
+        if self.nonfinite is NonFinite.IGNORE:
+            return True
+        if self.agreement is None:  # a norm of all gradients, and the loss, are on all ranks
+            assert self.grad_norm is not None
+            return bool(self.grad_norm.isfinite() & loss.isfinite())
+        if self.agreement.verdict is Verdict.DOUBTFUL:
+            return self.agreement.are_finite(self.gradients().values())
+        return self.agreement.verdict is Verdict.FINITE
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step that are there, by parameter name."""
+        return {
+            self.names[value]: parameter.grad
+            for value, parameter in self.trained.items()
+            if parameter.grad is not None
+        }
 
     def _keep(self, gradients: Mapping[int, Tensor]) -> None:
         for value, gradient in gradients.items():

@@ -1,0 +1,122 @@
+"""Whether a step's loss and gradients are finite: one answer, the same on all ranks.
+
+In: this rank's parts of the gradients as they become complete, before they are reduced, and its
+part of the loss. Out: the loss, and a verdict before any weight is updated. Whatever the plan, a
+rank knows only its own share: gradients of split parameters and of a pipeline's stages are nowhere
+else, and late reductions have not arrived. So each rank's word travels beside its part of the loss,
+in the one sum that a step ends with: a second number, no second message.
+
+Gradients whose sum over the ranks may overflow, and infinite ones, are doubtful: only then the
+reductions are waited for, and all ranks look at the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import InputError
+from autopar.comm.groups import Communicator
+from autopar.comm.ops import ALL_REDUCE
+from autopar.lowering.types import RankProgram
+
+
+class NonFinite(StrEnum):
+    """What becomes of a training step whose loss or gradients are not finite."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+    IGNORE = "ignore"
+
+
+def check_nonfinite(value: Any) -> NonFinite:
+    """The option; raises InputError for what is none."""
+    try:
+        return NonFinite(value)
+    except ValueError as error:
+        raise InputError(
+            f"nonfinite is {value!r}; it must be 'raise', 'skip' or 'ignore': what to do with a "
+            "training step whose loss or gradients are not finite"
+        ) from error
+
+
+class Verdict(IntEnum):
+    FINITE = 0
+    DOUBTFUL = 1
+    NONFINITE = 2
+
+
+class Agreement:
+    """One rank's part. Making it, `total_loss` and `are_finite` are collective."""
+
+    def __init__(self, program: RankProgram, communicator: Communicator) -> None:
+        assert program.loss is not None
+        world = communicator.world
+        self.device = communicator.device
+        self.verdict = Verdict.FINITE
+        self._meta = program.loss.meta
+        self._num_ranks = world.num_devices
+        self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
+        # A loss that is replicated along some axes is the word of the first rank along each.
+        mesh, summed = program.mesh, _summed_axes(program)
+        others = [axis for axis in range(mesh.num_axes) if mesh.axis_names[axis] not in summed]
+        self._counts = mesh.index(communicator.rank, others) == 0
+        self._norms: dict[torch.dtype, list[Tensor]] = {}
+
+    def inspect(self, gradient: Tensor) -> None:
+        """Take note of a complete gradient of this rank."""
+        precise = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, dtype=precise)
+        self._norms.setdefault(gradient.dtype, []).append(norm)
+
+    def total_loss(self, part: Tensor | None) -> Tensor:
+        """The sum of the ranks' parts of the loss; with it comes the verdict."""
+        pair = torch.zeros(2, dtype=self._meta.dtype, device=self.device)
+        if part is not None and self._counts:
+            pair[0] = part.reshape(())
+        if self._norms:
+            pair[1] = self._doubt()
+        if self._num_ranks > 1:
+            self._sum(pair)
+        loss, doubt = pair.tolist()
+        self.verdict = Verdict.DOUBTFUL if doubt > 0 else Verdict.FINITE
+        if math.isnan(doubt) or not math.isfinite(loss):
+            self.verdict = Verdict.NONFINITE
+        return pair[0].reshape(self._meta.shape)
+
+    def _doubt(self) -> Tensor:
+        """0, more where a sum over the ranks may overflow, NaN where a gradient has one.
+
+        No element is larger than the norm, and no sum than all ranks' largest elements together.
+        """
+        shares = [
+            torch.stack(norms).amax() / (torch.finfo(dtype).max / self._num_ranks)
+            for dtype, norms in self._norms.items()
+        ]
+        self._norms.clear()
+        return torch.stack([share.double() for share in shares]).amax().floor()
+
+    def are_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether all ranks' reduced gradients are finite."""
+        num_wrong = torch.zeros((), device=self.device)
+        for gradient in gradients:
+            num_wrong += ~gradient.isfinite().all()
+        if self._num_ranks > 1:
+            self._sum(num_wrong)
+        return not num_wrong.item()
+
+
+def _summed_axes(program: RankProgram) -> set[str]:
+    """The mesh axes along which ranks have parts of the loss that add up to it."""
+    assert program.loss is not None
+    if program.loss.kernel is None:
+        return set()
+    graph = program.kernels[program.loss.kernel].forward.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    assert all(node.target is ALL_REDUCE for node in calls), graph
+    return {name for node in calls for name in str(node.args[1]).split(",")}

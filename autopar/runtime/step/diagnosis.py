@@ -1,0 +1,237 @@
+"""Where the first value that is not finite was made: a step that was refused is played once more.
+
+In: each call of a block's graph, node by node, with the step's own batch, weights and seed. Out: on
+each rank the first infinite value and the first NaN, of which the earliest of all ranks is what the
+error names. Infinite numbers that are written in the model (masks of attention) and what is made of
+them are not meant: a value counts where an op made it of finite ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.base.errors import NonFiniteError
+from autopar.lowering.printing import operator_name
+from autopar.lowering.types import RankProgram
+from autopar.runtime.machine.protocols import Phase
+
+_EVERY_MAKER_IS_FINITE = (
+    "every block made finite values when the step was played again: they overflow where gradients "
+    "are added up, over micro-batches or ranks, or in their norm"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The first value of a kind (``"inf"`` or ``"nan"``) on one rank, and the node that made it."""
+
+    kind: str
+    microbatch: int
+    block: int
+    phase: Phase
+    node: int
+    rank: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """In which values depend on each other: the backward pass goes through blocks in
+        reverse."""
+        backward = self.phase is not Phase.FORWARD
+        block = -self.block if backward else self.block
+        return self.microbatch, backward, block, self.phase, self.node
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self.order[:3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedStep:
+    """A step that was not made. ``given``: inputs and weights that were not finite before it."""
+
+    number: int
+    loss: float
+    found: tuple[Found, ...]
+    given: tuple[str, ...]
+    num_ranks: int
+
+
+class StepRefused(Exception):
+    """Raised on all ranks alike; what runs a rank makes a `NonFiniteError` of it."""
+
+    def __init__(self, step: RefusedStep) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Probe:
+    """Runs the graphs of blocks node by node, and notes the first values that are not finite."""
+
+    def __init__(self, program: RankProgram, rank: int) -> None:
+        self.program = program
+        self.rank = rank
+        self._first: dict[str, Found] = {}
+        self._call: tuple[int, int, Phase] = (0, 0, Phase.FORWARD)
+
+    @property
+    def found(self) -> tuple[Found, ...]:
+        return tuple(self._first.values())
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self._call = microbatch, block, phase
+
+    def run(
+        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """What ``bound``, made of ``module`` node by node, makes of the arguments."""
+        _, block, phase = self._call
+        kernel = self.program.kernels[self.program.blocks[block].kernel]
+        graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
+        if module is not graphs[phase]:  # a move between blocks
+            result: Sequence[Tensor] = bound.forward(*arguments)
+            return result
+        return _Walk(bound, self).walk(arguments)
+
+    def note(self, kind: str, node: int) -> None:
+        microbatch, block, phase = self._call
+        found = Found(
+            kind=kind, microbatch=microbatch, block=block, phase=phase, node=node, rank=self.rank
+        )
+        known = self._first.get(kind)
+        if known is None or found.order < known.order:
+            self._first[kind] = found
+
+
+class _Walk(fx.Interpreter):
+    """One graph, node by node; by value, the kinds that it holds or is made of."""
+
+    def __init__(self, module: fx.GraphModule, probe: Probe) -> None:
+        super().__init__(module)
+        self.probe = probe
+        self.places = {node: place for place, node in enumerate(module.graph.nodes)}
+        self.kinds: dict[fx.Node, frozenset[str]] = {}
+
+    def walk(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        result: Sequence[Tensor] = self.run(*arguments, enable_io_processing=False)
+        return result
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "output":
+            return result
+        held = kinds_in(result)
+        self.kinds[n] = held
+        if n.op == "placeholder" and "nan" in held:
+            self.probe.note("nan", self.places[n])
+        elif n.op == "placeholder" and "inf" in held and bool((result == torch.inf).any()):
+            self.probe.note("inf", self.places[n])  # masks hold -inf alone
+        if n.op == "call_function":
+            read = frozenset().union(*(self.kinds[a] for a in n.all_input_nodes), _written(n))
+            for kind in held:
+                if not read or (kind == "nan" and "nan" not in read):  # NaN is made of inf too
+                    self.probe.note(kind, self.places[n])
+        return result
+
+
+def kinds_in(value: Any) -> frozenset[str]:
+    """Which of ``"inf"`` and ``"nan"`` a tensor, or one of several, holds."""
+    if isinstance(value, list | tuple):
+        return frozenset().union(*map(kinds_in, value))
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return frozenset()
+    tests = {"inf": torch.isinf, "nan": torch.isnan}
+    return frozenset(kind for kind, test in tests.items() if bool(test(value).any()))
+
+
+def _written(node: fx.Node) -> frozenset[str]:
+    """Kinds among the numbers that are written in the graph."""
+    numbers: list[float] = []
+
+    def look(argument: Any) -> None:
+        if isinstance(argument, float):
+            numbers.append(argument)
+        elif isinstance(argument, list | tuple):
+            for item in argument:
+                look(item)
+
+    look((*node.args, *node.kwargs.values()))
+    return kinds_in(torch.tensor(numbers, dtype=torch.float64))
+
+
+def not_finite(named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of tensors that hold such values, with the kind."""
+    return tuple(
+        f"{name} has {' and '.join(sorted(kinds))}"
+        for name, value in named.items()
+        if (kinds := kinds_in(value))
+    )
+
+
+def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
+    """The error for a step that was refused; ``program`` as it was lowered here."""
+    isfinite = torch.tensor(step.loss).isfinite()
+    what = f"a gradient is not finite (the loss is {step.loss:.6g})" if isfinite else (
+        f"the loss is {step.loss}"
+    )  # fmt: skip
+    ordered = sorted(step.found, key=lambda found: (found.order, found.rank))
+    lines = [f"in training step {step.number} {what}"]
+    lines += [f"given to it: {given}" for given in step.given]
+    seen: set[str] = set()
+    for found in ordered:
+        if found.kind not in seen:
+            seen.add(found.kind)
+            ranks = [f.rank for f in ordered if (f.kind, f.place) == (found.kind, found.place)]
+            lines.append(_line(found, sorted(ranks), step.num_ranks, program))
+    if not ordered and not step.given:
+        lines.append(_EVERY_MAKER_IS_FINITE)
+    lines.append(
+        "Nothing has changed: weights, optimizer state, buffers and counters are those before the "
+        "step, and training can go on with the next batch. autopar.compile(..., nonfinite='skip') "
+        "leaves such batches out by itself, nonfinite='ignore' trains on them"
+    )
+    text = "\n".join(lines)
+    if not ordered:
+        return NonFiniteError(text)
+    first = ordered[0]
+    return NonFiniteError(
+        text,
+        block=program.blocks[first.block].name,
+        phase=_phase(first),
+        microbatch=first.microbatch,
+        location=_location(first, program) or None,
+    )
+
+
+def _line(found: Found, ranks: Sequence[int], num_ranks: int, program: RankProgram) -> str:
+    where = f"block {program.blocks[found.block].name!r}, {_phase(found)}"
+    if program.num_microbatches > 1:
+        where += f", micro-batch {found.microbatch}"
+    if num_ranks > 1:
+        where += f", rank {', '.join(map(str, ranks))} of {num_ranks}"
+    node, location = _node(found, program), _location(found, program)
+    at = f" at {location}" if location else ""
+    maker = "read" if node.op == "placeholder" else f"made by {operator_name(node)}{at}"
+    return f"first {found.kind}: {maker} ({where})"
+
+
+def _phase(found: Found) -> str:
+    return "forward" if found.phase is Phase.FORWARD else "backward"
+
+
+def _node(found: Found, program: RankProgram) -> fx.Node:
+    kernel = program.kernels[program.blocks[found.block].kernel]
+    graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
+    module = graphs[found.phase]
+    assert module is not None
+    return list(module.graph.nodes)[found.node]
+
+
+def _location(found: Found, program: RankProgram) -> str:
+    """File and line of the op that the node belongs to; empty where it is not known."""
+    place = (_node(found, program).meta.get("custom") or {}).get("op_place")
+    return "" if place is None else program.blocks[found.block].locations[place]

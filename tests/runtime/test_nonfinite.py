@@ -1,0 +1,197 @@
+"""A training step whose loss or gradients are not finite has not happened, on any plan.
+
+Two runs are compared to the last bit: one that is given bad batches among good ones, and one with
+``nonfinite="ignore"`` that is given the good ones alone. What counts as finite is eager PyTorch's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.planning.constraints import Force
+from autopar.runtime.runners.local import LocalRunner
+from tests.runtime.conftest import Groups
+
+Batch = dict[str, Tensor]
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+HALVED = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+DATA = {"constraints": Force("data_parallel")}
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data parallel": (2, DATA),
+    "clipped": (2, {**DATA, "max_grad_norm": 0.5}),
+    "joint optimizer": (2, {**DATA, "optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}),
+    "zero3": (2, {"constraints": Force("zero3")}),
+    "tensor parallel": (2, {"constraints": Force("tensor_parallel")}),
+    "micro-batches": (2, {**DATA, "num_microbatches": 2}),
+    "conventional": (2, {**DATA, "schedule": "conventional", "num_stages": 3}),
+    "reverse first k": (2, {**DATA, "schedule": "reverse_first_k", "num_stages": 3}),
+    "pipeline": (2, {"num_stages": 2, "num_microbatches": 2}),
+    "clipped pipeline": (2, {"num_stages": 2, "num_microbatches": 2, "max_grad_norm": 0.5}),
+    "replicas": (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "chimera"}),
+    "pipeline of data parallel": (
+        4, {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}, **DATA},
+    ),
+    "zero3 and tensor parallel": (
+        4,
+        {
+            "mesh": {"dp": 2, "tp": 2},
+            "constraints": [Force("zero3", axis="dp"), Force("tensor_parallel", axis="tp")],
+        },
+    ),
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.norm(self.product(x))))
+
+
+class Net(nn.Module):
+    """Its first column of weights is 0, and stays so where the first column of ``x`` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.last = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.first.weight[:, 0] = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h)
+        return (self.last(h) * y).mean()
+
+
+def good(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
+    x[:, 0] = 0
+    return {"x": x, "y": y}
+
+
+def nan_in_one_row() -> Batch:
+    """In the last shard of the last micro-batch alone."""
+    batch = good(7)
+    batch["x"][7, 2] = math.nan
+    return batch
+
+
+def overflow_in_backward() -> Batch:
+    """A finite loss; the gradient of one column of the first weights is too large for float32."""
+    batch = good(8)
+    batch["x"][7, 0] = 1e25
+    batch["y"][7] *= 1e18
+    return batch
+
+
+def infinite_target() -> Batch:
+    batch = good(9)
+    batch["y"][3, 1] = math.inf
+    return batch
+
+
+BAD: dict[str, Callable[[], Batch]] = {
+    "nan": nan_in_one_row,
+    "backward": overflow_in_backward,
+    "loss": infinite_target,
+}
+
+
+def model_of() -> Net:
+    torch.manual_seed(0)
+    return Net().train()
+
+
+@pytest.fixture
+def compiled_for(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``autopar.compile`` onto the workers of the tests; one plan for all runs of a kind."""
+    monkeypatch.setattr(
+        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
+    )
+    plans: dict[str, Any] = {}
+
+    def make(kind: str, nonfinite: str, **more: Any) -> autopar.Compiled:
+        num_devices, options = KINDS[kind]
+        options = {
+            "optimizer": ADAMW, "lr_scheduler": HALVED, "seed": 3, "profile_limit_s": 0,
+            "example_inputs": good(0), "nonfinite": nonfinite, **options, **more,
+        }  # fmt: skip
+        if kind in plans:
+            planned = ("constraints", "mesh", "num_microbatches", "num_stages", "schedule")
+            options = {k: v for k, v in options.items() if k not in planned}
+            options["plan"] = plans[kind]
+        else:
+            options["batch_norm"] = "local"
+        compiled = autopar.compile(model_of(), num_devices, **options)
+        plans[kind] = compiled.plan
+        return compiled
+
+    return make
+
+
+def everything(compiled: autopar.Compiled) -> dict[str, Any]:
+    """State as plain numbers; a scheduler shows in the learning rate."""
+    state: dict[str, Any] = dict(compiled.full_state_dict())
+    optimizer = compiled.optimizer_state_dict()
+    for name, entries in optimizer["state"].items():
+        state |= {f"{name}.{key}": torch.as_tensor(value) for key, value in entries.items()}
+    return {**state, "lr": torch.tensor(optimizer["param_groups"][0]["lr"])}
+
+
+def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    different = [name for name in got if not torch.equal(got[name], expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_batches_leave_no_trace(compiled_for: Any, kind: str) -> None:
+    reference = compiled_for(kind, "ignore")
+    expected_losses = [reference.train_step(**good(seed)).item() for seed in range(3)]
+    expected = everything(reference)
+
+    skipping = compiled_for(kind, "skip")
+    losses = []
+    for seed, bad in enumerate(BAD.values()):
+        losses.append(skipping.train_step(**good(seed)).item())
+        assert skipping.num_skipped_steps == seed
+        loss = skipping.train_step(**bad())
+        assert loss.isfinite() == (bad is overflow_in_backward)
+        assert skipping.num_skipped_steps == seed + 1
+        if "clip" in kind:
+            assert not skipping.grad_norm.isfinite()
+    assert_equal(everything(skipping), expected)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+
+    raising = compiled_for(kind, "raise")
+    for seed, (name, bad) in enumerate(BAD.items()):
+        raising.train_step(**good(seed))
+        before = everything(raising) if seed == 1 else None
+        with pytest.raises(autopar.NonFiniteError) as raised:
+            raising.train_step(**bad())
+        error = raised.value
+        assert f"in training step {seed + 2} " in str(error)
+        assert error.phase == ("backward" if name == "backward" else "forward")
+        assert error.block is not None
+        if before is not None:
+            assert_equal(everything(raising), before)
+    assert_equal(everything(raising), expected)
+    assert raising.num_skipped_steps == 0
