@@ -223,8 +223,8 @@ def compile(
         ),
         running=RunOptions(
             loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, start_timeout_s=start_timeout_s,
-            call_timeout_s=call_timeout_s,
+            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed,
+            start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         ),
         plan=plan,
         check_gradients=check_gradients,

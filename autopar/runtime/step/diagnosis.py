@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.base.errors import NonFiniteError
@@ -163,12 +164,23 @@ def _written(node: fx.Node) -> frozenset[str]:
     return kinds_in(torch.tensor(numbers, dtype=torch.float64))
 
 
-def not_finite(named: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of tensors that hold such values, with the kind."""
-    return tuple(
+def refused_step(
+    probe: Probe, given: Mapping[str, Tensor], *, number: int, loss: float
+) -> RefusedStep:
+    """What all ranks found together; collective. ``given``: what the step began with, by name."""
+    named = [
         f"{name} has {' and '.join(sorted(kinds))}"
-        for name, value in named.items()
+        for name, value in given.items()
         if (kinds := kinds_in(value))
+    ]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (probe.found, named))
+    return RefusedStep(
+        number=number,
+        loss=loss,
+        found=tuple(found for all_found, _ in by_rank for found in all_found),
+        given=tuple(dict.fromkeys(text for _, texts in by_rank for text in texts)),
+        num_ranks=len(by_rank),
     )
 
 

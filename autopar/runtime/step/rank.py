@@ -42,7 +42,7 @@ from autopar.runtime.state.optimizers import (
 from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
-from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, not_finite
+from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor
 from autopar.runtime.step.updates import Updates
 
@@ -230,28 +230,19 @@ class RankRuntime:
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
         """Play a step again that was not finite, as it was; the same on all ranks."""
         say(_DIAGNOSIS)
-        bound = self._training
-        probe = Probe(self.program, dist.get_rank())
+        bound, probe = self._training, Probe(self.program, dist.get_rank())
         self.machine.probe = probe
         try:
             with self._dice(bound.is_random):
                 bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         finally:
             self.machine.probe = None
-        named: dict[str, Tensor] = {
+        given = {
             f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
         }
-        named |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
-        named |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, (probe.found, not_finite(named)))
-        return RefusedStep(
-            number=self.num_steps + 1,
-            loss=loss.item(),
-            found=tuple(found for all_found, _ in by_rank for found in all_found),
-            given=tuple(dict.fromkeys(text for _, given in by_rank for text in given)),
-            num_ranks=len(by_rank),
-        )
+        given |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
+        given |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
+        return refused_step(probe, given, number=self.num_steps + 1, loss=loss.item())
 
     def action_times(self) -> list[ActionTime]:
         """Of the last training step on this rank."""
