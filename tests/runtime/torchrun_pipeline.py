@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -41,10 +42,26 @@ def main(folder: Path) -> None:
     after = compiled.train_step(**batches[0]).item()
     compiled.load(folder / "checkpoint")
     assert compiled.train_step(**batches[0]).item() == after
+    check_nan_in_one_stage(compiled, batches[0])
+    compiled.load(folder / "checkpoint")
+    assert compiled.train_step(**batches[0]).item() == after
     logits = compiled.eval()(input_ids=batches[0]["input_ids"]).logits
     assert logits.shape == (4, 8, 32)
     compiled.close()
     (folder / f"rank{rank}.json").write_text(json.dumps([*losses, after]))
+
+
+def check_nan_in_one_stage(compiled: autopar.Compiled, batch: dict[str, torch.Tensor]) -> None:
+    poisoned = compiled.full_state_dict()
+    name = "transformer.h.1.ln_1.weight"
+    poisoned[name][3] = torch.nan
+    compiled.load_state_dict(poisoned)
+    with pytest.raises(autopar.NonFiniteError, match=f"parameter {name!r} has nan") as raised:
+        compiled.train_step(**batch)
+    assert str(raised.value.block).startswith("transformer.h.1")
+    assert raised.value.microbatch == 0
+    after = compiled.full_state_dict()
+    torch.testing.assert_close(after, poisoned, rtol=0, atol=0, equal_nan=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autopar.base.errors import InputError
+from autopar.base.errors import InputError, NonFiniteError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
@@ -77,6 +77,7 @@ def main(folder: Path, *, with_batch_split: bool) -> None:
     if with_batch_split:
         check_wrong_parts(compiled, batches[0])
         check_evaluation_of_parts(compiled, reference, batches[1], rank)
+        check_nan_in_one_part(compiled, batches[0], rank)
     compiled.save(folder / "checkpoint")
     weights = compiled.full_state_dict()
     compiled.train_step(**batches[0])
@@ -129,6 +130,20 @@ def check_wrong_parts(compiled: Compiled, batch: dict[str, torch.Tensor]) -> Non
     with pytest.raises(InputError, match=r"own part.*'x' has shape \(4, 16\).*\(2, 16\)"):
         compiled.train_step(**batch, local=True)
     assert compiled.program.inputs[0].placements != (R,)
+
+
+def check_nan_in_one_part(compiled: Compiled, batch: dict[str, torch.Tensor], rank: int) -> None:
+    weights = compiled.full_state_dict()
+    parts = {k: local_part(v, (S(0),), compiled.program.mesh, rank) for k, v in batch.items()}
+    if rank == 1:
+        parts["x"] = parts["x"].clone()
+        parts["x"][0, 0] = torch.nan
+    with pytest.raises(
+        NonFiniteError, match=r"'x' has nan on rank 1 of 2\nfirst nan: read .* on rank 1"
+    ):
+        compiled.train_step(**parts, local=True)
+    for key, tensor in compiled.full_state_dict().items():
+        assert torch.equal(tensor, weights[key]), key
 
 
 if __name__ == "__main__":

@@ -46,10 +46,6 @@ class Found:
         block = -self.block if backward else self.block
         return self.microbatch, backward, block, self.phase, self.node
 
-    @property
-    def place(self) -> tuple[int, ...]:
-        return self.order[:3]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedStep:
@@ -175,11 +171,15 @@ def refused_step(
     ]
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (probe.found, named))
+    given_on: dict[str, list[int]] = {}
+    for rank, (_, texts) in enumerate(by_rank):
+        for text in dict.fromkeys(texts):
+            given_on.setdefault(text, []).append(rank)
     return RefusedStep(
         number=number,
         loss=loss,
         found=tuple(found for all_found, _ in by_rank for found in all_found),
-        given=tuple(dict.fromkeys(text for _, texts in by_rank for text in texts)),
+        given=tuple(text + _on(ranks, len(by_rank)) for text, ranks in given_on.items()),
         num_ranks=len(by_rank),
     )
 
@@ -197,7 +197,7 @@ def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
     for found in ordered:
         if found.kind not in seen:
             seen.add(found.kind)
-            ranks = [f.rank for f in ordered if (f.kind, f.place) == (found.kind, found.place)]
+            ranks = [f.rank for f in ordered if (f.kind, f.order) == (found.kind, found.order)]
             lines.append(_line(found, sorted(ranks), step.num_ranks, program))
     if not ordered and not step.given:
         lines.append(_EVERY_MAKER_IS_FINITE)
@@ -223,12 +223,18 @@ def _line(found: Found, ranks: Sequence[int], num_ranks: int, program: RankProgr
     where = f"block {program.blocks[found.block].name!r}, {_phase(found)}"
     if program.num_microbatches > 1:
         where += f", micro-batch {found.microbatch}"
-    if num_ranks > 1:
-        where += f", rank {', '.join(map(str, ranks))} of {num_ranks}"
+    where += _on(ranks, num_ranks)
     node, location = _node(found, program), _location(found, program)
     at = f" at {location}" if location else ""
     maker = "read" if node.op == "placeholder" else f"made by {operator_name(node)}{at}"
     return f"first {found.kind}: {maker} ({where})"
+
+
+def _on(ranks: Sequence[int], num_ranks: int) -> str:
+    """Which ranks are meant, unless all are."""
+    if len(ranks) == num_ranks:
+        return ""
+    return f" on rank {', '.join(map(str, ranks))} of {num_ranks}"
 
 
 def _phase(found: Found) -> str:
