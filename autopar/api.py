@@ -196,13 +196,14 @@ def compile(
       outputs, buffers and gradients with a step of the model in eager mode, on copies; see
       `autopar.frontend.checking.gradients`.
     * ``nonfinite``: what becomes of a training step whose loss or gradients are not finite, agreed
-      on by all devices before any of them updates. With ``"raise"`` (the default: who trains on
-      NaN loses the run, and to find it out costs less than 1% of a step) it has not happened:
-      weights, optimizer state, buffers, random numbers and the scheduler are as before, a
+      on by all devices before any of them updates. With ``"raise"`` (the default: a run that trains
+      on NaN is lost from then on, and looking costs one pass over the gradients) it has not
+      happened: weights, optimizer state, buffers, random numbers and the scheduler are as before, a
       `NonFiniteError` names the block and the line that made the first such value, and training can
       go on. With ``"skip"`` it has not happened either, `Compiled.num_skipped_steps` counts it, and
       its loss is returned: a run is, to the last bit, the one that never saw that batch. With
-      ``"ignore"`` it updates all the same, as eager PyTorch does. See
+      ``"ignore"`` it updates all the same, as eager PyTorch does. On GPUs the host waits for the
+      answer before it launches the updates, but with ``"ignore"``. See
       `autopar.runtime.step.agreement`.
     * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
       disk), for at most this long; what is left, and everything with 0, is priced by roofline.
