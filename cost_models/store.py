@@ -4,18 +4,17 @@ A time belongs to a call, a device's name (with the number of processes that sha
 whether products run in TF32), a torch version and a number of threads; a collective's also to its
 kind, the shape of its group and its links, its size and its backend. A call that cannot be measured
 is kept with the reason. Every time is committed on its own, so a process killed at any moment loses
-at most the measurement in flight. Each row carries a checksum of its key and values; one that does
-not fit is left out, and measured again where it is asked for.
-What is wrong with a file is said by a ``StoreWarning``, and the work goes on:
+at most the measurement in flight. Each row carries a checksum; one that does not fit is left out,
+and measured again where it is asked for.
 
-- a damaged file, or one of an older layout, is set aside under another name and rebuilt;
-- a database of another program, or of a newer layout, and what is no regular file are left alone
-  and times are kept in memory;
-- a file that cannot be written is read; new times are kept in memory;
-- in place of a file that was deleted or replaced while open, the one at its path is used, or begun.
+It is a cache: a file that is damaged or of another layout is set aside under another name and a new
+one begun. Where that cannot be (the file is locked, read-only or another program's, or its disk
+full), what can be read is read, new times are kept in memory, and one `StoreWarning` says so. No
+call waits for another process for longer than `BUSY_S`.
 """
 
 import contextlib
+import json
 import math
 import os
 import sqlite3
@@ -25,8 +24,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from autopar.cost_models.call_text import call_from_text, call_to_text
@@ -34,63 +34,28 @@ from autopar.cost_models.calls import OpCall
 from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
+BUSY_S = 3.0
 _APPLICATION_ID = 0x61707263
-_BUSY_TIMEOUT_S = 60.0
+_OPS, _FAILURES, _COLLECTIVES = "op", "failure", "collective"
 
-Row = tuple[Any, ...]
+T = TypeVar("T")
 
 _SCHEMA = """
-CREATE TABLE op_times (
-    op TEXT NOT NULL,
-    call TEXT NOT NULL,
-    device TEXT NOT NULL,
-    torch_version TEXT NOT NULL,
-    num_threads INTEGER NOT NULL,
-    forward_s REAL NOT NULL CHECK (forward_s >= 0),
-    input_grad_s REAL NOT NULL CHECK (input_grad_s >= 0),
-    weight_grad_s REAL NOT NULL CHECK (weight_grad_s >= 0),
-    spread REAL NOT NULL,
-    num_samples INTEGER NOT NULL,
-    checksum INTEGER NOT NULL,
-    PRIMARY KEY (op, call, device, torch_version, num_threads)
-) WITHOUT ROWID;
-CREATE TABLE op_failures (
-    call TEXT NOT NULL,
-    device TEXT NOT NULL,
-    torch_version TEXT NOT NULL,
-    num_threads INTEGER NOT NULL,
-    reason TEXT NOT NULL,
-    checksum INTEGER NOT NULL,
-    PRIMARY KEY (call, device, torch_version, num_threads)
-) WITHOUT ROWID;
-CREATE TABLE collective_times (
+CREATE TABLE entries (
+    owner TEXT NOT NULL,
     kind TEXT NOT NULL,
-    group_shape TEXT NOT NULL,
-    size_bytes INTEGER NOT NULL,
-    device TEXT NOT NULL,
-    torch_version TEXT NOT NULL,
-    num_threads INTEGER NOT NULL,
-    backend TEXT NOT NULL,
-    time_s REAL NOT NULL CHECK (time_s >= 0),
-    spread REAL NOT NULL,
-    num_samples INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    key TEXT NOT NULL,
+    value TEXT NOT NULL,
     checksum INTEGER NOT NULL,
-    PRIMARY KEY (kind, group_shape, size_bytes, device, torch_version, num_threads, backend)
-) WITHOUT ROWID;
+    PRIMARY KEY (owner, kind, name, key)
+) WITHOUT ROWID
 """
 
 
-_OP_VALUES = "forward_s, input_grad_s, weight_grad_s, spread, num_samples, checksum"
-
-
-def _checksum(row: Row) -> int:
-    """Of a row's key and values, each of the type that SQLite gives back."""
-    return zlib.crc32(repr(row).encode())
-
-
 class StoreWarning(UserWarning):
-    """The profile store was damaged, foreign or not writable, and what was done about it."""
+    """The profile store was damaged, foreign, locked or not writable, and what was done then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +105,7 @@ class CollectiveTime:
         return are_numbers and self.size_bytes > 0 and self.time_s > 0 and self.spread >= 0
 
 
-class _NotUsable(Exception):
+class _NotOurs(Exception):
     """A file that is left alone."""
 
 
@@ -156,19 +121,18 @@ class ProfileStore:
         # Processes beside each other share the host's memory, so their times are others.
         beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
         name = device.name + beside + _products(device)
-        self._owner = (name, torch.__version__, device.num_threads)
-        self._pid = os.getpid()
-        self._read_only = False
+        self._owner = json.dumps([name, torch.__version__, device.num_threads])
         self._said: set[str] = set()
-        self._inode: int | None = None
-        self._connection = self._open()
-        self._unwritten: dict[OpCall, OpTime] = {}
-        self._unwritten_failures: dict[OpCall, str] = {}
-        self._unwritten_collectives: dict[tuple[str, str, str], dict[int, CollectiveTime]] = {}
+        self._memory = _connect(":memory:")
+        self._memory.execute(_SCHEMA)
+        self._file: sqlite3.Connection | None = None
+        self._open()
 
     def close(self) -> None:
         """Closes the file; a closed store must not be used."""
-        self._connection.close()
+        self._memory.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> "ProfileStore":
         return self
@@ -178,142 +142,113 @@ class ProfileStore:
 
     def get(self, call: OpCall) -> OpTime | None:
         """The measured times of ``call`` on this device, or None."""
-        known = self._unwritten.get(call)
-        if known is not None:
-            return known
-        rows = self._read(
-            f"SELECT {_OP_VALUES} FROM op_times "
-            "WHERE op=? AND call=? AND device=? AND torch_version=? AND num_threads=?",
-            (call.target, call_to_text(call), *self._owner),
-        )
-        return self._op_time(call, rows[0]) if rows else None
+        found = self._find(_OPS, call.target, call_to_text(call))
+        return next((t for v in found.values() if (t := self._read(v, OpTime))), None)
 
     def put(self, call: OpCall, times: OpTime) -> None:
         """Keeps the times of ``call``, replacing earlier ones; committed at once."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the times of {call.target}.")
-        seconds = (times.forward_s, times.input_grad_s, times.weight_grad_s, times.spread)
-        row = (*self._key(call), *map(float, seconds), times.num_samples)
-        written = self._write(
-            "INSERT OR REPLACE INTO op_times VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-            (*row, _checksum(row)),
-        )
-        if not written:
-            self._unwritten[call] = times
+        self._keep(_OPS, call.target, call_to_text(call), times)
 
     def failure(self, call: OpCall) -> str | None:
         """Why ``call`` cannot be measured on this device; None where that was not found."""
-        known = self._unwritten_failures.get(call)
-        if known is not None:
-            return known
-        rows = self._read(
-            "SELECT reason, checksum FROM op_failures "
-            "WHERE call=? AND device=? AND torch_version=? AND num_threads=?",
-            (call_to_text(call), *self._owner),
-        )
-        for reason, checksum in rows:
-            if checksum == _checksum((*self._key(call), reason)):
-                return str(reason)
-            self._say("a reason why a call has no time is damaged and left out")
-        return None
+        found = self._find(_FAILURES, call.target, call_to_text(call))
+        return next((self._read(value, str) for value in found.values()), None)
 
     def put_failure(self, call: OpCall, reason: str, *, for_now: bool = False) -> None:
         """Keeps why ``call`` cannot be measured, so that no later run tries it again.
 
         ``for_now``: nor does anybody who has this store open, but later runs do.
         """
-        checksum = _checksum((*self._key(call), reason))
-        written = not for_now and self._write(
-            "INSERT OR REPLACE INTO op_failures VALUES (?,?,?,?,?,?)",
-            (call_to_text(call), *self._owner, reason, checksum),
-        )
-        if not written:
-            self._unwritten_failures[call] = reason
+        self._keep(_FAILURES, call.target, call_to_text(call), reason, for_now=for_now)
 
     def of_op(self, target: str) -> Iterator[tuple[OpCall, OpTime]]:
         """Every measured call of one operation on this device."""
-        return (pair for pair in self._calls("AND op=?", (target,)) if pair[0].target == target)
+        return self._calls(target)
 
     def everything(self) -> Iterator[tuple[OpCall, OpTime]]:
         """Every measured call on this device."""
-        return self._calls("", ())
+        return self._calls(None)
 
-    def _calls(self, condition: str, values: tuple[object, ...]) -> Iterator[tuple[OpCall, OpTime]]:
-        rows = self._read(
-            f"SELECT call, {_OP_VALUES} FROM op_times "
-            f"WHERE device=? AND torch_version=? AND num_threads=? {condition}",
-            (*self._owner, *values),
-        )
-        for text, *numbers in rows:
+    def _calls(self, target: str | None) -> Iterator[tuple[OpCall, OpTime]]:
+        for (_, key), value in self._find(_OPS, target).items():
+            times = self._read(value, OpTime)
+            if times is None:
+                continue
             try:
-                call = call_from_text(text)
+                call = call_from_text(key)
             except CostError as error:
                 self._say(f"a row that cannot be read is left out: {error}")
                 continue
-            if call in self._unwritten:
-                continue
-            times = self._op_time(call, tuple(numbers))
-            if times is not None:
-                yield call, times
-        yield from self._unwritten.items()
+            yield call, times
 
     def put_collective(self, kind: str, shape: str, backend: str, times: CollectiveTime) -> None:
         """Keeps the time of one collective of one size on groups of one shape."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the time of {kind}.")
-        numbers = (float(times.time_s), float(times.spread), times.num_samples)
-        row = (kind, shape, times.size_bytes, *self._owner, backend, *numbers)
-        written = self._write(
-            "INSERT OR REPLACE INTO collective_times VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-            (*row, _checksum(row)),
-        )
-        if not written:
-            unwritten = self._unwritten_collectives.setdefault((kind, shape, backend), {})
-            unwritten[times.size_bytes] = times
+        self._keep(_COLLECTIVES, backend, json.dumps([kind, shape, times.size_bytes]), times)
 
     def collectives(self, backend: str) -> dict[tuple[str, str], tuple[CollectiveTime, ...]]:
         """Measured times by kind and group shape, in order of size."""
-        rows = self._read(
-            "SELECT kind, group_shape, size_bytes, time_s, spread, num_samples, checksum "
-            "FROM collective_times WHERE device=? AND torch_version=? AND num_threads=? "
-            "AND backend=?",
-            (*self._owner, backend),
-        )
-        found: dict[tuple[str, str], dict[int, CollectiveTime]] = {}
-        for kind, shape, size_bytes, *values, checksum in rows:
-            row = (kind, shape, size_bytes, *self._owner, backend, *values)
-            time_s, spread, num_samples = values
-            times = CollectiveTime(
-                size_bytes=size_bytes, time_s=time_s, spread=spread, num_samples=num_samples
-            )
-            if checksum == _checksum(row) and times.is_sane():
-                found.setdefault((kind, shape), {})[size_bytes] = times
-            else:
-                self._say(f"a time of {kind} that is damaged or cannot be one is left out")
-        for (kind, shape, of_backend), unwritten in self._unwritten_collectives.items():
-            if of_backend == backend:
-                found.setdefault((kind, shape), {}).update(unwritten)
+        found: dict[tuple[str, str], list[CollectiveTime]] = {}
+        for (_, key), value in self._find(_COLLECTIVES, backend).items():
+            times = self._read(value, CollectiveTime)
+            if times is not None:
+                kind, shape, _ = json.loads(key)
+                found.setdefault((kind, shape), []).append(times)
         return {
-            key: tuple(of_size[size] for size in sorted(of_size))
-            for key, of_size in sorted(found.items())
+            key: tuple(sorted(found[key], key=lambda times: times.size_bytes))
+            for key in sorted(found)
         }
 
-    def _key(self, call: OpCall) -> Row:
-        return (call.target, call_to_text(call), *self._owner)
+    def _keep(self, kind: str, name: str, key: str, value: Any, *, for_now: bool = False) -> None:
+        """In the file, or where it cannot be written in memory."""
+        row = (self._owner, kind, name, key, msgspec.json.encode(value).decode())
+        insert = "INSERT OR REPLACE INTO entries VALUES (?,?,?,?,?,?)"
+        self._reopen_after_fork()
+        if self._file is not None and self._is_writable and not for_now:
+            try:
+                self._file.execute(insert, (*row, _checksum(row)))
+                return
+            except sqlite3.Error as error:
+                self._is_writable = False
+                self._say(f"it cannot be written, new times are kept in memory: {error}{_FIX}")
+        self._memory.execute(insert, (*row, _checksum(row)))
 
-    def _op_time(self, call: OpCall, row: Row) -> OpTime | None:
-        *numbers, checksum = row
-        forward_s, input_grad_s, weight_grad_s, spread, num_samples = numbers
-        times = OpTime(
-            forward_s=forward_s,
-            input_grad_s=input_grad_s,
-            weight_grad_s=weight_grad_s,
-            spread=spread,
-            num_samples=num_samples,
-        )
-        if checksum == _checksum((*self._key(call), *numbers)) and times.is_sane():
-            return times
-        self._say("a row of numbers that are damaged or cannot be times is left out")
+    def _find(
+        self, kind: str, name: str | None = None, key: str | None = None
+    ) -> dict[tuple[str, str], str]:
+        """Sound values by name and key; those in memory are the newer ones."""
+        query = "SELECT name, key, value, checksum FROM entries WHERE owner=? AND kind=?"
+        given = [self._owner, kind]
+        for column, wanted in (("name", name), ("key", key)):
+            if wanted is not None:
+                query += f" AND {column}=?"
+                given.append(wanted)
+        self._reopen_after_fork()
+        rows: list[Any] = []
+        if self._file is not None:
+            try:
+                rows = self._file.execute(query, given).fetchall()
+            except sqlite3.Error as error:
+                self._file = None
+                self._say(f"it broke while in use, times are kept in memory: {error}{_FIX}")
+        found = {}
+        for *text, value, checksum in (*rows, *self._memory.execute(query, given)):
+            if checksum == _checksum((self._owner, kind, *text, value)):
+                found[text[0], text[1]] = value
+            else:
+                self._say("a damaged row is left out")
+        return found
+
+    def _read(self, value: str, kind: type[T]) -> T | None:
+        """A value of this kind; None, and a warning, for one that no store has written."""
+        with contextlib.suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(value, type=kind)
+            if isinstance(found, str) or found.is_sane():  # type: ignore[attr-defined]
+                return found
+        self._say("a row of numbers that cannot be times is left out")
         return None
 
     def _say(self, what: str) -> None:
@@ -323,109 +258,64 @@ class ProfileStore:
         self._said.add(what)
         warnings.warn(f"profile store {self.path}: {what}", StoreWarning, stacklevel=4)
 
-    def _read(self, query: str, values: tuple[object, ...]) -> list[Row]:
-        self._reopen_after_fork()
-        try:
-            return self._connection.execute(query, values).fetchall()
-        except sqlite3.DatabaseError as error:
-            self._give_up(error)
-            return []
-
-    def _write(self, query: str, values: tuple[object, ...]) -> bool:
-        self._reopen_after_fork()
-        if self._read_only:
-            return False
-        self._reopen_after_deletion()
-        try:
-            self._connection.execute(query, values)
-        except sqlite3.OperationalError as error:
-            self._say(f"it cannot be written, new times are kept in memory: {error}")
-            self._read_only = True
-            return False
-        except sqlite3.DatabaseError as error:
-            self._give_up(error)
-            self._connection.execute(query, values)
-        return True
-
-    def _give_up(self, error: sqlite3.DatabaseError) -> None:
-        """Goes on in memory after the file broke while in use; the next process rebuilds it."""
-        self._say(f"it broke while in use, times are kept in memory: {error}")
-        self._connection.close()
-        self._connection, self._inode = _in_memory(), None
-
     def _reopen_after_fork(self) -> None:
         if self._pid != os.getpid():
             # SQLite forbids a connection in the child; the parent's handle is left to the parent.
-            self._pid = os.getpid()
-            self._connection = self._open()
+            self._open()
 
-    def _reopen_after_deletion(self) -> None:
-        """What is written to a file without a name is lost."""
-        if self.path is None or self._inode is None or self._inode == _inode(self.path):
-            return
-        self._say("it was deleted or replaced while open; new times go to the one at its path")
-        self._connection.close()
-        if not self.path.exists():
-            _remove_logs(self.path)
-        self._connection = self._open()
-
-    def _open(self) -> sqlite3.Connection:
-        self._inode = None
+    def _open(self) -> None:
+        """The file at the path, begun where there is none; None where it cannot be used."""
+        self._pid = os.getpid()
+        self._is_writable = True
+        self._file = None
         if self.path is None:
-            return _in_memory()
+            return
         try:
             if self.path.exists() and not self.path.is_file():
-                raise _NotUsable("it is no regular file")
+                raise _NotOurs("it is no regular file")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = self._open_file(self.path)
-            self._inode = _inode(self.path)
-            return connection
-        except _NotUsable as reason:
+            self._file = self._begun(self.path)
+        except _NotOurs as reason:
             self._say(f"{reason}; times are kept in memory")
         except (OSError, ValueError, sqlite3.OperationalError) as error:
-            opened = _open_for_reading(self.path)
-            if opened is not None:
-                self._say(f"it cannot be written, new times are kept in memory: {error}")
-                self._read_only = True
-                return opened
-            self._say(f"it cannot be opened, times are kept in memory: {error}")
-        return _in_memory()
+            self._is_writable = False
+            self._file = None if _is_locked(error) else _opened_for_reading(self.path)
+            how = "opened, times" if self._file is None else "written, new times"
+            self._say(f"it cannot be {how} are kept in memory: {error}{_FIX}")
 
-    def _open_file(self, path: Path) -> sqlite3.Connection:
-        deadline = time.monotonic() + _BUSY_TIMEOUT_S
-        num_rebuilt = 0
-        while num_rebuilt < 3:
-            inode = _inode(path)
+    def _begun(self, path: Path) -> sqlite3.Connection:
+        for _ in range(3):
+            inode = path.stat().st_ino if path.exists() else None
             connection = _connect(path)
             try:
-                problem = _prepare(connection)
-            except sqlite3.OperationalError as error:
-                connection.close()
-                if "locked" not in str(error) or time.monotonic() > deadline:
-                    raise
-                # Changing to WAL does not wait for other processes that do the same.
-                time.sleep(0.02)
-                continue
-            except sqlite3.DatabaseError as error:
-                problem = f"it is damaged ({error})"
-            except _NotUsable:
+                _prepare(connection)
+                return connection
+            except (sqlite3.OperationalError, _NotOurs):
                 connection.close()
                 raise
-            if problem is None:
-                return connection
-            connection.close()
-            num_rebuilt += 1
-            if inode is not None and _inode(path) == inode:
-                aside = _set_aside(path)
-                self._say(f"{problem}; it is now {aside.name} and a new one is begun")
-        raise _NotUsable("it is damaged again and again")
+            except sqlite3.DatabaseError as error:
+                connection.close()
+                aside = path.with_name(f"{path.name}.aside-{time.time_ns()}")
+                # Another process may have begun a new one meanwhile.
+                if path.exists() and path.stat().st_ino == inode:
+                    _set_aside(path, aside)
+                    self._say(
+                        f"it is damaged ({error}); it is now {aside.name}, a new one is begun"
+                    )
+        raise _NotOurs("it is damaged again and again")
+
+
+_FIX = (
+    ". End what locks it, make it writable, or free its disk; $AUTOPAR_CACHE_DIR names another "
+    "folder for it"
+)
 
 
 def default_store_path() -> Path:
     """Where times are kept unless a path is given."""
     from autopar.cost_models.detect import cache_folder
 
-    return cache_folder() / "profile.sqlite3"
+    return cache_folder() / f"profile-{SCHEMA_VERSION}.sqlite3"
 
 
 def _products(device: DeviceSpec) -> str:
@@ -440,50 +330,60 @@ def _products(device: DeviceSpec) -> str:
     return f", TF32 in {' and '.join(names)}" if names else ""
 
 
+def _checksum(row: tuple[Any, ...]) -> int:
+    """A row's key and value as one number."""
+    return zlib.crc32(repr(row).encode())
+
+
 def _connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """Text that is not UTF-8 is read with replacements: no call has such a text."""
+    """Text that is not UTF-8 is read with replacements: its checksum does not fit then."""
     connection = sqlite3.connect(
-        database, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri
+        database, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=uri
     )
     connection.text_factory = lambda raw: raw.decode(errors="replace")
     return connection
 
 
-def _in_memory() -> sqlite3.Connection:
-    connection = _connect(":memory:")
-    connection.executescript(_SCHEMA)
-    return connection
-
-
-def _prepare(connection: sqlite3.Connection) -> str | None:
-    """Checks a file or lays it out; says what is wrong with one that must be rebuilt."""
+def _prepare(connection: sqlite3.Connection) -> None:
+    """Check a file or lay it out; DatabaseError for one that must be set aside."""
     if _identity(connection) == (0, 0):
         # New, or being laid out by another process at this moment: the lock decides. A failure
         # closes the connection, which rolls the whole layout back.
         connection.execute("BEGIN IMMEDIATE")
-        if _identity(connection) == (0, 0) and not _table_names(connection):
-            for statement in _SCHEMA.split(";")[:-1]:
-                connection.execute(statement)
+        (count,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if _identity(connection) == (0, 0) and not count:
+            connection.execute(_SCHEMA)
             connection.execute(f"PRAGMA application_id={_APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
     application, version = _identity(connection)
     if application != _APPLICATION_ID:
-        raise _NotUsable("it is another program's database")
-    if version > SCHEMA_VERSION:
-        raise _NotUsable(f"its layout {version} is newer than {SCHEMA_VERSION}")
-    if version < SCHEMA_VERSION:
-        return f"its layout {version} is older than {SCHEMA_VERSION}"
+        raise _NotOurs("it is another program's database")
+    if version != SCHEMA_VERSION:
+        raise sqlite3.DatabaseError(f"its layout is {version}, not {SCHEMA_VERSION}")
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
-        return f"it is damaged ({verdict})"
-    with contextlib.closing(_in_memory()) as fresh:
-        if any(_columns(fresh, t) != _columns(connection, t) for t in _table_names(fresh)):
-            return "it is damaged (tables or columns are missing)"
-    connection.execute("PRAGMA journal_mode=WAL")
+        raise sqlite3.DatabaseError(verdict)
+    _log_ahead(connection)
     # A crash of the machine may lose the last times; a crash of the process may not.
     connection.execute("PRAGMA synchronous=NORMAL")
-    return None
+
+
+def _log_ahead(connection: sqlite3.Connection) -> None:
+    """Change to a write-ahead log, which SQLite does not do while others do the same."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if not _is_locked(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
+def _is_locked(error: Exception) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -492,51 +392,20 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
     return application, version
 
 
-def _table_names(connection: sqlite3.Connection) -> set[str]:
-    rows = connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
-    return {name for (name,) in rows}
-
-
-def _columns(connection: sqlite3.Connection, table: str) -> list[tuple[str, str]]:
-    """Names and types, in order; none where there is no such table."""
-    rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,))
-    return [(name, kind) for name, kind in rows]
-
-
-def _inode(path: Path) -> int | None:
-    """Which file is at ``path``; None where there is none, or none that may be seen."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
-
-
-def _remove_logs(path: Path) -> None:
-    """SQLite's files beside one that is to be begun anew."""
+def _set_aside(path: Path, aside: Path) -> None:
+    """The file under another name, without the log that SQLite keeps beside it."""
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.replace(aside)
 
 
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
-    _remove_logs(path)
-    if path.exists():
-        path.replace(aside)
-    return aside
-
-
-def _open_for_reading(path: Path) -> sqlite3.Connection | None:
+def _opened_for_reading(path: Path) -> sqlite3.Connection | None:
     """A usable file that cannot be written: read as it is, or None."""
     for mode in ("mode=ro", "mode=ro&immutable=1"):
-        try:
+        with contextlib.suppress(sqlite3.Error):
             connection = _connect(f"{path.absolute().as_uri()}?{mode}", uri=True)
-        except sqlite3.OperationalError:  # it is not there, or may not be read
-            continue
-        try:
             if _identity(connection) == (_APPLICATION_ID, SCHEMA_VERSION):
-                connection.execute("SELECT count(*) FROM op_times").fetchone()
+                connection.execute("SELECT count(*) FROM entries").fetchone()
                 return connection
-        except sqlite3.DatabaseError:
-            pass
-        connection.close()
+            connection.close()
     return None

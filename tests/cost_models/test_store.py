@@ -1,10 +1,12 @@
 """The profile store survives what happens to files: damage, strangers, rivals, sudden death."""
 
+import contextlib
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import sqlite3
-import struct
 import tempfile
 import threading
 import time
@@ -20,7 +22,7 @@ from op_samples import samples
 
 from autopar.cost_models import Cluster, CostError, OpCall, ProfileStore, StoreWarning, TensorSpec
 from autopar.cost_models.call_text import call_from_text, call_to_text
-from autopar.cost_models.store import SCHEMA_VERSION, CollectiveTime, OpTime
+from autopar.cost_models.store import SCHEMA_VERSION, CollectiveTime, OpTime, _checksum
 
 DEVICE = Cluster.preset("cpu").device
 FORK = multiprocessing.get_context("fork")
@@ -127,7 +129,7 @@ def test_a_damaged_file_is_set_aside_and_rebuilt(tmp_path, damage):
         store.put(_call(), _times())
     with ProfileStore(path, DEVICE) as store:
         assert store.get(_call()) == _times()
-    (aside,) = tmp_path.glob("*.damaged-*")
+    (aside,) = tmp_path.glob("*.aside-*")
     assert aside.read_bytes() == bytes(content)
 
 
@@ -146,25 +148,19 @@ def test_a_strangers_database_is_left_alone(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("version", "says", "kept"),
-    [(SCHEMA_VERSION + 1, "newer", True), (SCHEMA_VERSION - 1, "older", False)],
-)
-def test_other_layouts_are_never_misread(tmp_path, version, says, kept):
-    path = tmp_path / "store.sqlite3"
-    with ProfileStore(path, DEVICE) as store:
-        store.put(_call(), _times())
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1])
+def test_other_layouts_are_never_misread(tmp_path, version):
+    path = _file_of_two_calls(tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version={version}")
     connection.close()
-    with pytest.warns(StoreWarning, match=says):
+    before = path.read_bytes()
+    with pytest.warns(StoreWarning, match=f"its layout is {version}, not {SCHEMA_VERSION}"):
         store = ProfileStore(path, DEVICE)
     with store:
         assert store.get(_call()) is None
-    with sqlite3.connect(path) as connection:
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-    connection.close()
-    assert found == (version if kept else SCHEMA_VERSION)
+    (aside,) = tmp_path.glob("*.aside-*")
+    assert aside.read_bytes() == before
 
 
 def _file_of_two_calls(folder):
@@ -175,19 +171,36 @@ def _file_of_two_calls(folder):
     return path
 
 
-def test_rows_that_make_no_sense_are_left_out(tmp_path):
-    path = _file_of_two_calls(tmp_path)
+def _rewritten(path, column, value, key):
+    """With another value in one row, and a checksum that fits."""
     with sqlite3.connect(path) as connection:
-        connection.execute(
-            "UPDATE op_times SET forward_s='soon' WHERE call=?", (call_to_text(_call()),)
-        )
-        connection.execute("UPDATE op_times SET call='[1]' WHERE call=?", (call_to_text(_call(2)),))
+        connection.execute(f"UPDATE entries SET {column}=CAST(? AS TEXT) WHERE key=?", (value, key))
+        connection.text_factory = lambda raw: raw.decode(errors="replace")
+        for row in connection.execute("SELECT owner, kind, name, key, value FROM entries"):
+            connection.execute(
+                "UPDATE entries SET checksum=? WHERE key=CAST(? AS TEXT)", (_checksum(row), row[3])
+            )
     connection.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"forward_s":"soon","input_grad_s":0,"weight_grad_s":0,"spread":0,"num_samples":3}',
+        '{"forward_s":-1.0,"input_grad_s":0,"weight_grad_s":0,"spread":0,"num_samples":3}',
+        '{"forward_s":1.0}',
+        "[" * 20_000,
+        "",
+    ],
+    ids=["a word", "below zero", "too few", "too deep", "nothing"],
+)
+def test_numbers_that_no_store_has_written_are_left_out(tmp_path, value):
+    path = _file_of_two_calls(tmp_path)
+    _rewritten(path, "value", value, call_to_text(_call(2)))
     with ProfileStore(path, DEVICE) as store:
         with pytest.warns(StoreWarning, match="cannot be times"):
-            assert store.get(_call()) is None
-        with pytest.warns(StoreWarning):
-            assert list(store.of_op("aten.relu.default")) == []
+            assert store.get(_call(2)) is None
+        assert list(store.everything()) == [(_call(), _times())]
 
 
 @pytest.mark.parametrize(
@@ -202,55 +215,34 @@ def test_rows_that_make_no_sense_are_left_out(tmp_path):
 )
 def test_a_row_that_is_no_call_does_not_hide_the_others(tmp_path, text):
     path = _file_of_two_calls(tmp_path)
-    with sqlite3.connect(path) as connection:
-        connection.execute(
-            "UPDATE op_times SET call=CAST(? AS TEXT) WHERE call=?", (text, call_to_text(_call(2)))
-        )
-    connection.close()
-    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="is not a call"):
+    _rewritten(path, "key", text, call_to_text(_call(2)))
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="is left out"):
         assert list(store.everything()) == [(_call(), _times())]
 
 
-@pytest.mark.parametrize("change", ["size_bytes=0", "size_bytes=-8", "time_s=0"])
-def test_a_collective_that_takes_no_time_or_moves_nothing_is_left_out(tmp_path, change):
-    path = tmp_path / "store.sqlite3"
-    with ProfileStore(path, DEVICE) as store:
-        store.put_collective("all_reduce", "[]", "gloo", _collective(8))
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"UPDATE collective_times SET {change}")
-    connection.close()
-    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="cannot be one"):
-        assert store.collectives("gloo") == {}
-
-
-def _damaged(path, table, column):
+def _damaged(path, column):
     """With one bit of one value of each row turned."""
     with sqlite3.connect(path) as connection:
-        rows = connection.execute(f"SELECT DISTINCT {column} FROM {table}").fetchall()
-        for (value,) in rows:
-            if isinstance(value, float):
-                (bits,) = struct.unpack("<q", struct.pack("<d", value))
-                (other,) = struct.unpack("<d", struct.pack("<q", bits ^ (1 << 50)))
+        for (value,) in connection.execute(f"SELECT DISTINCT {column} FROM entries").fetchall():
+            if isinstance(value, int):
+                other = value ^ 1
             else:
-                other = value ^ 1 if isinstance(value, int) else value.replace("8", "9")
-            connection.execute(f"UPDATE {table} SET {column}=? WHERE {column}=?", (other, value))
+                place = max(value.find(digit) for digit in "12345678")
+                other = value[:place] + chr(ord(value[place]) ^ 1) + value[place + 1 :]
+            connection.execute(f"UPDATE entries SET {column}=? WHERE {column}=?", (other, value))
     connection.close()
 
 
-@pytest.mark.parametrize(
-    "column", ["forward_s", "input_grad_s", "spread", "num_samples", "checksum", "call"]
-)
+@pytest.mark.parametrize("column", ["value", "checksum", "key"])
 def test_a_bit_that_turned_in_a_row_costs_its_time_and_is_said_once(tmp_path, column):
     path = _file_of_two_calls(tmp_path)
-    _damaged(path, "op_times", column)
+    _damaged(path, column)
     calls = [_call(rows) for rows in (2, 4)]
-    if column == "call":
-        calls = [OpCall("aten.relu.default", (TensorSpec((rows, 9)),)) for rows in (2, 4)]
     with ProfileStore(path, DEVICE) as store:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert [store.get(call) for call in calls] == [None, None]
             assert list(store.everything()) == []
+            assert [store.get(call) for call in calls] == [None, None]
         (warning,) = said
         assert "damaged" in str(warning.message)
         store.put(calls[0], _times(7e-3))
@@ -259,13 +251,13 @@ def test_a_bit_that_turned_in_a_row_costs_its_time_and_is_said_once(tmp_path, co
         assert list(store.everything()) == [(calls[0], _times(7e-3))]
 
 
-@pytest.mark.parametrize("column", ["time_s", "size_bytes", "group_shape"])
+@pytest.mark.parametrize("column", ["value", "key", "checksum"])
 def test_a_bit_that_turned_in_a_collectives_row_costs_its_time(tmp_path, column):
     path = tmp_path / "store.sqlite3"
     with ProfileStore(path, DEVICE) as store:
         store.put_collective("all_reduce", "[8]", "gloo", _collective(8))
         assert store.collectives("gloo") == {("all_reduce", "[8]"): (_collective(8),)}
-    _damaged(path, "collective_times", column)
+    _damaged(path, column)
     with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="damaged"):
         assert store.collectives("gloo") == {}
 
@@ -274,7 +266,7 @@ def test_a_damaged_reason_is_none(tmp_path):
     path = tmp_path / "store.sqlite3"
     with ProfileStore(path, DEVICE) as store:
         store.put_failure(_call(), "8 kernels are missing")
-    _damaged(path, "op_failures", "reason")
+    _damaged(path, "value")
     with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="damaged"):
         assert store.failure(_call()) is None
 
@@ -306,51 +298,98 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path, kind):
     assert not path.is_file()
 
 
-def test_of_an_old_and_an_unwritten_time_only_the_new_one_counts(tmp_path):
+def _hold(path, statement, held):
+    connection = sqlite3.connect(path, isolation_level=None)
+    if statement == "BEGIN EXCLUSIVE":  # in a write-ahead log others would still read
+        connection.execute("PRAGMA journal_mode=DELETE")
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    connection.execute(statement)
+    connection.execute("INSERT INTO entries VALUES ('', '', '', '', '', 0)")
+    held.set()
+    signal.pause()
+
+
+@contextlib.contextmanager
+def _held(path, statement):
+    """While another process has begun to write and does not end; yields it."""
+    held = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(path, statement, held))
+    holder.start()
+    assert held.wait(60)
+    try:
+        yield holder
+    finally:
+        holder.kill()
+        holder.join(60)
+
+
+@pytest.mark.timeout(50)
+@pytest.mark.parametrize("statement", ["BEGIN EXCLUSIVE", "BEGIN IMMEDIATE"])
+def test_a_file_that_is_locked_for_ever_is_done_without_and_said_once(tmp_path, statement):
     path = _file_of_two_calls(tmp_path)
-    with ProfileStore(path, DEVICE) as store:
-        store._connection.execute("PRAGMA query_only=ON")  # as on a disk that is read-only
-        with pytest.warns(StoreWarning, match="cannot be written"):
-            store.put(_call(), _times(5e-3))
-        want = {_call(): _times(5e-3), _call(2): _times()}
-        for found in (store.everything(), store.of_op("aten.relu.default")):
-            pairs = list(found)
-            assert len(pairs) == 2
-            assert dict(pairs) == want
-
-
-@pytest.mark.parametrize("with_logs", [False, True])
-def test_times_after_the_file_was_deleted_are_in_a_new_one(tmp_path, with_logs):
-    path = tmp_path / "store.sqlite3"
-    with ProfileStore(path, DEVICE) as one, ProfileStore(path, DEVICE) as two:
-        one.put(_call(1), _times())
-        path.unlink()
-        if with_logs:
-            for log in tmp_path.glob("store.sqlite3-*"):
-                log.unlink()
-        for store, rows in ((one, 2), (two, 3)):
-            with pytest.warns(StoreWarning, match="deleted or replaced while open"):
+    with _held(path, statement), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with ProfileStore(path, DEVICE) as store:
+            old = {_call(2): _times()} if statement == "BEGIN IMMEDIATE" else {}
+            assert store.get(_call(2)) == old.get(_call(2))
+            store.put(_call(), _times(5e-3))  # only this one may wait
+            want = {_call(): _times(5e-3), **old}
+            for found in (store.everything(), store.of_op("aten.relu.default")):
+                assert dict(pairs := list(found)) == want
+                assert len(pairs) == len(want)
+            for rows in range(5, 25):
                 store.put(_call(rows), _times(rows))
-            store.put(_call(10 * rows), _times(rows))
+            assert store.get(_call(24)) == _times(24)
+    (warning,) = said
+    assert warning.category is StoreWarning
+    assert re.search(f"{path}: .*memory: database is locked. End what locks", str(warning.message))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ProfileStore(path, DEVICE) as store:
+            assert dict(store.everything()) == {_call(): _times(), _call(2): _times()}
+
+
+@pytest.mark.parametrize("statement", ["BEGIN EXCLUSIVE", "BEGIN IMMEDIATE"])
+def test_the_lock_of_a_process_that_died_holds_nobody_up(tmp_path, statement):
+    path = _file_of_two_calls(tmp_path)
+    with _held(path, statement) as holder:
+        holder.kill()
+        holder.join(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with ProfileStore(path, DEVICE) as store:
+                store.put(_call(3), _times())
+                assert len(list(store.everything())) == 3
+
+
+def _fill_the_disk(path, results):
+    """Every write behind 64 KiB of a file fails, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    with warnings.catch_warnings(record=True) as said, ProfileStore(path, DEVICE) as store:
+        warnings.simplefilter("always")
+        for rows in range(1, 1001):
+            store.put(_call(rows), _times(rows))
+        found = {call.tensors()[0].shape[0]: times for call, times in store.everything()}
+        assert found == {rows: _times(rows) for rows in range(1, 1001)}
+        results.put([str(w.message) for w in said if w.category is StoreWarning])
+
+
+def test_on_a_full_disk_times_are_kept_in_memory_and_what_was_written_stays(tmp_path):
+    path = _file_of_two_calls(tmp_path)
+    results = FORK.Queue()
+    writer = FORK.Process(target=_fill_the_disk, args=(path, results))
+    writer.start()
+    (said,) = results.get(timeout=60)
+    writer.join(60)
+    assert "cannot be written, new times are kept in memory" in said
+    assert "free its disk" in said
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with ProfileStore(path, DEVICE) as store:
             found = {call.tensors()[0].shape[0]: times for call, times in store.everything()}
-    assert found == {2: _times(2), 20: _times(2), 3: _times(3), 30: _times(3)}
-
-
-def test_a_table_of_other_columns_is_rebuilt_once(tmp_path):
-    path = tmp_path / "store.sqlite3"
-    ProfileStore(path, DEVICE).close()
-    with sqlite3.connect(path) as connection:
-        connection.executescript("DROP TABLE op_times; CREATE TABLE op_times(x)")
-    connection.close()
-    with pytest.warns(StoreWarning, match="columns are missing"):
-        store = ProfileStore(path, DEVICE)
-    with store:
-        store.put(_call(), _times())
-    with ProfileStore(path, DEVICE) as store:
-        assert store.get(_call()) == _times()
+    assert 0 < len(found) < 1000
+    assert all(times in (_times(rows), _times()) for rows, times in found.items())
 
 
 def test_times_of_products_in_tensor_float32_are_others(tmp_path):
