@@ -126,6 +126,7 @@ class ProfileStore:
         self._memory = _connect(":memory:")
         self._memory.execute(_SCHEMA)
         self._file: sqlite3.Connection | None = None
+        self._is_writable = True
         self._open()
 
     def close(self) -> None:
