@@ -35,6 +35,7 @@ from autopar.comm.ops import (
     disassemble,
 )
 from autopar.comm.transports.direct_exchange import DirectExchange, direct_exchange
+from autopar.comm.transports.ports import sealed
 from autopar.comm.transports.reduce_scatter import start_reduce_scatter
 from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
 from autopar.ir.mesh import MICROBATCH, Mesh
@@ -218,9 +219,10 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """torch's mesh with our axis names. Collective the first time."""
     known = _KNOWN.of_this_world().meshes
     if (device_type, mesh) not in known:
-        known[device_type, mesh] = init_device_mesh(
-            device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
-        )
+        with sealed():
+            known[device_type, mesh] = init_device_mesh(
+                device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
+            )
     return known[device_type, mesh]
 
 
@@ -237,9 +239,10 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> 
     if (purpose, groups) not in known:
         assert all(list(group) == sorted(group) for group in groups), groups
         own = None
-        for group in groups:
-            made = dist.new_group(list(group))
-            own = made if rank in group else own
+        with sealed():
+            for group in groups:
+                made = dist.new_group(list(group))
+                own = made if rank in group else own
         known[purpose, groups] = own
     return known[purpose, groups]
 

@@ -1,14 +1,10 @@
-"""Which rank is blamed, and who may speak to the watch; real faults are in test_torchrun_faults."""
+"""Which rank is blamed; real faults are in test_torchrun_faults and test_faults_between_steps."""
 
 from __future__ import annotations
-
-import socket
-import threading
 
 import pytest
 
 from autopar.runtime.faults.judge import CallNumber, Condition, State, diagnose
-from autopar.runtime.faults.lines import accept_all, connect, listen
 
 THIRD = CallNumber(name="train_step()", number=3)
 STEP = {"call": THIRD, "doing": "action 1F0"}
@@ -118,24 +114,3 @@ def test_a_rank_that_does_nothing_is_blamed_if_all_do_nothing() -> None:
     assert diagnose([idle[0], idle[2]], num_ranks=2) is None
     loading = Condition(rank=3, state=State.OUTSIDE)
     assert diagnose([*idle, loading], num_ranks=4) is None
-
-
-def test_a_stranger_or_noise_is_refused() -> None:
-    with listen(everywhere=False) as listener:
-        port = listener.getsockname()[1]
-
-        def knock() -> None:
-            connect("127.0.0.1", port, "a guess", 1, 5)
-            with socket.create_connection(("127.0.0.1", port)) as noise:
-                noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            with socket.create_connection(("127.0.0.1", port)) as noise:
-                noise.sendall(b'[1, 2, "token"]\n')
-            kept.append(connect("127.0.0.1", port, "the token", 2, 5))
-
-        kept: list[object] = []
-        thread = threading.Thread(target=knock)
-        thread.start()
-        lines = accept_all(listener, "the token", 2, 1.5)
-        thread.join()
-    assert list(lines) == [2]
-    lines[2].close()

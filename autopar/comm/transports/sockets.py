@@ -1,12 +1,15 @@
 """Sockets between the processes of one host, for what goes past the process group's own threads.
 
 In: a process group. Out: a connected Unix socket to each other rank, or None where its ranks are
-not all on one host. Who waits at one waits for the other rank: where that ends, `PeerGone` says so.
+not all on one host. Nobody listens once they are connected, and before only to who knows the key
+that travelled in the group (`autopar.comm.transports.handshake`). Who waits at one waits for the
+other rank: where that ends, `PeerGone` says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -20,6 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from autopar.comm.transports import handshake
 
 MAX_RANKS = 16
 """Beyond, as many sockets as pairs of ranks are too many."""
@@ -58,13 +63,14 @@ def connected(process_group: Any, *, able: bool = True) -> Peers | None:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(f"{folder}/{index}")
             listener.listen(num)
-            offer = host, f"{folder}/{index}"
+            key = handshake.new_key()
+            offer = host, f"{folder}/{index}", key
         offers: list[Any] = [None] * num
         dist.all_gather_object(offers, offer, group=process_group)
-        if None in offers or len({host for host, _ in offers}) > 1:
+        if None in offers or len({host for host, *_ in offers}) > 1:
             return None
         assert listener is not None
-        peers = _connected(listener, [path for _, path in offers], index)
+        peers = _connected(listener, [offer[1:] for offer in offers], index)
         answers: list[Any] = [None] * num
         dist.all_gather_object(answers, peers is not None, group=process_group)
         if peers is not None and not all(answers):
@@ -72,32 +78,41 @@ def connected(process_group: Any, *, able: bool = True) -> Peers | None:
         return peers if all(answers) else None
 
 
-def _connected(listener: socket.socket, paths: Sequence[str], index: int) -> Peers | None:
-    """To lower ranks by connecting, from higher ones by accepting."""
-    peers: list[socket.socket | None] = [None] * len(paths)
+def _connected(
+    listener: socket.socket, offers: Sequence[tuple[str, bytes]], index: int
+) -> Peers | None:
+    """To lower ranks by connecting, from higher ones by accepting; each listener has its key."""
+    peers: list[socket.socket | None] = [None] * len(offers)
     try:
-        for other in range(index):
-            made = socket.socket(socket.AF_UNIX)
+        for other, (path, key) in enumerate(offers[:index]):
+            make = functools.partial(_unix_connection, path)
+            peers[other] = handshake.connect(make, key, index, _CONNECT_S)
+        higher = range(index + 1, len(offers))
+        accepted = handshake.accept(listener, offers[index][1], higher, _CONNECT_S)
+        for other, made in accepted.items():
             peers[other] = made
-            made.settimeout(_CONNECT_S)
-            made.connect(paths[other])
-            made.sendall(struct.pack("=i", index))
-        listener.settimeout(_CONNECT_S)
-        for _ in range(index + 1, len(paths)):
-            made, _ = listener.accept()
-            made.settimeout(_CONNECT_S)
-            (other,) = struct.unpack("=i", made.recv(4, socket.MSG_WAITALL))
-            peers[other] = made
+        if len(accepted) < len(higher):
+            raise TimeoutError("not all ranks have come")
         limit = struct.pack("@ll", LIMIT_S, 0)  # by the kernel: Python would poll each time
         for peer in peers:
             if peer is not None:
-                peer.settimeout(None)
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    except (OSError, struct.error):
+    except OSError:
         _close(peers)
         return None
     return peers
+
+
+def _unix_connection(path: str, limit_s: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.settimeout(limit_s)
+        made.connect(path)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _close(peers: Peers) -> None:

@@ -1,22 +1,18 @@
 """Small messages between the processes of a job: JSON objects over TCP, one a line.
 
-In: a connected socket. Out: the objects that the other end sent. Nothing but plain data travels, so
-that whoever reaches the port can do no more than be refused.
+In: a socket that `autopar.comm.transports.handshake` has connected. Out: the objects that the other
+end sent. Nothing but plain data travels; an end that sends anything else has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import os
 import socket
-import time
 from typing import Any
 
 _MAX_LINE_BYTES = 1 << 20
 _SEND_WAIT_S = 1.0
-_HELLO_WAIT_S = 5.0
 
 
 class Lines:
@@ -52,7 +48,17 @@ class Lines:
         *lines, rest = bytes(self._received).split(b"\n")
         self._received = bytearray(rest)
         self.ended = self.ended or not data or len(rest) > _MAX_LINE_BYTES
-        return [json.loads(line) for line in lines]
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+                self.ended = True
+                break
+            messages.append(message)
+        return messages
 
     def close(self) -> None:
         self._socket.close()
@@ -65,50 +71,3 @@ def listen(*, everywhere: bool) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
-
-
-def accept_all(listener: socket.socket, token: str, num: int, limit_s: float) -> dict[int, Lines]:
-    """Connections from ranks 1 to ``num``, each with the token; fewer after ``limit_s``."""
-    found: dict[int, Lines] = {}
-    deadline_s = time.monotonic() + limit_s
-    while len(found) < num:
-        listener.settimeout(max(deadline_s - time.monotonic(), 0.001))
-        try:
-            connected, _ = listener.accept()
-        except TimeoutError:
-            break
-        lines = Lines(connected)
-        rank = _said_hello(lines, token)
-        if rank in range(1, num + 1) and rank not in found:
-            found[rank] = lines
-        else:
-            lines.close()
-    return found
-
-
-def _said_hello(lines: Lines, token: str) -> int:
-    """The rank at the other end; -1 for a stranger."""
-    deadline_s = time.monotonic() + _HELLO_WAIT_S
-    while not lines.ended and time.monotonic() < deadline_s:
-        try:
-            messages = lines.receive()
-        except ValueError:
-            return -1
-        if messages:
-            hello = messages[0]
-            is_ours = isinstance(hello, dict) and hmac.compare_digest(
-                str(hello.get("token")).encode(), token.encode()
-            )
-            return int(hello["rank"]) if is_ours else -1
-    return -1
-
-
-def connect(host: str, port: int, token: str, rank: int, limit_s: float) -> Lines:
-    """A connection to rank 0; raises OSError where there is no way to it."""
-    lines = Lines(socket.create_connection((host, port), timeout=limit_s))
-    lines.send({"token": token, "rank": rank})
-    return lines
-
-
-def new_token() -> str:
-    return os.urandom(16).hex()

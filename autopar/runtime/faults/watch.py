@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,10 +28,11 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.base.errors import AutoparError
+from autopar.comm.transports import handshake
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.faults.here import Call, Here
 from autopar.runtime.faults.judge import CallNumber, Diagnosis, raised_by_peers
-from autopar.runtime.faults.lines import Lines, accept_all, connect, listen, new_token
+from autopar.runtime.faults.lines import Lines, listen
 from autopar.runtime.faults.neighbours import Neighbours, Place, new_place
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.faults.watchers import Hub, Member, Watcher
@@ -215,18 +217,22 @@ def _connected(places: Sequence[Place], rank: int) -> tuple[dict[int, Lines], st
     on_one_host = len({place.host for place in places}) == 1
     if rank == 0:
         with contextlib.closing(listen(everywhere=not on_one_host)) as listener:
-            token = new_token()
-            dist.broadcast_object_list([listener.getsockname()[1], token], src=0)
-            lines = accept_all(listener, token, len(places) - 1, _CONNECT_S)
+            key = handshake.new_key()
+            dist.broadcast_object_list([listener.getsockname()[1], key], src=0)
+            made = handshake.accept(listener, key, range(1, len(places)), _CONNECT_S)
+            lines = {other: Lines(connected) for other, connected in made.items()}
         absent = [other for other in range(1, len(places)) if other not in lines]
         return lines, f"ranks {absent} did not reach rank 0" if absent else ""
     offer: list[Any] = [None, None]
     dist.broadcast_object_list(offer, src=0)
-    port, token = offer
+    port, key = offer
     # torchrun's master is where rank 0 is; without it, gloo also goes by the host's name.
     host = "127.0.0.1" if on_one_host else os.environ.get("MASTER_ADDR", places[0].host[0])
     try:
-        return {0: connect(host, port, token, rank, _CONNECT_S)}, ""
+        made_here = handshake.connect(
+            lambda limit_s: socket.create_connection((host, port), limit_s), key, rank, _CONNECT_S
+        )
+        return {0: Lines(made_here)}, ""
     except OSError as error:
         return {}, f"rank {rank} did not reach rank 0 at {host}:{port}: {error}"
 

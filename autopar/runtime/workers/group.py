@@ -11,7 +11,6 @@ killed at interpreter exit, and notice by themselves the death of a parent that 
 """
 
 import contextlib
-import datetime
 import itertools
 import math
 import os
@@ -24,21 +23,23 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
-
-import torch.distributed as dist
+from typing import IO, Any, Self
 
 from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
 from autopar.runtime.host.heap import with_heap_settings
 from autopar.runtime.workers.failures import Trouble, hang_error, root_cause
 from autopar.runtime.workers.main import Build, Call, Reply, Start, Stop
-from autopar.runtime.workers.process import WorkerProcess, end_processes
+from autopar.runtime.workers.process import (
+    WorkerProcess,
+    end_processes,
+    open_store_file,
+    path_of_store,
+)
 from autopar.runtime.workers.transport import Message, Spare, packed, unpack
 from autopar.runtime.workers.vigil import Vigil
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
-_STORE_S = 30.0  # how long the store, on this machine, may take to answer itself
 _SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
 
 
@@ -89,7 +90,7 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._owner_pid = os.getpid()
         self._why_closed: str | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: IO[bytes] | None = None
         self._workers: list[WorkerProcess] = []
         self._spare = Spare()
         self._finalizer = weakref.finalize(self, end_processes, self._workers, self._owner_pid)
@@ -98,13 +99,13 @@ class WorkerGroup:
             _sendable(build, "service and service_args") as message,
             self._closing_on_error("its start was interrupted"),
         ):
-            self._store, store_port = _loopback_store()
+            self._store = open_store_file()
             cores = cores_by_worker(num_workers, num_threads) if device_type == "cpu" else None
             starts = [
                 Start(
                     rank=rank,
                     world_size=num_workers,
-                    store_port=store_port,
+                    store_path=path_of_store(self._store),
                     backend=backend,
                     device_type=device_type,
                     device_index=device_index,
@@ -213,7 +214,9 @@ class WorkerGroup:
     def _start_workers(self, starts: list[Start], build: Message, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         for start in starts:  # all processes first: they import torch side by side
-            self._workers.append(WorkerProcess(start.rank, env=_worker_env(start)))
+            assert self._store is not None
+            own_env = _worker_env(start)
+            self._workers.append(WorkerProcess(start.rank, self._store.fileno(), env=own_env))
         for worker, start in zip(self._workers, starts, strict=True):
             with packed(start) as own:
                 self._send(worker, own, deadline_s)
@@ -236,7 +239,8 @@ class WorkerGroup:
     def _end(self) -> None:
         self._finalizer()  # kills what still runs; does nothing the second time
         self._spare.close()
-        self._store = None
+        if self._store is not None:
+            self._store.close()
 
     @contextlib.contextmanager
     def _turn(self, deadline_s: float, what: str) -> Iterator[None]:
@@ -377,27 +381,6 @@ def cores_by_worker(num_workers: int, num_threads: int) -> list[tuple[int, ...]]
     if not len(cores) == usable_cores() == num_workers * num_threads:
         return None
     return [tuple(cores[i : i + num_threads]) for i in range(0, len(cores), num_threads)]
-
-
-def _loopback_store() -> tuple[dist.TCPStore, int]:
-    """A store that only this machine can reach; its port is held from the moment it is known.
-
-    The limit on the start is not the store's: on a busy machine it would fail first, with an error
-    of torch's.
-    """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=datetime.timedelta(seconds=_STORE_S),
-        )
-    return store, port
 
 
 def _worker_env(start: Start) -> Mapping[str, str]:

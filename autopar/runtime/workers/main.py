@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from autopar.comm.transports.ports import sealed
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.workers.transport import Channel, Message, packed, unpack, unpack_watched
@@ -48,7 +49,7 @@ class Start:
 
     rank: int
     world_size: int
-    store_port: int
+    store_path: str
     backend: str
     device_type: str
     device_index: int  # without meaning on CPU
@@ -162,20 +163,17 @@ def _join_group(start: Start) -> None:
         torch.cuda.set_device(start.device_index)
         if "nccl" in start.backend:
             device_id = torch.device("cuda", start.device_index)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        start.store_port,
-        is_master=False,
-        timeout=datetime.timedelta(seconds=start.start_timeout_s),
-    )
-    dist.init_process_group(
-        start.backend,
-        store=store,
-        rank=start.rank,
-        world_size=start.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-        device_id=device_id,
-    )
+    store = dist.FileStore(start.store_path, start.world_size)
+    store.set_timeout(datetime.timedelta(seconds=start.start_timeout_s))
+    with sealed():
+        dist.init_process_group(
+            start.backend,
+            store=store,
+            rank=start.rank,
+            world_size=start.world_size,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=device_id,
+        )
 
 
 def _reply(channel: Channel, reply: Reply) -> None:

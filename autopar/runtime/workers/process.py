@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.workers.transport import Channel
@@ -36,12 +37,13 @@ main(socket_fd, board_fd, parent_pid)
 _STACK_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 1 << 20
+_OWN_FILES = "/proc/self/fd"
 
 
 class WorkerProcess:
-    """A worker and the parent's ends of what leads to it."""
+    """A worker and the parent's ends of what leads to it; it inherits the group's store."""
 
-    def __init__(self, rank: int, *, env: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, store_fd: int, *, env: Mapping[str, str]) -> None:
         self.rank = rank
         # Where faulthandler writes: the stack on SIGUSR1, or when the interpreter crashes.
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
@@ -55,7 +57,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, boot_args],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), stack_fd, board_fd),
+                pass_fds=(theirs.fileno(), stack_fd, board_fd, store_fd),
                 env=env,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
             )
@@ -121,6 +123,19 @@ class WorkerProcess:
         self.channel.close()
         self._stack_file.close()
         self._board.close()
+
+
+def open_store_file() -> IO[bytes]:
+    """The file by which the workers of one group find each other, where a port would be open to
+    every process of the machine. On Linux it has no name: only who inherits it can read it."""
+    if os.path.exists(_OWN_FILES):
+        return tempfile.TemporaryFile()
+    return tempfile.NamedTemporaryFile(prefix="autopar-")  # the owner's alone
+
+
+def path_of_store(file: IO[bytes]) -> str:
+    """By which a process that has inherited the file opens it again."""
+    return f"{_OWN_FILES}/{file.fileno()}" if os.path.exists(_OWN_FILES) else str(file.name)
 
 
 def python_stacks(workers: Sequence[WorkerProcess]) -> dict[int, str]:
