@@ -172,12 +172,11 @@ def test_strangers_do_not_disturb_training() -> None:
         ]
         assert {address.ip for address in ports} <= {"127.0.0.1", "::1"}
         named = [c.laddr for w in workers for c in w.net_connections("unix") if c.laddr]
-        assert not named
+        assert not any(map(os.path.exists, named))
         for address in ports:
             for noise in NOISE.values():
-                stranger = stack.enter_context(to(address.port)(5.0))
-                stranger.settimeout(1.0)
                 with contextlib.suppress(OSError):
+                    stranger = stack.enter_context(to(address.port)(0.3))
                     stranger.sendall(noise)
         losses += [compiled.train_step(x, target).item() for _ in range(3)]
         stack.close()
