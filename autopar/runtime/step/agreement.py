@@ -68,6 +68,10 @@ class Agreement:
         self._counts = mesh.index(communicator.rank, others) == 0
         self._norms: dict[torch.dtype, list[Tensor]] = {}
 
+    def begin_step(self) -> None:
+        """Forget what a step that broke off has left."""
+        self._norms.clear()
+
     def inspect(self, gradient: Tensor) -> None:
         """Take note of a complete gradient of this rank."""
         precise = torch.promote_types(gradient.dtype, torch.float32)

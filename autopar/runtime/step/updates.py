@@ -64,6 +64,8 @@ class Updates:
     def begin_step(self) -> None:
         """Forget the gradients of the last step, but for those that are due."""
         self._held_back.clear()
+        if self.agreement is not None:
+            self.agreement.begin_step()
         for parameter in self.trained.values():
             parameter.grad = None
 
