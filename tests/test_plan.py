@@ -270,7 +270,12 @@ def test_mesh_must_multiply_to_the_devices(captured):
     [
         (Pin("nowhere.*", choice="m0"), "matches no op"),
         (Pin("addmm", choice="zzz"), "nothing is left to choose for op 'addmm'"),
-        (Force("zero3", axis="q"), "no axis 'q'"),
+        (Force("zero3", axis="q"), r"no axis 'q'; write axis='x', .*: mesh=\{'q': 4\}"),
+        (Pin("addm_2", choice="n"), r"matches no op; .*graph\.ops\]; did you mean 'addmm_2'\?"),
+        (
+            Pin("transformer.wt.weight", stored="R"),
+            r"matches no parameter .*named_parameters\(\)\]; did you mean 'transformer\.wte\.w",
+        ),
         (MemoryBudget("10KiB"), "no strategy"),
     ],
 )
@@ -357,6 +362,11 @@ def test_of_three_constraints_the_two_that_contradict_each_other_are_named(captu
         make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=constraints)
     assert f"{constraints[0]} and {constraints[2]}; drop one" in str(caught.value)
     assert "Force" not in str(caught.value)
+
+
+def test_the_strategy_that_was_meant_is_named():
+    with pytest.raises(ConstraintError, match=r"unknown strategy 'ZeRO3'; .*did you mean 'zero3'"):
+        Force("ZeRO3")
 
 
 def test_a_known_strategy_that_cannot_be_forbidden_is_refused():

@@ -15,13 +15,14 @@ import msgspec
 
 from autopar.base.documents import DocumentError, convert, load, path_of, shown, text_of
 from autopar.base.errors import PlanError
+from autopar.base.spelling import did_you_mean
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured
 from autopar.ir.graph import Graph, ValueKind
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
 from autopar.passes.batch_norm import batch_norm_of, with_batch_norm
-from autopar.plan.refusals import alike, at, refused
+from autopar.plan.refusals import at, refused
 from autopar.plan.schedule_plan import MAX_DEVICES, SchedulePlan
 from autopar.rules import parse_choice
 from autopar.sharding.microbatches import analysed
@@ -359,7 +360,7 @@ def _assignment(plan: Plan, captured: Captured, analysis: Analysis) -> Assignmen
         if name not in names:
             raise refused(
                 f"the plan splits op {shown(name)}, which the graph does not have"
-                + alike(name, names),
+                + did_you_mean(name, names),
                 "$.ops",
             )
     everywhere = " ".join("-" * mesh.num_axes)
@@ -420,7 +421,7 @@ def _placements(field: str, texts: dict[str, str], index: dict[str, int]) -> dic
         lacks, other = ("plan", texts) if name in index else ("graph", index)
         raise refused(
             f"plan and graph disagree on {shown(name)}: the {lacks} does not have it"
-            + alike(name, other),
+            + did_you_mean(name, other),
             path_of((field, name)),
         )
     return {

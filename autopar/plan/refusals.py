@@ -5,8 +5,7 @@ In: what was wrong, and a JSON path. Out: a PlanError that says both.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autopar.base.documents import path_of
@@ -31,9 +30,3 @@ def at(*keys: str | int) -> Iterator[None]:
         yield
     except AutoparError as error:
         raise refused(str(error), path_of(keys)) from error
-
-
-def alike(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that was probably meant, or nothing."""
-    found = difflib.get_close_matches(name, known, n=1) if len(name) <= 200 else []
-    return "".join(f"; did you mean {match!r}?" for match in found)

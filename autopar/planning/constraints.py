@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.base.errors import ConstraintError, PlanError
+from autopar.base.spelling import did_you_mean
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, check_placements, parse_placement
 from autopar.planning.known import Mask, Masks, Parallelism, forbid_masks, force_masks
@@ -137,7 +138,10 @@ def parse_bytes(size: int | str) -> int:
 
 def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Parallelism)) -> None:
     if name not in known:
-        raise ConstraintError(f"unknown strategy {name!r}; known are: {', '.join(known)}")
+        raise ConstraintError(
+            f"unknown strategy {name!r}; known are: {', '.join(known)}"
+            + did_you_mean(str(name), known)
+        )
 
 
 def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Array, ...]:
@@ -190,20 +194,23 @@ def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:
     assert isinstance(constraint, Force | Forbid)
     masks: Masks = {}
     mesh = priced.pricing.mesh
-    for axis in _axes(mesh, constraint.axis):
+    for axis in _axes(mesh, constraint):
         make = force_masks if isinstance(constraint, Force) else forbid_masks
         for node, mask in make(priced, Parallelism(constraint.parallelism), axis).items():
             masks[node] = masks[node] & mask if node in masks else mask
     return masks
 
 
-def _axes(mesh: Mesh, name: str | None) -> tuple[int, ...]:
+def _axes(mesh: Mesh, constraint: Force | Forbid) -> tuple[int, ...]:
+    name = constraint.axis
     if name is None:
         return tuple(range(mesh.num_axes))
     if name not in mesh.axis_names:
+        named = dict(zip((name, *mesh.axis_names[1:]), mesh.axis_sizes))
         raise ConstraintError(
-            f"the mesh has no axis {name!r}, only {', '.join(mesh.axis_names)}; "
-            "name the axes with mesh={'dp': 2, 'tp': 2}"
+            f"{constraint}: the mesh ({mesh}) has no axis {name!r}; write "
+            f"axis={mesh.axis_names[0]!r}, or name the axes yourself: mesh={named}"
+            + did_you_mean(name, mesh.axis_names)
         )
     return (mesh.axis_names.index(name),)
 
@@ -229,12 +236,23 @@ def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
             distinct = np.array([p == wanted for p in table.placements.distinct])
             masks[node] = distinct[table.placements.index]
     if not masks:
-        what = "op" if pin.choice is not None else "parameter or input"
-        raise ConstraintError(
-            f"{pin} matches no {what}; print the graph's names with "
-            "[op.name for op in autopar.capture(model, inputs).graph.ops]"
-        )
+        raise _matches_nothing(priced, pin)
     return masks
+
+
+def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:
+    graph = priced.pricing.graph
+    if pin.choice is not None:
+        what, names = "op", {name for op in graph.ops for name in (op.name, op.module_path)}
+        where = "[op.name for op in autopar.capture(model, inputs).graph.ops]"
+    else:
+        what = "parameter or input"
+        names = {node.name for node in priced.nodes if node.kind == NodeKind.STORED}
+        where = "[name for name, _ in model.named_parameters()]"
+    return ConstraintError(
+        f"{pin} matches no {what}; print the names with {where}"
+        + did_you_mean(pin.pattern, names - {""})
+    )
 
 
 def _check_axes(pin: Pin, num: int, mesh: Mesh) -> None:

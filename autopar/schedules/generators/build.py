@@ -4,13 +4,13 @@ Comes in: a name, the number of stages and micro-batches, and the generator's ow
 a ``Schedule`` that ``verify`` accepts.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from autopar.base.errors import ScheduleError
+from autopar.base.spelling import did_you_mean
 from autopar.schedules.generators.chimera import chimera
 from autopar.schedules.generators.conventional import conventional
 from autopar.schedules.generators.dualpipe import dualpipe
@@ -89,10 +89,9 @@ def generator_of(name: object) -> Callable[..., Schedule]:
     """The generator of that name; raises ScheduleError, which suggests one."""
     found = GENERATORS.get(name) if isinstance(name, str) else None
     if found is None:
-        alike = difflib.get_close_matches(str(name).lower().replace("-", "_"), GENERATORS, n=1)
-        hint = "".join(f" (did you mean {match!r}?)" for match in alike)
         raise ScheduleError(
-            f"no schedule is called {name!r}{hint}: use one of {sorted(GENERATORS)}"
+            f"no schedule is called {name!r}; use one of {sorted(GENERATORS)}"
+            + did_you_mean(str(name), GENERATORS)
         )
     return found
 
