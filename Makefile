@@ -21,6 +21,7 @@ test: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
 
 exhaustive: $(VENV)/.installed
+	AUTOPAR_TEST_DRAWS=20 $(BIN)/python -m pytest -q -n 2 --dist=loadgroup tests/equality
 	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py \
 		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
 		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py

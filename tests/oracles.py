@@ -22,6 +22,7 @@ from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, V, is_valid
 from autopar.lowering import RankProgram, lower
+from autopar.lowering.types import ParameterProgram
 from autopar.rules import enumerate_choices
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 from autopar.testing.lockstep import LockstepRun, gather
@@ -101,30 +102,35 @@ def train_program(
     batches: Sequence[dict[str, Tensor]],
     make_optimizer: MakeOptimizer = sgd,
 ) -> Trained:
+    """Train on every rank of the program's mesh and pipeline, each with an optimizer of its own."""
     run = LockstepRun(program, captured.graph, state)
-    trainable = [p for p in program.parameters if p.trainable]
-    mesh = program.mesh
-    shards = [
-        [run.parameters[p.value][rank] for p in trainable] for rank in range(mesh.num_devices)
+    mesh, places = program.mesh, range(program.mesh.num_devices)
+    held = [
+        [p for p in program.parameters if p.trainable and p.value in rank.parameters]
+        for rank in run.ranks
     ]
-    optimizers = [make_optimizer(list(own)) for own in shards]
+    optimizers = [
+        [make_optimizer([rank.parameters[p.value][i] for p in own]) for i in places if own]
+        for rank, own in zip(run.ranks, held)
+    ]
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for batch in batches:
-        result = run.step(captured.signature.flatten((), batch))
-        assert len({x.item() for x in result.loss}) == 1, "ranks disagree on the loss"
-        losses.append(result.loss[0].item())
-        if not gradients:
-            gradients = {
-                p.name: gather(result.gradients[p.value], p.stored, p.shape, mesh)
-                for p in trainable
-                if p.value in result.gradients
-            }
-        for rank, optimizer in enumerate(optimizers):
-            for parameter, own in zip(trainable, shards[rank]):
-                got = result.gradients.get(parameter.value)
-                own.grad = None if got is None else got[rank]
-            optimizer.step()
+        results = run.steps(captured.signature.flatten((), batch))
+        assert len({x.item() for r in results for x in r.loss}) == 1, "ranks disagree on the loss"
+        losses.append(results[0].loss[0].item())
+        if len(losses) == 1:
+            gradients = _whole_gradients(run, held, results)
+        for rank, own, result, of_rank in zip(run.ranks, held, results, optimizers):
+            for place, optimizer in enumerate(of_rank):
+                for p in own:
+                    got = result.gradients.get(p.value)
+                    rank.parameters[p.value][place].grad = None if got is None else got[place]
+                optimizer.step()
+    for rank in run.ranks:
+        for value, shards in rank.parameters.items():
+            for ours, first in zip(shards, run.parameters[value]):
+                assert torch.equal(ours, first), f"copies of {value} differ between pipeline ranks"
     return Trained(
         losses=losses,
         gradients=gradients,
@@ -134,6 +140,20 @@ def train_program(
         },
         buffers={b.name: run.buffers[b.value][-1] for b in program.buffers},
     )
+
+
+def _whole_gradients(
+    run: LockstepRun, held: Sequence[Sequence[ParameterProgram]], results: Sequence[Any]
+) -> dict[str, Tensor]:
+    """By name; the pipeline ranks that hold a parameter must have equal gradients."""
+    found: dict[str, Tensor] = {}
+    for own, result in zip(held, results):
+        for p in own:
+            if p.value in result.gradients:
+                whole = gather(result.gradients[p.value], p.stored, p.shape, run.program.mesh)
+                same = torch.equal(found.setdefault(p.name, whole), whole)
+                assert same, f"pipeline ranks have different gradients of {p.name}"
+    return found
 
 
 def assert_same(got: Trained, expected: Trained, *, tolerance: float) -> None:

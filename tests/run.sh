@@ -6,6 +6,6 @@ cd "$(dirname "$0")/.."
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy -p autopar
-"$PYTHON" -m pytest --ignore=tests/runtime --numprocesses=2 --durations=25
+"$PYTHON" -m pytest --ignore=tests/runtime --numprocesses=2 --dist=loadgroup --durations=25
 "$PYTHON" -m pytest --durations=25 tests/runtime
 "$PYTHON" -m pytest --nbmake --nbmake-timeout=300 notebooks

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -35,9 +36,11 @@ from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Dice, kept_generators, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
+from autopar.testing.lockstep_links import LockstepLinks, Mail, Turns
 
 __all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
 
+R = TypeVar("R")
 Shards = list[Tensor]
 Collective = Callable[..., list[Tensor]]
 
@@ -202,8 +205,21 @@ class LockstepMachine:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockstepRank:
+    """One pipeline rank: the parameters and buffers of its stages, on every rank of its mesh."""
+
+    executor: Executor[Shards]
+    parameters: dict[int, Shards]
+    buffers: dict[int, Shards]
+
+
 class LockstepRun:
-    """A program with real parameters on all ranks at once, and plain SGD-like updates outside."""
+    """A program with real parameters on all ranks at once, and plain SGD-like updates outside.
+
+    The ranks of a mesh are a list of shards; the ranks of a pipeline take turns, each with a copy
+    of its own of what it holds (`ranks`).
+    """
 
     def __init__(
         self, program: RankProgram, graph: Graph, state: Mapping[str, Tensor], *, seed: int = 0
@@ -211,20 +227,48 @@ class LockstepRun:
         self.program = program
         self.graph = graph
         self.num_steps = 0
-        mesh = program.mesh
-        self.machine = LockstepMachine(mesh, seed)
-        self.executor: Executor[Shards] = Executor(program, self.machine, NoLinks())
-        self.parameters = {
-            p.value: scatter(state[p.name], p.stored, mesh) for p in program.parameters
-        }
+        self.seed = seed
+        self.ranks = tuple(
+            self._rank(state, device) for device in range(program.pipeline.num_devices)
+        )
+
+    def _rank(self, state: Mapping[str, Tensor], device: int) -> LockstepRank:
+        program, mesh = self.program, self.program.mesh
         constants = dict(program.constants)
-        self.buffers = {
-            b.value: [
-                (constants[b.name] if b.name in constants else state[b.name]).clone()
-                for _ in range(mesh.num_devices)
-            ]
-            for b in program.buffers
+        return LockstepRank(
+            executor=Executor(program, LockstepMachine(mesh, self.seed), NoLinks(), device),
+            parameters={
+                p.value: scatter(state[p.name], p.stored, mesh)
+                for p in program.parameters
+                if device in p.devices
+            },
+            buffers={
+                b.value: [
+                    (constants[b.name] if b.name in constants else state[b.name]).clone()
+                    for _ in range(mesh.num_devices)
+                ]
+                for b in program.buffers
+            },
+        )
+
+    @property
+    def machine(self) -> LockstepMachine:
+        """That of the first pipeline rank."""
+        machine = self.ranks[0].executor.machine
+        assert isinstance(machine, LockstepMachine)
+        return machine
+
+    @property
+    def parameters(self) -> dict[int, Shards]:
+        """By value, those of the first pipeline rank that holds each."""
+        return {
+            p.value: self.ranks[p.devices[0]].parameters[p.value] for p in self.program.parameters
         }
+
+    @property
+    def buffers(self) -> dict[int, Shards]:
+        """By value, those of the pipeline rank that updates each."""
+        return {b.value: self.ranks[b.device].buffers[b.value] for b in self.program.buffers}
 
     def _inputs(self, tensors: Sequence[Tensor], index: int = 0) -> dict[int, Shards]:
         num = self.program.num_microbatches
@@ -233,17 +277,42 @@ class LockstepRun:
             for i, t in zip(self.program.inputs, tensors)
         }
 
-    def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
-        """Forward and backward; buffers are updated, parameters are left to the caller."""
-        self.machine.dice.begin_step(self.num_steps)
+    def _play(self, act: Callable[[LockstepRank], R]) -> list[R]:
+        """What each pipeline rank makes, with links between them."""
+        turns = Turns(len(self.ranks))
+        mail = Mail(turns)
+        for device, rank in enumerate(self.ranks):
+            machine = rank.executor.machine
+            assert isinstance(machine, LockstepMachine)
+            machine.dice.begin_step(self.num_steps)
+            if len(self.ranks) > 1:
+                rank.executor.links = LockstepLinks(mail, device, len(self.ranks))
         with kept_generators(torch.device("cpu")):
+            if len(self.ranks) == 1:
+                return [act(self.ranks[0])]
+            return turns.run([functools.partial(act, rank) for rank in self.ranks])
+
+    def steps(self, tensors: Sequence[Tensor]) -> list[StepResult[Shards]]:
+        """Forward and backward on each pipeline rank; buffers are updated, parameters are left to
+        the caller."""
+
+        def act(rank: LockstepRank) -> StepResult[Shards]:
             batches = [self._inputs(tensors, i) for i in range(self.program.num_microbatches)]
-            result = self.executor.step(self.parameters, self.buffers, batches)
-        self.buffers.update(result.buffers)
+            result = rank.executor.step(rank.parameters, rank.buffers, batches)
+            rank.buffers.update(result.buffers)
+            return result
+
+        results = self._play(act)
         self.num_steps += 1
+        return results
+
+    def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
+        """As `steps`, of a program without a pipeline."""
+        (result,) = self.steps(tensors)
         return result
 
     def forward(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
-        self.machine.dice.begin_step(self.num_steps)
-        with kept_generators(torch.device("cpu")):
-            return self.executor.forward(self.parameters, self.buffers, self._inputs(tensors))
+        """Loss and outputs, by value; every pipeline rank has the same."""
+        return self._play(
+            lambda rank: rank.executor.forward(rank.parameters, rank.buffers, self._inputs(tensors))
+        )[0]

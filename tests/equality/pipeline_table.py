@@ -1,4 +1,4 @@
-"""The table of pipelines that must equal eager: model x processes x mesh inside stages x schedule.
+"""The table of pipelines that must equal eager: model x ranks x mesh inside stages x schedule.
 
 Each row either runs or has a reason why it does not fit.
 """

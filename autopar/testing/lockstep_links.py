@@ -1,0 +1,178 @@
+"""Pipeline ranks as threads that take turns: the links of `autopar.testing.lockstep`.
+
+One thread a pipeline rank plays its own list of actions; only the holder of the turn runs, and it
+passes the turn on where it waits for a message. So a run is deterministic as far as its values go,
+the global random generator is nobody else's while an op draws from it, and a schedule in which all
+ranks wait for each other is found at once and named instead of hanging.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from autopar.lowering.types import TensorMeta
+from autopar.runtime.machine.protocols import Received
+from autopar.runtime.state.shards import reduced
+
+Shards = list[Tensor]
+R = TypeVar("R")
+
+
+class Deadlock(RuntimeError):
+    """All pipeline ranks that still run wait for messages that nobody has sent."""
+
+
+class Turns:
+    """The turn to run, which one thread holds at a time."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._changed = threading.Condition()
+        self._running = num_ranks
+        self._waiting: dict[int, str] = {}
+        self._failed: BaseException | None = None
+
+    def run(self, functions: Sequence[Callable[[], R]]) -> list[R]:
+        """The results of one function a rank, each in a thread of its own.
+
+        Raises what the first rank raised; the others stop at their next wait.
+        """
+        results: dict[int, R] = {}
+
+        def play(rank: int, function: Callable[[], R]) -> None:
+            with self._changed:
+                try:
+                    results[rank] = function()
+                except BaseException as error:
+                    if self._failed is None:
+                        self._failed = error
+                finally:
+                    self._running -= 1
+                    self._notice()
+
+        threads = [
+            threading.Thread(target=play, args=pair, daemon=True) for pair in enumerate(functions)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed
+        return [results[rank] for rank in range(len(functions))]
+
+    def wait_until(self, is_there: Callable[[], bool], rank: int, what: str) -> None:
+        """Let others run until something is there."""
+        while not is_there():
+            self._waiting[rank] = what
+            self._notice()
+            if self._failed is not None:
+                raise RuntimeError("another pipeline rank has failed") from self._failed
+            self._changed.wait()
+            self._waiting.pop(rank, None)
+
+    def arrived(self) -> None:
+        """Something that others may wait for is there: they look again."""
+        self._waiting.clear()
+        self._changed.notify_all()
+
+    def _notice(self) -> None:
+        if self._failed is None and self._running and len(self._waiting) == self._running:
+            lines = [
+                f"rank {rank} waits for {what}" for rank, what in sorted(self._waiting.items())
+            ]
+            self._failed = Deadlock("; ".join(lines))
+        if self._failed is not None:
+            self._changed.notify_all()
+
+
+class Mail:
+    """The messages between all pipeline ranks of one program."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.sent: dict[tuple[int, int], list[list[Shards]]] = defaultdict(list)
+        self.sums: dict[tuple[tuple[int, ...], int], dict[int, list[Shards]]] = defaultdict(dict)
+        self.shared: list[Shards] = []
+
+
+class LockstepLinks:
+    """`autopar.runtime.machine.protocols.Links` of one pipeline rank."""
+
+    def __init__(self, mail: Mail, rank: int, num_ranks: int) -> None:
+        self.mail = mail
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._num_received: Counter[int] = Counter()
+        self._num_sums: Counter[tuple[int, ...]] = Counter()
+        self._num_shared = 0
+
+    def send(self, device: int, values: Sequence[Shards]) -> Callable[[], None]:
+        assert device != self.rank, f"pipeline rank {device} sends to itself"
+        self.mail.sent[self.rank, device].append(_copies(values))
+        self.mail.turns.arrived()
+        return lambda: None
+
+    def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[Shards]]:
+        place = self._num_received[device]
+        self._num_received[device] += 1
+        box = self.mail.sent[device, self.rank]
+
+        def wait() -> Received[Shards]:
+            what = f"message {place} from rank {device}"
+            self.mail.turns.wait_until(lambda: len(box) > place, self.rank, what)
+            values, box[place] = box[place], []
+            _check(values, metas, what)
+            return Received(values, time.perf_counter())
+
+        return wait
+
+    def start_sum(
+        self, devices: tuple[int, ...], values: Sequence[Shards]
+    ) -> Callable[[], Sequence[Shards]]:
+        if len(devices) == 1:
+            return lambda: values
+        assert self.rank in devices, f"pipeline rank {self.rank} is not one of {devices}"
+        place = self._num_sums[devices]
+        self._num_sums[devices] += 1
+        given = self.mail.sums[devices, place]
+        given[self.rank] = _copies(values)
+        self.mail.turns.arrived()
+
+        def wait() -> Sequence[Shards]:
+            what = f"sum {place} over ranks {devices}"
+            self.mail.turns.wait_until(lambda: len(given) == len(devices), self.rank, what)
+            terms = [given[device] for device in devices]
+            return [[reduced(parts) for parts in zip(*each)] for each in zip(*terms, strict=True)]
+
+        return wait
+
+    def share(self, devices: tuple[int, ...], value: Shards | None, meta: TensorMeta) -> Shards:
+        place, what = self._num_shared, f"value {self._num_shared} that rank {devices[0]} shares"
+        self._num_shared += 1
+        shared = self.mail.shared
+        if self.rank == devices[0]:
+            assert value is not None
+            assert len(shared) == place, "pipeline ranks share values in different orders"
+            shared.append(_copies([value])[0])
+            self.mail.turns.arrived()
+        self.mail.turns.wait_until(lambda: len(shared) > place, self.rank, what)
+        _check([shared[place]], [meta], what)
+        return [x.clone() for x in shared[place]]
+
+
+def _copies(values: Iterable[Shards]) -> list[Shards]:
+    """Messages own their memory, contiguous as on every transport."""
+    return [[x.clone().contiguous() for x in value] for value in values]
+
+
+def _check(values: Sequence[Shards], metas: Sequence[TensorMeta], what: str) -> None:
+    """No metadata travels: what arrives must be what the receiver has made room for."""
+    found = [(tuple(x.shape), x.dtype) for value in values for x in value[:1]]
+    wanted = [(m.shape, m.dtype) for m in metas]
+    assert found == wanted, f"{what} holds {found}, where {wanted} was agreed"

@@ -1,0 +1,61 @@
+"""Model x plan x schedule, drawn: every one equals eager PyTorch, in lockstep.
+
+``AUTOPAR_TEST_DRAWS=20`` multiplies the number of drawn programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from tests.equality.case import Case
+from tests.equality.drawn_plans import drawn_programs
+from tests.models import families
+from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS, gpt2
+
+FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
+NUM_STEPS = 2
+PROGRAMS = {
+    "mlp": 20,
+    "gpt2": 12,
+    "bert": 12,
+    "lstm": 12,
+    "resnet": 8,
+    "llama": 10,
+    "t5": 8,
+    "mobilenet_v2": 1,
+}
+"""Programs drawn of each model; of the others, which take longer to lower, two."""
+NUM_SCHEDULES = 12
+"""Schedules that each program is tried under, the plain one among them."""
+NAMES = [*MODELS, *MORE_MODELS, *UNEVEN_MODELS, "gpt2 of 8 layers", "llama of 6 layers"]
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    deep = {"gpt2 of 8 layers": lambda: gpt2(8), "llama of 6 layers": lambda: families.llama(6)}
+    kind = name.split()[0]
+    num_joined = 1 if kind in UNEVEN_MODELS else 2
+    return Case(kind, deep.get(name), num_joined=num_joined, num_steps=NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=pytest.mark.xdist_group(f"drawn {name}"))
+        for name in NAMES
+        for number in range(FACTOR * PROGRAMS.get(name, 2))
+    ],
+)
+def test_drawn_plans_equal_eager(name: str, number: int) -> None:
+    case, tried = case_of(name), 0
+    for drawn in drawn_programs(case, number, NUM_SCHEDULES):
+        try:
+            case.check(drawn.program)
+        except Exception as error:
+            error.add_note(drawn.text)
+            raise
+        tried += 1
+    assert tried >= NUM_SCHEDULES // 2, "nearly everything that was drawn was refused"
