@@ -19,9 +19,9 @@ FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
 NUM_STEPS = 2
 PROGRAMS = {
     "mlp": 20,
-    "gpt2": 12,
-    "bert": 12,
-    "lstm": 12,
+    "gpt2": 16,
+    "bert": 16,
+    "lstm": 4,
     "resnet": 8,
     "llama": 10,
     "t5": 8,
