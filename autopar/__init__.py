@@ -16,6 +16,7 @@ from autopar.base.errors import (
     PlanError,
     RuleError,
     ScheduleError,
+    StepError,
     WorkerError,
 )
 from autopar.cost_models import Cluster
@@ -48,6 +49,7 @@ __all__ = [
     "PlanError",
     "RuleError",
     "ScheduleError",
+    "StepError",
     "WorkerError",
     "__version__",
     "capture",

@@ -99,3 +99,7 @@ class WorkerError(AutoparError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+
+class StepError(WorkerError):
+    """An op raised in a training step; the step has not happened, and training can go on."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.base.errors import WorkerError
+from autopar.base.errors import StepError, WorkerError
 from autopar.runtime.faults import life, step_limit, whereabouts
 from tests.models.zoo import build
 from tests.oracles import to_double
@@ -68,7 +68,16 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
     elif rank == at and fault in SIGNALS:
         when_doing(action, lambda: os.kill(os.getpid(), SIGNALS[fault]))
     if fault == "raise":
-        batches[2]["input_ids"][:] += 1000  # outside of the vocabulary
+        wrong = {**batches[2], "input_ids": batches[2]["input_ids"] + 1000}  # no such words
+        try:
+            compiled.train_step(**wrong)
+        except StepError as error:
+            told = {"text": str(error), "rank": error.rank}
+            (folder / f"error{rank}.json").write_text(json.dumps(told))
+        losses = [compiled.train_step(**batch).item() for batch in batches[2:]]
+        compiled.close()
+        (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+        return
     well_s = time.time()
     try:
         for step in range(2, 10_000):

@@ -27,9 +27,10 @@ from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.state.shards import gather, holder, local_part
 from autopar.runtime.state.wire import pack, unpack
-from autopar.runtime.step.diagnosis import RefusedStep, StepRefused, error_of
+from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime, no_optimizer
+from autopar.runtime.step.recovery import FailedStep, error_of_step
 from autopar.runtime.workers.group import WorkerGroup
 
 _PORTION_BYTES = 256 << 20
@@ -40,7 +41,7 @@ class _Step:
     """Of one training step: the loss, or why the step was refused; and counters after it."""
 
     loss: Tensor | None
-    refused: RefusedStep | None
+    refused: RefusedStep | FailedStep | None
     grad_norm: Tensor | None
     num_skipped_steps: int
 
@@ -222,7 +223,7 @@ class LocalRunner:
         self.step_limit.note(time.monotonic() - started_s)
         self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
         if step.refused is not None:
-            raise error_of(step.refused, self.program)
+            raise error_of_step(step.refused, self.program)
         assert step.loss is not None
         return step.loss
 

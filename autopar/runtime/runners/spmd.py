@@ -32,9 +32,10 @@ from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state import checkpoint
 from autopar.runtime.state.shards import local_part
-from autopar.runtime.step.diagnosis import StepRefused, error_of
+from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime
+from autopar.runtime.step.recovery import error_of_step
 
 T = TypeVar("T")
 COMPILE = "compile()"
@@ -129,7 +130,7 @@ class SpmdRunner:
                 return self.runtime.train_step(tensors, local=local)
             except StepRefused as error:  # on all ranks: nothing is wrong with this one
                 refused = error.step
-        raise error_of(refused, self.runtime.program)
+        raise error_of_step(refused, self.runtime.program)
 
     @property
     def num_skipped_steps(self) -> int:

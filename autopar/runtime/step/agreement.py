@@ -78,6 +78,10 @@ class Agreement:
         norm = torch.linalg.vector_norm(gradient, dtype=precise)
         self._norms.setdefault(gradient.dtype, []).append(norm)
 
+    def refuse(self) -> None:
+        """This rank's step is void, whatever its gradients are."""
+        self._norms[torch.float32] = [torch.full((), math.nan, device=self.device)]
+
     def total_loss(self, part: Tensor | None) -> Tensor:
         """The sum of the ranks' parts of the loss; with it comes the verdict."""
         pair = torch.zeros(2, dtype=self._meta.dtype, device=self.device)

@@ -63,14 +63,16 @@ class Clipper:
         }
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
 
-    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, the same on all ranks."""
+    def norm(self, gradients: Mapping[str, Tensor], *, is_void: bool = False) -> Tensor:
+        """The 2-norm of all gradients together, the same on all ranks: NaN if any is void."""
         total = torch.zeros((), dtype=self._dtype, device=self.device)
         for name, gradient in gradients.items():
             if name in self._counted:
                 precise = torch.promote_types(gradient.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(gradient, dtype=precise)
                 total += norm.to(self._dtype).square()
+        if is_void:
+            total.fill_(math.nan)
         return self._sum(total).sqrt()
 
     def factor(self, norm: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ class RefusedStep:
 
 
 class StepRefused(Exception):
-    """Raised on all ranks alike; what runs a rank makes a `NonFiniteError` of it."""
+    """Raised on all ranks alike; what runs a rank makes an error for the user of it."""
 
-    def __init__(self, step: RefusedStep) -> None:
+    def __init__(self, step: Any) -> None:
         super().__init__(step)
         self.step = step
 
@@ -220,14 +220,25 @@ def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
 
 
 def _line(found: Found, ranks: Sequence[int], num_ranks: int, program: RankProgram) -> str:
-    where = f"block {program.blocks[found.block].name!r}, {_phase(found)}"
-    if program.num_microbatches > 1:
-        where += f", micro-batch {found.microbatch}"
-    where += _on(ranks, num_ranks)
+    where = _where(found, program) + _on(ranks, num_ranks)
     node, location = _node(found, program), _location(found, program)
     at = f" at {location}" if location else ""
     maker = "read" if node.op == "placeholder" else f"made by {operator_name(node)}{at}"
     return f"first {found.kind}: {maker} ({where})"
+
+
+def _where(found: Found, program: RankProgram) -> str:
+    where = f"block {program.blocks[found.block].name!r}, {_phase(found)}"
+    if program.num_microbatches > 1:
+        where += f", micro-batch {found.microbatch}"
+    return where
+
+
+def maker_of(found: Found, program: RankProgram) -> str:
+    """The op at a node, its line in the user's code where that is known, and its block."""
+    node, location = _node(found, program), _location(found, program)
+    at = f" at {location}" if location else ""
+    return f"{operator_name(node)}{at} ({_where(found, program)})"
 
 
 def _on(ranks: Sequence[int], num_ranks: int) -> str:

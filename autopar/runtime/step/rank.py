@@ -44,6 +44,7 @@ from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor
+from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.updates import Updates
 
 _UPDATE = padded("the update of the weights")
@@ -136,6 +137,8 @@ class RankRuntime:
             self._make_optimizer(options.optimizer, options.lr_scheduler)
         self.num_skipped_steps = 0
         self.updates = self._make_updates()
+        is_agreed = options.nonfinite is not NonFinite.IGNORE
+        self.recovery = Recovery(program, dist.get_rank(), self.updates, is_able=is_agreed)
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]
@@ -197,16 +200,17 @@ class RankRuntime:
 
         ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts. Where the
         loss or a gradient is not finite the step has not happened: it is left out and counted, or
-        StepRefused is raised, on all ranks alike.
+        StepRefused is raised, on all ranks alike; so it is where an op raises on any of them.
         """
         self._check_optimizer()
         batches = [
             self.inputs(self.program, tensors, index, local=local)
             for index in range(self.program.num_microbatches)
         ]
-        bound = self._training
+        bound, norm_before = self._training, self.grad_norm
         self.updates.begin_step()
-        with self._dice(bound.is_random):
+        self.recovery.begin_step()
+        with self._dice(bound.is_random), self._run_by(self.recovery):
             result = bound.executor.step(
                 bound.parameters, bound.held(self._buffers), batches, self.updates
             )
@@ -218,6 +222,11 @@ class RankRuntime:
             if buffers:
                 self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
                 self._forget_fixed(self._forwards.values())
+        elif (failed := self.recovery.failed_step(self.num_steps + 1)) is not None:
+            bound.executor.fixed.clear()
+            self.updates.begin_step()
+            self.updates.grad_norm = norm_before
+            raise StepRefused(failed)
         elif self.options.nonfinite is NonFinite.SKIP:
             self.num_skipped_steps += 1
         else:
@@ -231,18 +240,23 @@ class RankRuntime:
         """Play a step again that was not finite, as it was; the same on all ranks."""
         say(_DIAGNOSIS)
         bound, probe = self._training, Probe(self.program, dist.get_rank())
-        self.machine.probe = probe
-        try:
-            with self._dice(bound.is_random):
-                bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
-        finally:
-            self.machine.probe = None
+        with self._dice(bound.is_random), self._run_by(probe):
+            bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         given = {
             f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
         }
         given |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
         given |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
         return refused_step(probe, given, number=self.num_steps + 1, loss=loss.item())
+
+    @contextlib.contextmanager
+    def _run_by(self, probe: Probe | Recovery) -> Iterator[None]:
+        """Let it run the graphs."""
+        self.machine.probe = probe
+        try:
+            yield
+        finally:
+            self.machine.probe = None
 
     def action_times(self) -> list[ActionTime]:
         """Of the last training step on this rank."""

@@ -32,7 +32,8 @@ class Updates:
     With a ``clipper`` gradients are clipped before each update, and ``grad_norm`` is their norm
     before. With ``is_late`` the schedule makes the updates of the last step. An ``agreement`` is
     asked whether a step is finite before anything is updated, unless ``nonfinite`` is to ignore
-    that; the norm that clips is the same on all ranks, and says it there.
+    that; the norm that clips is the same on all ranks, and says it there. With ``is_void`` this
+    rank's step is as one that is not finite.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Updates:
         self.grad_norm: Tensor | None = None
         self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
+        self.is_void = False
         self._held_back: list[Sequence[int]] = []
         self._due: Reductions[Tensor] | None = None
         self._loss: Tensor | None = None
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step, but for those that are due."""
+        self.is_void = False
         self._held_back.clear()
         if self.agreement is not None:
             self.agreement.begin_step()
@@ -79,6 +82,8 @@ class Updates:
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         assert self.agreement is not None
+        if self.is_void:
+            self.agreement.refuse()
         return self.agreement.total_loss(part)
 
     def update(self, values: Sequence[int], gradients: Reductions[Tensor]) -> None:
@@ -132,7 +137,7 @@ class Updates:
         for arrived in gradients.arrivals():
             self._keep(arrived)
         if self.clipper is not None:
-            self.grad_norm = self.clipper.norm(self.gradients())
+            self.grad_norm = self.clipper.norm(self.gradients(), is_void=self.is_void)
         if not self._is_finite(loss):
             return False
         if self.clipper is not None and self.grad_norm is not None:

@@ -1,0 +1,219 @@
+"""An op that raises in a training step: the step ends on all ranks alike, and has not happened.
+
+Where one rank alone meets an error (a label out of range in its part of the batch), the others wait
+for what it owes them. So its graph goes on behind the op, with zeros in place of what the op would
+have made, and so does the rest of the step: every message is sent, every reduction is joined, and
+all is in order for the next step. The rank's word against the step travels as that of one which is
+not finite (`autopar.runtime.step.agreement`), and no rank updates anything.
+
+In: each call of a graph. Out: its results, and the first `Failure` of the step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autopar.base.errors import AutoparError, StepError
+from autopar.base.torch_private import FakeTensor, FakeTensorMode, pytree
+from autopar.comm.ops import RAW_OPS
+from autopar.lowering.types import RankProgram
+from autopar.runtime.faults import whereabouts
+from autopar.runtime.machine.protocols import Phase
+from autopar.runtime.step.diagnosis import Found, RefusedStep, error_of, maker_of
+from autopar.runtime.step.updates import Updates
+
+_GO_ON = (
+    "nothing has changed on any rank: weights, optimizer state, buffers and counters are those "
+    "before the step, and training can go on with the next batch"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What one rank raised: ``doing`` in which action, ``found`` at which op."""
+
+    rank: int
+    summary: str
+    doing: str
+    found: Found | None
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStep:
+    """A step in which some ranks raised, by rank."""
+
+    number: int
+    failures: tuple[Failure, ...]
+    num_ranks: int
+
+
+class Recovery:
+    """Runs the graphs of one rank's steps. With ``is_able`` a step goes on behind an error."""
+
+    def __init__(self, program: RankProgram, rank: int, updates: Updates, *, is_able: bool) -> None:
+        self.program = program
+        self.updates = updates
+        self.rank = rank
+        self.is_able = is_able
+        self.failure: Failure | None = None
+        self._call: tuple[int, int, Phase] = (0, 0, Phase.FORWARD)
+
+    def begin_step(self) -> None:
+        self.failure = None
+
+    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
+        self._call = microbatch, block, phase
+
+    def run(
+        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The results of ``bound``, made of ``module`` node by node."""
+        try:
+            results: Sequence[Tensor] = bound.forward(*arguments)
+        except Exception as error:
+            rest = _Rest(module, bound, error)
+            found = self._found(module, rest.place)
+            if found is not None:
+                error.add_note(f"rank {self.rank}, {maker_of(found, self.program)}")
+            if not self.is_able or not rest.can_go_on or isinstance(error, AutoparError):
+                raise
+            if self.failure is None:
+                self.failure = self._noted(error, found)
+                self.updates.is_void = True
+            try:
+                results = rest.run()
+            except Exception as another:
+                raise error from another
+        return results
+
+    def _found(self, module: fx.GraphModule, place: int) -> Found | None:
+        """Where a node of this call's block is; None in a move between blocks."""
+        microbatch, block, phase = self._call
+        kernel = self.program.kernels[self.program.blocks[block].kernel]
+        graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
+        if module is not graphs[phase]:
+            return None
+        return Found(
+            kind="", microbatch=microbatch, block=block, phase=phase, node=place, rank=self.rank
+        )
+
+    def _noted(self, error: Exception, found: Found | None) -> Failure:
+        return Failure(
+            rank=self.rank,
+            summary=traceback.format_exception_only(error)[0].strip(),
+            doing=whereabouts.current(),
+            found=found,
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def failed_step(self, number: int) -> FailedStep | None:
+        """What all ranks raised in this step; None if nothing. Collective."""
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, self.failure)
+        failures = tuple(failure for failure in by_rank if failure is not None)
+        if not failures:
+            return None
+        return FailedStep(number=number, failures=failures, num_ranks=len(by_rank))
+
+
+class _Rest:
+    """What is left of a graph's function in which an op raised.
+
+    The values that it had made are its frame's variables, which bear the names of the nodes; the
+    first node without one is the one that raised.
+    """
+
+    def __init__(self, module: fx.GraphModule, bound: fx.GraphModule, error: Exception) -> None:
+        self._bound = bound
+        self._pairs = list(zip(bound.graph.nodes, module.graph.nodes, strict=True))
+        known = _variables(type(bound).forward, error)
+        missing = [
+            place
+            for place, (node, _) in enumerate(self._pairs)
+            if node.op != "output" and node.name not in known
+        ]
+        self.place = missing[0] if missing else 0
+        self.can_go_on = bool(known and missing) and not self._communicates(self.place)
+        self._values = {n: known[n.name] for n, _ in self._pairs if n.name in known}
+
+    def _communicates(self, place: int) -> bool:
+        return self._pairs[place][1].target in RAW_OPS
+
+    def run(self) -> Sequence[Tensor]:
+        for place in range(self.place, len(self._pairs)):
+            node, original = self._pairs[place]
+            if node.op == "output":
+                results: Sequence[Tensor] = self._read(node.args[0])
+                return results
+            if node.op == "get_attr":
+                self._values[node] = getattr(self._bound, str(node.target))
+                continue
+            args, kwargs = self._read(node.args), self._read(node.kwargs)
+            if place == self.place:
+                self._values[node] = _zeros(original.target, args, kwargs)
+                continue
+            try:
+                self._values[node] = node.target(*args, **kwargs)
+            except Exception:
+                if self._communicates(place):
+                    raise
+                self._values[node] = _zeros(original.target, args, kwargs)
+        raise AssertionError("a graph ends with its output")
+
+    def _read(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, lambda node: self._values[node])
+
+
+def _variables(function: Callable[..., Any], error: Exception) -> Mapping[str, Any]:
+    """Those of the call of a function that an error comes from."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is function.__code__:
+            return dict(trace.tb_frame.f_locals)
+        trace = trace.tb_next
+    return {}
+
+
+def _zeros(target: Any, args: Any, kwargs: Any) -> Any:
+    """Zeros like what an op makes of such arguments, whatever their values."""
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+        made = target(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        shape, stride = tuple(value.shape), value.stride()
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).zero_()
+
+    return pytree.tree_map(real, made)
+
+
+def error_of_step(step: RefusedStep | FailedStep, program: RankProgram) -> AutoparError:
+    """The error for a step that has not happened; ``program`` as it was lowered here."""
+    if isinstance(step, RefusedStep):
+        return error_of(step, program)
+    first, *others = step.failures
+    lines = [f"rank {first.rank} of {step.num_ranks} {_what(first, step, program)}"]
+    lines += [f"rank {other.rank} {_what(other, step, program)}" for other in others]
+    lines += [_GO_ON, f"traceback of rank {first.rank}:", first.traceback.rstrip()]
+    return StepError("\n".join(lines), rank=first.rank, traceback=first.traceback)
+
+
+def _what(failure: Failure, step: FailedStep, program: RankProgram) -> str:
+    text = f"raised {failure.summary}"
+    if failure.doing:
+        text += f" in {failure.doing}"
+    text += f" of training step {step.number}"
+    return text if failure.found is None else f"{text}: {maker_of(failure.found, program)}"
