@@ -21,6 +21,7 @@ test: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
 
 exhaustive: $(VENV)/.installed
+	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q tests/models/test_drawn_programs.py
 	AUTOPAR_TEST_DRAWS=20 $(BIN)/python -m pytest -q -n 2 --dist=loadgroup tests/equality
 	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py \
 		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \

@@ -1,0 +1,63 @@
+"""Drawn programs: captured, each is what eager mode computes, or it is refused.
+
+`make test` draws 300; ``AUTOPAR_DRAWN_PROGRAMS=3000`` is the long form.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import warnings
+
+import pytest
+import torch
+
+from autopar.base.errors import AutoparError, GradientError
+from autopar.frontend.capture import Arguments, capture
+from autopar.frontend.checking.gradients import compare_with_eager
+from autopar.frontend.checking.trial import Trial, off_by
+from tests.models.drawn_programs import INPUT, Drawn, draw
+
+NUM_PROGRAMS = int(os.environ.get("AUTOPAR_DRAWN_PROGRAMS", "300"))
+FIRST = int(os.environ.get("AUTOPAR_FIRST_DRAWN_PROGRAM", "0"))
+TOLERANCE = 1e-8
+MOST_REFUSED = 0.1
+
+
+def ended(model: Drawn) -> str:
+    """How ``autopar.compile`` takes a program: ``equal``, ``refused ...``, or what went wrong."""
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        captured = capture(model, (INPUT,))
+    except AutoparError as error:
+        return "refused by capture: " + " ".join(str(error).split())[:160]
+    try:
+        compare_with_eager(captured, model, (INPUT,))
+    except GradientError as error:
+        return "refused by the gradient check: " + " ".join(str(error).split())[:160]
+    trial = Trial(captured, model, None, Arguments((INPUT,), {}), torch.device("cpu"), names)
+    got, expected = trial.of_graph(), trial.eager()
+    quantities = {"the loss": (got.loss, expected.loss)}
+    quantities |= {n: (got.gradients[n], expected.gradients[n]) for n in names}
+    for name, (ours, theirs) in quantities.items():
+        off, size = off_by(ours, theirs)
+        if not off <= TOLERANCE * max(size, 1):
+            return f"WRONG: {name} is off by {off:.3g} of {size:.3g}"
+    return "equal"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_drawn_program_is_silently_wrong():
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for seed in range(FIRST, FIRST + NUM_PROGRAMS):
+        model = draw(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            end = ended(model)
+        found[end].append(f"{seed}: {model}")
+    for end, programs in sorted(found.items()):
+        print(len(programs), end, programs[0])
+    wrong = {end: programs for end, programs in found.items() if end.startswith("WRONG")}
+    assert not wrong
+    refused = sum(len(programs) for end, programs in found.items() if end.startswith("refused"))
+    assert refused <= MOST_REFUSED * NUM_PROGRAMS, f"{refused} of {NUM_PROGRAMS} are refused"
