@@ -16,12 +16,18 @@ from autopar.base.errors import AutoparError, GradientError
 from autopar.frontend.capture import Arguments, capture
 from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.frontend.checking.trial import Trial, off_by
+from autopar.frontend.reader import is_random
+from autopar.ir.mesh import Mesh
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.drawn_programs import INPUT, Drawn, draw
+from tests.oracles import lockstep_steps, random_assignment, reference_steps, state_of
 
 NUM_PROGRAMS = int(os.environ.get("AUTOPAR_DRAWN_PROGRAMS", "300"))
 FIRST = int(os.environ.get("AUTOPAR_FIRST_DRAWN_PROGRAM", "0"))
 TOLERANCE = 1e-8
 MOST_REFUSED = 0.1
+STRIDE = 20
+"""One in so many is split too."""
 
 
 def ended(model: Drawn) -> str:
@@ -61,3 +67,25 @@ def test_no_drawn_program_is_silently_wrong():
     assert not wrong
     refused = sum(len(programs) for end, programs in found.items() if end.startswith("refused"))
     assert refused <= MOST_REFUSED * NUM_PROGRAMS, f"{refused} of {NUM_PROGRAMS} are refused"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_drawn_programs_split_at_random_are_what_eager_mode_computes():
+    compared = 0
+    for seed in range(FIRST, FIRST + NUM_PROGRAMS, STRIDE):
+        model = draw(seed)
+        if ended(model) != "equal":
+            continue
+        captured = capture(model, {"x": INPUT})
+        if any(is_random(op.target) for op in captured.graph.ops):
+            continue
+        analysis = Analysis(captured.graph)
+        strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
+        got = lockstep_steps(strategy, captured, state_of(model), [{"x": INPUT}])
+        expected = reference_steps(model, [{"x": INPUT}])
+        torch.testing.assert_close(got.losses, expected.losses, rtol=1e-9, atol=1e-9)
+        for name, gradient in expected.gradients.items():
+            error = (got.gradients[name] - gradient).abs().max().item()
+            assert error <= TOLERANCE * max(1.0, gradient.abs().max().item()), f"{seed}: {name}"
+        compared += 1
+    assert compared >= NUM_PROGRAMS // STRIDE // 2
