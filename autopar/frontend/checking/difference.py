@@ -33,8 +33,9 @@ class _Noted:
         if made.requires_grad:
             made.register_hook(self._note)
 
-    def _note(self, gradient: Tensor) -> None:
-        self.gradient = gradient.detach().clone()
+    def _note(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # one of several results that no gradient comes back to has None
+            self.gradient = gradient.detach().clone()
 
 
 class _Notes(TorchFunctionMode):
