@@ -29,17 +29,16 @@ from autopar.frontend.checking.gradients import check_trainable, compare_with_ea
 from autopar.frontend.targets import LossFn
 from autopar.ir.placement import Placements
 from autopar.lowering import RankProgram
-from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.options import CompileOptions, PlanOptions
-from autopar.passes.batch_norm import with_batch_norm
+from autopar.passes.prepare import Prepared, prepare
 from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
-from autopar.planning.joint import plan_with, searched_calls
 from autopar.planning.meshes import MeshSizes
-from autopar.planning.planner import Progress
+from autopar.planning.planner import make_planned, searched_calls
+from autopar.planning.setting import Progress
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
@@ -54,7 +53,7 @@ from autopar.runtime.state.optimizers import (
     optimizer_spec,
 )
 from autopar.schedules import Schedule
-from autopar.sharding.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Strategy
 
 Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
@@ -100,9 +99,9 @@ def plan(
       ``"1f1b"``), or what it makes. The schedule says how many pipeline devices there are, which
       share the cluster's devices evenly. Beside a pipeline's name, whatever of stages,
       micro-batches and mesh is not given is searched together with the sharding; with ``"auto"``
-      the schedule is searched too, or none chosen; see `autopar.planning.joint`. ``"conventional"``
-      and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines: all devices have all
-      stages, and reduce each stage's gradients into the next step.
+      the schedule is searched too, or none chosen; see `autopar.planning.planner`.
+      ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines:
+      all devices have all stages, and reduce each stage's gradients into the next step.
     * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
       slowest stage is made as fast as it can be.
     * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
@@ -131,19 +130,16 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    pipeline = options.pipeline(cluster.num_devices)
+    space = options.space(cluster.num_devices)
     with in_turn(), show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn)
-        captured = with_batch_norm(captured, batch_norm)
-        return plan_with(
-            captured,
+        return make_planned(
+            prepare(captured, batch_norm),
             cluster,
-            pipeline,
-            mesh=mesh,
+            space,
             constraints=constraints,
             compute=compute,
-            num_microbatches=num_microbatches,
             optimizer=optimizer_spec(optimizer, cluster.device),
             progress=say,
         ).plan
@@ -255,7 +251,7 @@ class _Compiler:
         refuse_autocast(self.devices[0].type, "autopar.compile was called")
         self.options = options
         self.planning = options.planning.with_mesh(mesh)
-        self.pipeline = self.planning.pipeline(len(self.devices))
+        self.space = self.planning.space(len(self.devices))
         self.progress = progress
 
     def compile(self, inputs: Any) -> Compiled:
@@ -272,9 +268,9 @@ class _Compiler:
                 self._check_gradients(captured, inputs)
             if self.options.running.optimizer is not None:
                 check_trainable(captured.graph)
-            captured = with_batch_norm(captured, self.planning.batch_norm)
             communication = self._measured_collectives(say)
-            chosen = _agreed(self.options.plan, lambda: self._search(captured, communication, say))
+            prepared = prepare(captured, self.planning.batch_norm)
+            chosen = _agreed(self.options.plan, lambda: self._search(prepared, communication, say))
             say("lower")
             return self._start(captured, chosen)
 
@@ -307,29 +303,25 @@ class _Compiler:
         )
 
     def _search(
-        self, captured: Captured, communication: CommunicationModel | None, say: Progress
+        self, prepared: Prepared, communication: CommunicationModel | None, say: Progress
     ) -> Plan:
         planning, running, compute = self.planning, self.options.running, None
         if communication is None:
             cluster = self.cluster or Cluster.detect(len(self.devices))
         else:
             cluster = communication.cluster
-            calls = searched_calls(
-                captured, cluster, planning.mesh, planning.num_microbatches, self.pipeline
-            )
+            calls = searched_calls(prepared, cluster, self.space)
             compute = op_times(
                 calls, cluster, default_store_path(), limit_s=self.options.profile_limit_s,
                 start_timeout_s=running.start_timeout_s, progress=say,
             )  # fmt: skip
-        return plan_with(
-            captured,
+        return make_planned(
+            prepared,
             cluster,
-            self.pipeline,
-            mesh=planning.mesh,
+            self.space,
             constraints=planning.constraints,
             compute=compute,
             communication=communication,
-            num_microbatches=planning.num_microbatches,
             optimizer=optimizer_spec(
                 running.optimizer, cluster.device, is_clipped=running.max_grad_norm is not None
             ),
@@ -341,19 +333,20 @@ class _Compiler:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)
         strategy = strategy_of(chosen, captured, num_devices)
         kind = self.devices[0].type
-        program = lower_training(strategy, chosen.schedule.num_microbatches, device_type=kind)
-        pipeline = chosen.schedule.pipeline()
-        if pipeline is not None:
-            stages, schedule = pipeline
-            program = with_pipeline(program, stages.of(strategy.graph), schedule)
+        program = lower_training(
+            strategy,
+            chosen.schedule.num_microbatches,
+            pipeline=chosen.schedule.pipeline(),
+            device_type=kind,
+        )
 
         def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
-            graph = with_batch_norm(forward, chosen.graph.batch_norm).graph
+            analysis = prepare(forward, chosen.graph.batch_norm).analysis
             assignment = from_first_rank(
-                lambda: plan_forward(graph, strategy.mesh, chosen.cluster, held),
+                lambda: plan_forward(analysis, strategy.mesh, chosen.cluster, held),
                 "the forward plan",
             )
-            return lower_staged_forward(Strategy(Analysis(graph), assignment), program)
+            return lower_staged_forward(Strategy(analysis, assignment), program)
 
         return Compiled(
             captured=captured,

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.plan.text import format_bytes, format_seconds
+from autopar.base.units import format_bytes, format_seconds
 
 NUM_WORKERS = 2
 NUM_STEPS = 12

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from autopar.base.errors import InputError, PlanError
 from autopar.cost_models import ComputeModel
-from autopar.cost_models.cluster import is_count
+from autopar.cost_models.hardware import is_count
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.passes.batch_norm import check_batch_norm
 from autopar.plan.document import Plan
 from autopar.planning.constraints import Constraint
-from autopar.planning.joint import Fixed, fixed_parts, is_searched
 from autopar.planning.meshes import MeshSizes, check_mesh
-from autopar.planning.pipelines import PipelineChoice, pipeline_choice
+from autopar.planning.space import Space, space_of
 from autopar.runtime.options import RunOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
 from autopar.schedules import Schedule
@@ -56,20 +55,15 @@ class PlanOptions:
     def with_mesh(self, mesh: MeshSizes | None) -> PlanOptions:
         return replace(self, mesh=mesh)
 
-    def pipeline(self, num_devices: int) -> PipelineChoice | Fixed | None:
-        """What was fixed of a pipeline on so many devices; raises InputError."""
-        if is_searched(self.num_stages, self.schedule, self.num_microbatches, self.cuts, self.mesh):
-            return fixed_parts(
-                self.num_stages, str(self.schedule), self.num_microbatches, self.cuts, self.mesh,
-                self.recompute,
-            )  # fmt: skip
-        return pipeline_choice(
+    def space(self, num_devices: int) -> Space:
+        """What a plan for so many devices is searched among; raises InputError."""
+        return space_of(
+            num_devices,
+            mesh=self.mesh,
+            num_microbatches=self.num_microbatches,
             num_stages=self.num_stages,
             schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
             cuts=self.cuts,
-            num_devices=num_devices,
-            mesh=self.mesh,
             recompute=self.recompute,
         )
 

@@ -54,7 +54,7 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
     import transformers  # noqa: F401  (its import is no part of planning)
 
     import autopar
-    from autopar.planning import planner
+    from autopar.planning import planner, sharding_search
 
     cluster = autopar.Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
     marks = [("capture", time.perf_counter(), time.process_time())]
@@ -62,14 +62,14 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
     def mark(text: str) -> None:
         marks.append((text, time.perf_counter(), time.process_time()))
 
-    solve, searches_s = planner.solve, []
+    solve, searches_s = sharding_search.solve, []
 
     def timed_solve(*args: Any, **kwargs: Any) -> Any:
         solution = solve(*args, **kwargs)
         searches_s.append(solution.time_s)
         return solution
 
-    planner.solve = timed_solve
+    sharding_search.solve = timed_solve
     captured = llama_graph(num_layers)
     planned = planner.make_planned(captured, cluster, progress=mark)
     mark("end")

@@ -66,9 +66,9 @@ def main() -> int:
         ]
         if not wanted:
             continue
-        analysis = analysed(network)
+        prepared = prepared_of(network)
         for preset, count in wanted:
-            cells[network, preset, count] = cell(network, analysis, preset, count)
+            cells[network, preset, count] = cell(network, prepared, preset, count)
             show(cells[network, preset, count])
             write(list(cells.values()), arguments.instances)
     write(list(cells.values()), arguments.instances)
@@ -77,24 +77,25 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def analysed(network: str) -> Any:
-    from autopar.sharding.strategy import Analysis
+def prepared_of(network: str) -> Any:
+    from autopar.passes.prepare import prepare
 
-    return Analysis(captured(network).graph)
+    return prepare(captured(network))
 
 
-def cell(network: str, analysis: Any, preset: str, count: int) -> Row:
+def cell(network: str, prepared: Any, preset: str, count: int) -> Row:
     """One network on so many devices of one kind: the plan and every known strategy."""
     from autopar.cost_models import Cluster
     from autopar.planning.baselines import MARKOV_STEPS_PER_NODE, price_baselines
-    from autopar.planning.meshes import candidate_meshes
-    from autopar.planning.planner import cheapest, search_meshes
+    from autopar.planning.planner import make_setting
+    from autopar.planning.sharding_search import cheapest, search_meshes
     from autopar.pricing.step_time import time_parts
 
     inner = min(count, DEVICES_PER_NODE)
     cluster = Cluster.preset(preset, nodes=count // inner, devices_per_node=inner)
     start = time.perf_counter()
-    candidates = search_meshes(analysis, cluster, candidate_meshes(cluster, None))
+    setting = make_setting(prepared, cluster)
+    candidates = search_meshes(setting, prepared.cut(1), setting.space.meshes(cluster))
     best = cheapest(candidates)
     searched = time.perf_counter()
     steps = PASE_STEPS_PER_NODE if network in PASE else MARKOV_STEPS_PER_NODE

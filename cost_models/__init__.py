@@ -2,7 +2,7 @@
 
 from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops
+from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.collective_measure import (
     all_measured,
     is_group_of,
@@ -12,6 +12,7 @@ from autopar.cost_models.collective_measure import (
 from autopar.cost_models.communication import Collective, CommunicationModel
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, Estimate, OpEstimate, Source
+from autopar.cost_models.hardware import DeviceSpec, Level, PeakFlops
 from autopar.cost_models.memory import Allocator, Category, GraphMemory, graph_memory
 from autopar.cost_models.op_work import bytes_moved, flops
 from autopar.cost_models.profiler import Profiler, ProfileSummary

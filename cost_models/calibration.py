@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.calls import OpCall
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.compute import peak_flops_per_s
 from autopar.cost_models.efficiency import (
     TABLES,
@@ -20,6 +19,7 @@ from autopar.cost_models.efficiency import (
     kernel_time_s,
 )
 from autopar.cost_models.estimate import CostError
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family, Work

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.efficiency import TABLES, EfficiencyTable, kernel_time_s
 from autopar.cost_models.estimate import OpEstimate, Source
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.matrix_work import ATTENTION_CAUSAL_AT
 from autopar.cost_models.op_work import bytes_moved, flops, work
 from autopar.cost_models.work import Family, OpWork, Work

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from autopar.base.errors import ClusterError
 from autopar.cost_models import cgroup
-from autopar.cost_models.cluster import Cluster, DeviceSpec, PeakFlops, is_count
+from autopar.cost_models.hardware import DeviceSpec, Hardware, PeakFlops, is_count
 from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
 
 _CACHE_VERSION = 3
@@ -60,7 +60,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
-def detect_cluster(num_devices: int | None = None) -> Cluster:
+def detect_cluster(num_devices: int | None = None) -> Hardware:
     """The machine at hand with ``num_devices`` of its devices; see ``Cluster.detect``."""
     if num_devices is not None and not is_count(num_devices):
         raise ClusterError(
@@ -71,7 +71,7 @@ def detect_cluster(num_devices: int | None = None) -> Cluster:
     return _detect_cpu(num_devices)
 
 
-def _detect_cuda(num_devices: int | None) -> Cluster:
+def _detect_cuda(num_devices: int | None) -> Hardware:
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.cuda.device_count()
     count = num_devices or world_size or torch.cuda.device_count()
@@ -163,7 +163,7 @@ def measured_cuda_device() -> DeviceSpec:
     )
 
 
-def _detect_cpu(num_devices: int | None) -> Cluster:
+def _detect_cpu(num_devices: int | None) -> Hardware:
     cores = usable_cores()
     count = num_devices or int(os.environ.get("WORLD_SIZE", 0)) or cores
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))

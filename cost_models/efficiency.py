@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, MatrixShape, Work
 
 NOT_FITTED_FACTOR = 2.0

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from autopar.cost_models.calls import OpCall
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError, NotNowError, OpEstimate
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.inputs import RealCall, normal_like
 from autopar.cost_models.shapes import outputs
 from autopar.cost_models.store import OpTime

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
+from autopar.cost_models.hardware import DeviceSpec
 
 
 class Category(StrEnum):

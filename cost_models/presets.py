@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from autopar.base.errors import ClusterError
-from autopar.cost_models.cluster import Cluster, DeviceSpec, Level, PeakFlops, is_count
+from autopar.cost_models.hardware import DeviceSpec, Hardware, Level, PeakFlops, is_count
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -323,7 +323,7 @@ _PRESETS = {
 PRESET_NAMES = tuple(_PRESETS)
 
 
-def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> Cluster:
+def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> Hardware:
     """The cluster of ``nodes`` usual nodes of the device called ``name``.
 
     ClusterError for an unknown name (the known ones are listed) or a count below one.
@@ -345,7 +345,7 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> C
     levels: tuple[Level, ...] = (structs.replace(preset.inner, size=devices_per_node),)
     if nodes > 1:
         levels += (structs.replace(preset.outer, size=nodes),)
-    return Cluster(
+    return Hardware(
         device=preset.device,
         levels=levels,
         memory_reserve_bytes=preset.memory_reserve_bytes,

@@ -18,9 +18,9 @@ from rich.progress import Progress
 
 from autopar.base.errors import ClusterError
 from autopar.cost_models.calls import OpCall
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.compute import ComputeModel, RooflineModel
 from autopar.cost_models.estimate import CostError, NotNowError, OpEstimate, Source
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.measure import MeasureLimits, measure_call
 from autopar.cost_models.op_work import work
 from autopar.cost_models.patterns import pattern, position_of

@@ -31,8 +31,8 @@ import torch
 
 from autopar.cost_models.call_text import call_from_text, call_to_text
 from autopar.cost_models.calls import OpCall
-from autopar.cost_models.cluster import DeviceSpec
 from autopar.cost_models.estimate import CostError
+from autopar.cost_models.hardware import DeviceSpec
 
 SCHEMA_VERSION = 10
 BUSY_S = 3.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, OpWork, Work
 
 

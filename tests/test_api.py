@@ -77,7 +77,7 @@ def test_plan_is_replayed_without_a_search(monkeypatch):
     def no_search(*args, **kwargs):
         raise AssertionError("a replay must not search")
 
-    monkeypatch.setattr("autopar.api.plan_with", no_search)
+    monkeypatch.setattr("autopar.api.make_planned", no_search)
     expected, _ = eager(model, [lambda m: m(**batch)])
     with autopar.compile(model, 2, example_inputs=batch, optimizer=SGD, plan=plan) as compiled:
         assert compiled.train_step(**batch).item() == pytest.approx(expected[0], abs=1e-5)

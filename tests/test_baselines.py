@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.cost_models.update import FUSED_ADAMW
 from autopar.frontend.capture import capture
@@ -29,10 +30,11 @@ from autopar.plan.strategy_names import (
     ZERO3,
     name_of,
 )
-from autopar.planning import planner
+from autopar.planning import fit
 from autopar.planning.baselines import KEYS, price_baselines
 from autopar.planning.constraints import Force, MemoryBudget, narrow
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import price_graph
 from autopar.pricing.step_time import time_parts
@@ -122,7 +124,7 @@ def test_under_a_budget_the_plan_is_never_worse_than_what_fits(tight):
 
 def test_a_known_strategy_stands_in_where_the_search_finds_none(tight, monkeypatch):
     captured, known, budget = tight
-    monkeypatch.setattr(planner, "MAX_BUDGET_TRIALS", 0)
+    monkeypatch.setattr(fit, "POINT_TRIALS", 0)
     plan = make_planned(captured, A100, constraints=[MemoryBudget(budget)]).plan
     assert sum(plan.prediction.memory_bytes.values()) <= budget
     best = min(cost for cost, size in known if size <= budget)
@@ -134,9 +136,9 @@ def test_a_known_strategy_stands_in_where_the_search_finds_none(tight, monkeypat
 
 def test_a_known_strategy_does_not_stand_in_for_other_constraints(tight, monkeypatch):
     captured, _, budget = tight
-    monkeypatch.setattr(planner, "MAX_BUDGET_TRIALS", 0)
+    monkeypatch.setattr(fit, "POINT_TRIALS", 0)
     constraints = [MemoryBudget(budget), Force("data_parallel")]
-    with pytest.raises(planner.ConstraintError, match="no strategy was found that fits"):
+    with pytest.raises(ConstraintError, match="no strategy was found that fits"):
         make_planned(captured, A100, constraints=constraints)
 
 
@@ -300,5 +302,7 @@ def test_what_a_model_does_not_have_is_said_and_not_faked(name, size, missing, r
 
 
 def test_a_strategy_that_the_model_lacks_cannot_be_forced_either():
-    with pytest.raises(planner.ConstraintError, match="no attention"):
-        make_planned(captured_of("lstm"), A100, mesh={"x": 4}, constraints=[Force("megatron")])
+    with pytest.raises(ConstraintError, match="no attention"):
+        make_planned(
+            captured_of("lstm"), A100, Space(mesh={"x": 4}), constraints=[Force("megatron")]
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,14 @@ import torch
 
 import autopar
 from autopar.base.errors import AutoparError, ConstraintError
-from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.cost_models.update import adamw
+from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
 from autopar.plan.document import Plan
-from autopar.planning.combinations import Combinations, Fixed
-from autopar.planning.planner import search_meshes
+from autopar.planning.combinations import Combinations
+from autopar.planning.planner import make_setting
+from autopar.planning.sharding_search import search_meshes
+from autopar.planning.space import Space
 from autopar.pricing.step_time import time_parts
-from autopar.sharding.microbatches import analysed
-from autopar.sharding.strategy import Analysis
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
@@ -216,18 +216,12 @@ def test_a_bound_is_below_every_price() -> None:
     """What is left out by its bound would indeed have been slower."""
     model, make_batch = build("gpt2")
     captured = capture(model, make_batch(0))
-    communication, compute = CommunicationModel(CLUSTER), RooflineModel(CLUSTER.device)
-    space = Combinations(
-        Analysis(captured.graph), CLUSTER, Fixed(), compute, communication, adamw(CLUSTER.device),
-        2**40,
-    )  # fmt: skip
+    setting = make_setting(captured, CLUSTER, Space(is_open=True))
+    space, point = Combinations(setting), replace(setting, space=Space())  # searched both ways
     checked = 0
     for combination in space.all():
-        _, analysis, microbatches = analysed(captured, combination.num_microbatches)
-        for found in search_meshes(
-            analysis, CLUSTER, [combination.mesh], microbatches=microbatches,
-            compute=compute, communication=communication,
-        ):  # fmt: skip
+        cut = setting.prepared.cut(combination.num_microbatches)
+        for found in search_meshes(point, cut, [combination.mesh]):
             step_s = time_parts(found).step_s
             assert space.bound_s(combination) <= step_s / combination.num_devices
             checked += 1

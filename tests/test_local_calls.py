@@ -16,6 +16,7 @@ from autopar.frontend.capture import Captured, capture
 from autopar.ir.graph import Op
 from autopar.planning.constraints import Force, Pin
 from autopar.planning.planner import Planned, make_planned
+from autopar.planning.space import Space
 from autopar.pricing.local_calls import calls_of, local_calls
 from autopar.rules.kernels import LocalCall, Phase
 
@@ -54,7 +55,7 @@ CASES = {
 def planned_of(name: str) -> tuple[Captured, Planned]:
     model, batch, wish = CASES[name]
     captured = capture(model, batch)
-    return captured, make_planned(captured, CLUSTER, mesh={"x": 2}, constraints=[wish])
+    return captured, make_planned(captured, CLUSTER, Space(mesh={"x": 2}), constraints=[wish])
 
 
 def priced(planned: Planned, op: Op) -> tuple[LocalCall, ...]:
@@ -128,7 +129,9 @@ class Heads(nn.Module):
 def test_operands_lie_in_memory_as_in_eager_mode() -> None:
     model, x = Heads(), torch.randn(4, 6, 16)
     captured = capture(model, {"x": x})
-    planned = make_planned(captured, CLUSTER, mesh={"x": 2}, constraints=[Force("data_parallel")])
+    planned = make_planned(
+        captured, CLUSTER, Space(mesh={"x": 2}), constraints=[Force("data_parallel")]
+    )
     attention = next(op for op in captured.graph.ops if "attention" in op.target_name)
     (call,) = priced(planned, attention)
     specs = call.call.tensors()

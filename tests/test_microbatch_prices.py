@@ -12,9 +12,9 @@ from autopar.frontend.capture import capture
 from autopar.ir.graph import ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S, V
+from autopar.passes.prepare import prepare
 from autopar.pricing.problem import PricedGraph, price_graph
 from autopar.pricing.tables import OpTable, Pricing
-from autopar.sharding.microbatches import analysed
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
 ROWS, NUM = 8, 4
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
 
 def priced(rows: int, num_microbatches: int) -> PricedGraph:
     captured = capture(Net(), (torch.zeros(rows, 16, 64),))
-    _, analysis, microbatches = analysed(captured, num_microbatches)
+    _, analysis, microbatches = prepare(captured).cut(num_microbatches)
     return price_graph(
         Pricing(
             analysis, Mesh(("x", "y"), (2, 2)), CLUSTER, RooflineModel(CLUSTER.device),

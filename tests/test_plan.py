@@ -30,6 +30,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.pricing.local_calls import calls_of
 from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import Pricing
@@ -52,12 +53,14 @@ def captured():
 
 @pytest.fixture(scope="module")
 def plan(captured):
-    return make_planned(captured, CLUSTER, mesh={"x": 2, "y": 2}, constraints=DATA_PARALLEL).plan
+    return make_planned(
+        captured, CLUSTER, Space(mesh={"x": 2, "y": 2}), constraints=DATA_PARALLEL
+    ).plan
 
 
 def test_same_inputs_give_the_same_bytes(plan):
     again = make_planned(
-        captured_of(), CLUSTER, mesh={"x": 2, "y": 2}, constraints=DATA_PARALLEL
+        captured_of(), CLUSTER, Space(mesh={"x": 2, "y": 2}), constraints=DATA_PARALLEL
     ).plan
     assert again.to_json() == plan.to_json()
 
@@ -75,7 +78,7 @@ def test_json_is_read_back_exactly(plan, tmp_path):
 
 def test_a_loaded_plan_gives_the_same_strategy(captured):
     planned = make_planned(
-        captured, CLUSTER, mesh={"x": 2, "y": 2},
+        captured, CLUSTER, Space(mesh={"x": 2, "y": 2}),
         constraints=[Force("zero3", axis="x"), Force("tensor_parallel", axis="y")],
     )  # fmt: skip
     loaded = strategy_of(Plan.from_json(planned.plan.to_json()), captured, 4)
@@ -188,7 +191,7 @@ def test_communication_has_the_source_of_what_was_chosen(captured, strategy, sou
     curve = MeasuredCurve(sizes_bytes=sizes, times_s=times_s)
     measured = {(Collective.ALL_REDUCE, roofline.group_shape(ranks)): curve}
     plan = make_planned(
-        captured, CLUSTER, mesh={"x": 4}, constraints=[Force(strategy)],
+        captured, CLUSTER, Space(mesh={"x": 4}), constraints=[Force(strategy)],
         communication=CommunicationModel(CLUSTER, measured),
     ).plan  # fmt: skip
     assert plan.prediction.communication_source == source
@@ -222,7 +225,7 @@ def test_prices_of_too_large_a_spread_are_counted(captured):
             store.put(call, times)
     measured = Profiler(store, device, measuring=False)
     found = make_planned(
-        captured, CLUSTER, mesh={"x": 4}, constraints=DATA_PARALLEL, compute=measured
+        captured, CLUSTER, Space(mesh={"x": 4}), constraints=DATA_PARALLEL, compute=measured
     ).plan
     count = sum(op.target_name == "aten.addmm.default" for op in captured.graph.ops)
     assert found.prediction.num_noisy == found.prediction.sources["measured"] == count > 0
@@ -262,7 +265,7 @@ def test_operators_that_no_model_prices_are_listed():
 
 def test_mesh_must_multiply_to_the_devices(captured):
     with pytest.raises(InputError, match="must multiply"):
-        make_planned(captured, CLUSTER, mesh={"x": 3})
+        make_planned(captured, CLUSTER, Space(mesh={"x": 3}))
 
 
 @pytest.mark.parametrize(
@@ -281,26 +284,28 @@ def test_mesh_must_multiply_to_the_devices(captured):
 )
 def test_impossible_constraints_are_named(captured, constraint, message):
     with pytest.raises(ConstraintError, match=message):
-        make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=[constraint])
+        make_planned(captured, CLUSTER, Space(mesh={"x": 4}), constraints=[constraint])
 
 
 def test_contradictory_constraints_name_both(captured):
     pins = [Pin("transformer.wte.weight", stored="R"), Pin("transformer.wte.weight", stored="S0")]
     with pytest.raises(ConstraintError, match=r"stored='R'.* and .*stored='S0'"):
-        make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=pins)
+        make_planned(captured, CLUSTER, Space(mesh={"x": 4}), constraints=pins)
 
 
 def test_pinned_choices_are_kept(captured):
     planned = make_planned(
-        captured, CLUSTER, mesh={"x": 4}, constraints=[Pin("addmm_2", choice="n")]
+        captured, CLUSTER, Space(mesh={"x": 4}), constraints=[Pin("addmm_2", choice="n")]
     )
     assert planned.plan.ops["addmm_2"] == "n"
 
 
 def test_memory_budget_makes_the_plan_split(captured):
-    free = make_planned(captured, CLUSTER, mesh={"x": 4})
+    free = make_planned(captured, CLUSTER, Space(mesh={"x": 4}))
     budget = int(sum(free.plan.prediction.memory_bytes.values()) * 0.6)
-    tight = make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=[MemoryBudget(budget)])
+    tight = make_planned(
+        captured, CLUSTER, Space(mesh={"x": 4}), constraints=[MemoryBudget(budget)]
+    )
     assert sum(tight.plan.prediction.memory_bytes.values()) <= budget
     assert tight.plan.prediction.step_time_s >= free.plan.prediction.step_time_s
     assert len(tight.plan.ops) > len(free.plan.ops)
@@ -359,7 +364,7 @@ def test_of_three_constraints_the_two_that_contradict_each_other_are_named(captu
         Pin(weight, stored="S0"),
     ]
     with pytest.raises(ConstraintError) as caught:
-        make_planned(captured, CLUSTER, mesh={"x": 4}, constraints=constraints)
+        make_planned(captured, CLUSTER, Space(mesh={"x": 4}), constraints=constraints)
     assert f"{constraints[0]} and {constraints[2]}; drop one" in str(caught.value)
     assert "Force" not in str(caught.value)
 

@@ -15,6 +15,7 @@ from autopar.lowering.differentiate import trace_kernel
 from autopar.lowering.types import Kernel, TensorMeta
 from autopar.planning.constraints import Force, Pin
 from autopar.planning.planner import Planned, make_planned
+from autopar.planning.space import Space
 from tests.oracles import assert_same, lockstep_steps, reference_steps, state_of
 
 
@@ -46,7 +47,7 @@ def planned(strategy: str) -> Planned:
     batch = (torch.randn(8, 16), torch.randn(8, 16))
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=4)
     return make_planned(
-        capture(Stack(), batch), cluster, mesh={"x": 4}, constraints=[Force(strategy)]
+        capture(Stack(), batch), cluster, Space(mesh={"x": 4}), constraints=[Force(strategy)]
     )
 
 
@@ -132,7 +133,7 @@ def attention_planned(
     captured = capture(model, batches[0])
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=4)
     constraints = [Pin(name, choice=choice) for name, choice in pins.items()]
-    result = make_planned(captured, cluster, mesh=mesh, constraints=constraints)
+    result = make_planned(captured, cluster, Space(mesh=mesh), constraints=constraints)
     got = lockstep_steps(result.strategy, captured, state_of(model), batches)
     assert_same(got, reference_steps(model, batches), tolerance=1e-9)
     (node,) = (

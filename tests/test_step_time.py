@@ -13,6 +13,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import collectives_of
+from autopar.passes.prepare import prepare
 from autopar.planning.constraints import Force, narrow
 from autopar.planning.planner import make_planned
 from autopar.pricing.candidate import Candidate
@@ -20,7 +21,6 @@ from autopar.pricing.problem import price_graph
 from autopar.pricing.step_time import Change, time_parts
 from autopar.pricing.tables import Pricing
 from autopar.search import solve
-from autopar.sharding.microbatches import analysed
 from tests.models.zoo import build
 
 A100 = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
@@ -36,7 +36,7 @@ def candidate_of(
 ) -> Candidate:
     model, make_batch = build(name)
     cluster = structs.replace(cluster, overlap_slowdown=slowdown)
-    _, analysis, microbatches = analysed(capture(model, make_batch(0)), num)
+    _, analysis, microbatches = prepare(capture(model, make_batch(0))).cut(num)
     compute, communication = RooflineModel(cluster.device), CommunicationModel(cluster)
     mesh = Mesh(("x",), (2,))
     priced = price_graph(Pricing(analysis, mesh, cluster, compute, communication, microbatches))

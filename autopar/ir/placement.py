@@ -54,7 +54,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.base.errors import PlanError
@@ -282,7 +281,6 @@ _ORDER = (
 )
 
 
-@lru_cache(maxsize=1 << 18)
 def redistribute(
     source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Step, ...]:

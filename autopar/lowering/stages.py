@@ -14,8 +14,6 @@ from autopar.ir.blocks import FIXED, TOTALS, lies_in
 from autopar.ir.graph import Block, Graph, Op
 from autopar.lowering import RankProgram, lower
 from autopar.lowering.pipeline import forward_schedule, with_pipeline
-from autopar.lowering.training import lower_training
-from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
 
 
@@ -108,23 +106,6 @@ def _why_not(graph: Graph, module: str) -> str:
         return "which is no block, and no module that a stage computes"
     name = next(b.name for b in staged_blocks(graph) if b.start <= first < b.stop)
     return f"a module that begins in the middle of block {name!r}, and stages begin where blocks do"
-
-
-def lower_pipeline(
-    strategy: Strategy, stages: Stages, schedule: Schedule, *, device_type: str = "cpu"
-) -> RankProgram:
-    """The training program of a strategy for each stage's mesh, cut into stages.
-
-    Raises PlanError and ScheduleError where stages, schedule and strategy do not fit together.
-    """
-    if schedule.shape.num_stages != stages.num_stages:
-        raise PlanError(
-            f"schedule {schedule.name!r} has {schedule.shape.num_stages} stages, but the graph is "
-            f"cut into {stages.num_stages}"
-        )
-    num = schedule.shape.num_microbatches
-    program = lower_training(strategy, num, device_type=device_type)
-    return with_pipeline(program, stages.of(strategy.graph), schedule)
 
 
 def lower_staged_forward(strategy: Strategy, training: RankProgram) -> RankProgram:

@@ -1,17 +1,39 @@
-"""The training program of a strategy: one micro-batch after the other where there are several."""
+"""The training program of a strategy: in micro-batches, and in stages, where there are any."""
 
 from __future__ import annotations
 
+from autopar.base.errors import PlanError
+from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
+from autopar.lowering.stages import Stages
 from autopar.lowering.types import RankProgram
+from autopar.schedules import Schedule
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Strategy
 
 
 def lower_training(
-    strategy: Strategy, num_microbatches: int = 1, *, device_type: str = "cpu"
+    strategy: Strategy,
+    num_microbatches: int = 1,
+    *,
+    pipeline: tuple[Stages, Schedule] | None = None,
+    device_type: str = "cpu",
 ) -> RankProgram:
-    """The training program of a strategy, one micro-batch after the other where there are any."""
+    """The training program of a strategy, one micro-batch after the other where there are any.
+
+    With a ``pipeline`` the strategy is for each of its devices, and the program is cut into stages,
+    which the schedule runs. Raises PlanError and ScheduleError where they do not fit together.
+    """
+    if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
+        stages, schedule = pipeline
+        raise PlanError(
+            f"schedule {schedule.name!r} has {schedule.shape.num_stages} stages, but the graph is "
+            f"cut into {stages.num_stages}"
+        )
     if num_microbatches > 1:
         strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
-    return lower(strategy, device_type=device_type)
+    program = lower(strategy, device_type=device_type)
+    if pipeline is None:
+        return program
+    stages, schedule = pipeline
+    return with_pipeline(program, stages.of(strategy.graph), schedule)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar.comm.ops import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from autopar.comm.transports.sockets import MAX_RANKS
-from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
 from autopar.ir.fused_lstm import scratch_bytes
 from autopar.lowering.types import Kernel

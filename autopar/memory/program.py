@@ -19,7 +19,7 @@ from autopar.comm.ops import (
     MAX_SCATTERS,
 )
 from autopar.comm.transports.sockets import MAX_RANKS
-from autopar.cost_models.cluster import DeviceSpec
+from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import Placements, local_shape

@@ -6,8 +6,10 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 
+from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plan.document import Plan, Prediction, SchedulePlan
+from autopar.plan.parts import PlanFields, Prediction
+from autopar.plan.schedule_plan import SchedulePlan
 from autopar.plan.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
@@ -19,26 +21,10 @@ from autopar.plan.strategy_names import (
 MAX_ROWS = 14
 
 
-def format_bytes(size_bytes: float) -> str:
-    """``1.50 GiB``, ``12.3 MiB`` or ``640 B``."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
-def format_seconds(time_s: float) -> str:
-    """``1.25 s``, ``3.40 ms`` or ``12.0 us``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if time_s >= scale:
-            return f"{time_s / scale:.2f} {unit}"
-    return f"{time_s * 1e6:.1f} us"
-
-
 Rows = list[tuple[str, str]]
 
 
-def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
+def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
     """What a report of a plan shows: titled lists of (name, text). Data only, no layout."""
     return [
         ("plan", _summary(plan)),
@@ -57,7 +43,7 @@ def plan_sections(plan: Plan) -> list[tuple[str, Rows]]:
     ]
 
 
-def _summary(plan: Plan) -> Rows:
+def _summary(plan: PlanFields) -> Rows:
     graph, search = plan.graph, plan.search
     where = " on each pipeline device" if plan.schedule.num_devices > 1 else ""
     return [
@@ -76,7 +62,7 @@ def _summary(plan: Plan) -> Rows:
     ]
 
 
-def _schedule(plan: Plan) -> Rows:
+def _schedule(plan: PlanFields) -> Rows:
     schedule = plan.schedule
     text = schedule.name
     if schedule.num_microbatches > 1:
@@ -101,7 +87,7 @@ def _devices(schedule: SchedulePlan) -> str:
     return f"{schedule.num_devices} pipeline devices"
 
 
-def _times(plan: Plan) -> Rows:
+def _times(plan: PlanFields) -> Rows:
     p = plan.prediction
     sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
     if p.num_noisy:
@@ -135,7 +121,7 @@ def _roofline(factor: float | None) -> Rows:
     return [("", f"roofline prices may be off by a factor of {factor:g} (median by time)")]
 
 
-def _throughput(plan: Plan) -> str:
+def _throughput(plan: PlanFields) -> str:
     p = plan.prediction
     texts = [f"{p.samples_per_s:,.4g} samples/s"]
     if p.tokens_per_s is not None:
@@ -143,7 +129,7 @@ def _throughput(plan: Plan) -> str:
     return ", ".join(texts)
 
 
-def _memory(plan: Plan) -> Rows:
+def _memory(plan: PlanFields) -> Rows:
     memory = plan.prediction.memory_bytes
     rows = [(name, format_bytes(size)) for name, size in memory.items()]
     resident = plan.prediction.resident_bytes
@@ -161,30 +147,30 @@ def _counted(texts: Sequence[str]) -> Rows:
     return [*rows, ("others", str(rest))] if rest else rows
 
 
-def _placements(plan: Plan) -> Rows:
+def _placements(plan: PlanFields) -> Rows:
     return _counted(list(plan.parameters.values()))
 
 
-def _choices(plan: Plan) -> Rows:
+def _choices(plan: PlanFields) -> Rows:
     redundant = plan.graph.num_ops - len(plan.ops)
     rows = _counted(list(plan.ops.values()))
     return [*rows, ("whole on every device", str(redundant))]
 
 
-def _redundant(plan: Plan) -> Rows:
+def _redundant(plan: PlanFields) -> Rows:
     return [(name, str(count)) for name, count in plan.redundant_ops.items()] or [("none", "")]
 
 
-def _unpriced(plan: Plan) -> Rows:
+def _unpriced(plan: PlanFields) -> Rows:
     return [(name, why) for name, why in plan.prediction.unpriced.items()] or [("none", "")]
 
 
-def _meshes(plan: Plan) -> Rows:
+def _meshes(plan: PlanFields) -> Rows:
     considered = sorted(plan.search.considered.items(), key=lambda item: item[1])
     return [(mesh, format_seconds(time_s)) for mesh, time_s in considered[:MAX_ROWS]]
 
 
-def _pipelines(plan: Plan) -> Rows:
+def _pipelines(plan: PlanFields) -> Rows:
     """The fastest combinations, then what was none, one row a reason."""
     found = sorted(plan.search.pipelines.items(), key=lambda item: item[1])
     step_s = plan.prediction.step_time_s
@@ -200,7 +186,7 @@ def _pipelines(plan: Plan) -> Rows:
     return [*rows, *(("not: " + names[0], reason) for reason, names in reasons.items())]
 
 
-def _baselines(plan: Plan) -> Rows:
+def _baselines(plan: PlanFields) -> Rows:
     """One row a kind of data parallelism, one column a kind of tensor parallelism."""
     known = plan.search.baselines
     columns = [
@@ -227,7 +213,7 @@ def _cells(texts: Sequence[str]) -> str:
     return "".join(f"{text:<22}" for text in texts).rstrip()
 
 
-def _price(plan: Plan, name: str) -> str:
+def _price(plan: PlanFields, name: str) -> str:
     known = plan.search.baselines.get(name)
     if known is None:
         return "-"
@@ -236,7 +222,7 @@ def _price(plan: Plan, name: str) -> str:
     return f"{format_seconds(known.time_s)} {ratio:.2f}x{mark}"
 
 
-def _fastest(plan: Plan) -> Rows:
+def _fastest(plan: PlanFields) -> Rows:
     """The fastest that the runtime can run, with its memory beside the plan's."""
     known = plan.search.baselines
     names = [name for name, each in known.items() if each.executable and name != MARKOV_CHAIN]
@@ -249,7 +235,7 @@ def _fastest(plan: Plan) -> Rows:
     return [("fastest to run", text)]
 
 
-def _missing(plan: Plan) -> Rows:
+def _missing(plan: PlanFields) -> Rows:
     """What this model does not have, one row a reason; combinations go with what they lack."""
     grouped: dict[str, list[str]] = {}
     for name, reason in sorted(plan.search.missing.items(), key=lambda item: len(item[0])):
@@ -259,7 +245,7 @@ def _missing(plan: Plan) -> Rows:
     return [("not here", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()]
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanFields) -> str:
     """One screen of text."""
     lines = []
     for title, rows in plan_sections(plan):
@@ -269,7 +255,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PlanFields) -> str:
     """The same numbers as a page for a notebook."""
     parts = []
     for title, rows in plan_sections(plan):

@@ -247,7 +247,7 @@ def _searched(candidate: Candidate) -> Baseline:
     return Baseline(
         mesh=candidate.mesh,
         time_s=time_parts(candidate).step_s,
-        memory_bytes=candidate.estimated_bytes,
+        memory_bytes=candidate.estimated_bytes(),
         candidate=candidate,
     )
 

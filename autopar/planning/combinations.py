@@ -1,8 +1,8 @@
-"""The combinations that joint planning chooses from, with what each takes at least and about.
+"""The combinations that an open space consists of, with what each takes at least and about.
 
-In: an analysed graph, a cluster, and what the user fixed. Out: every combination of pipeline
-devices, micro-batches and mesh; for each a lower bound of its step, by which it is left out, and a
-guess, by which the search orders them. Neither needs a strategy.
+In: the setting of a search in an open space. Out: every combination of pipeline devices,
+micro-batches and mesh; for each a lower bound of its step, by which it is left out, and a guess, by
+which the search orders them. Neither needs a strategy.
 
 - The **bound** is arithmetic alone: the products of the whole batch at their best (whole shapes),
   spread evenly over all devices, behind the forward passes that the last pipeline device waits for.
@@ -21,20 +21,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from autopar.base.errors import ConstraintError
-from autopar.cost_models import (
-    Cluster,
-    CommunicationModel,
-    ComputeModel,
-    CostError,
-    RooflineModel,
-)
+from autopar.cost_models import CostError, RooflineModel
 from autopar.cost_models.compute import is_product
 from autopar.cost_models.op_work import work
-from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.lowering.stages import staged_blocks
-from autopar.planning.meshes import MeshSizes, candidate_meshes, pipeline_device_counts
+from autopar.planning.meshes import candidate_meshes, pipeline_device_counts
+from autopar.planning.setting import Setting
 from autopar.pricing.node_memory import kept_bytes
 from autopar.pricing.utilisation import counted_calls, whole_call
 from autopar.search.stages import cut_chain
@@ -43,21 +37,6 @@ from autopar.sharding.strategy import Analysis
 MAX_MICROBATCHES_PER_DEVICE = 16
 MAX_STAGE_RUNS = 4096
 """Micro-batches times pipeline devices: more take long to simulate, and have few bubbles to save"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """What the user fixed of a pipeline; None is searched."""
-
-    schedule: str | None = None
-    num_stages: int | None = None
-    num_microbatches: int | None = None
-    mesh: MeshSizes | None = None
-    recompute: bool | None = None
-
-    @property
-    def is_pipeline(self) -> bool:
-        return self.schedule is not None or self.num_stages not in (None, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +59,14 @@ def _described(num_devices: int) -> str:
 class Combinations:
     """All combinations of one model on one cluster; see the module's docstring."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        cluster: Cluster,
-        fixed: Fixed,
-        compute: ComputeModel,
-        communication: CommunicationModel,
-        optimizer: OptimizerSpec,
-        budget_bytes: int,
-    ) -> None:
-        self.cluster = cluster
-        self.fixed = fixed
-        self.compute = compute
-        self.communication = communication
-        self.optimizer = optimizer
-        self.budget_bytes = budget_bytes
+    def __init__(self, setting: Setting) -> None:
+        analysis = setting.prepared.analysis
+        self.cluster = setting.cluster
+        self.space = setting.space
+        self.compute = setting.compute
+        self.communication = setting.communication
+        self.optimizer = setting.optimizer
+        self.budget_bytes = setting.budget_bytes
         self.batch = analysis.batch_size
         self.num_blocks = len(staged_blocks(analysis.graph))
         self.calls = counted_calls(analysis)
@@ -110,29 +81,29 @@ class Combinations:
     # --- what there is ----------------------------------------------------------------------
     def device_counts(self) -> list[int]:
         """Numbers of pipeline devices; 1 is no pipeline."""
-        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        counts = pipeline_device_counts(self.cluster, self.space.mesh)
         return [n for n in counts if self.reason_against(n) is None]
 
     def reasons(self) -> dict[str, str]:
         """Why the other numbers of pipeline devices that the mesh leaves are none."""
-        counts = pipeline_device_counts(self.cluster, self.fixed.mesh)
+        counts = pipeline_device_counts(self.cluster, self.space.mesh)
         found = {_described(n): self.reason_against(n) for n in counts}
         return {name: reason for name, reason in found.items() if reason is not None}
 
     def reason_against(self, num_devices: int) -> str | None:
-        fixed, most = self.fixed, max(self.num_blocks, 1)
+        space, most = self.space, max(self.num_blocks, 1)
         if num_devices == 1:
-            return "a pipeline was asked for" if fixed.is_pipeline else None
-        if fixed.num_stages is not None and fixed.num_stages < num_devices:
-            return f"num_stages={fixed.num_stages} is less than a stage a device"
+            return "a pipeline was asked for" if space.is_pipeline else None
+        if space.num_stages is not None and space.num_stages < num_devices:
+            return f"num_stages={space.num_stages} is less than a stage a device"
         if num_devices > most:
             return f"a stage can begin at {most} place{'s' * (most > 1)} of this model only"
         return None
 
     def microbatch_counts(self, num_devices: int) -> list[int]:
         """Divisors of the batch from the number of devices on; all that there are without one."""
-        if self.fixed.num_microbatches is not None:
-            return [self.fixed.num_microbatches]
+        if self.space.num_microbatches is not None:
+            return [self.space.num_microbatches]
         most = self.batch
         if num_devices > 1:
             most = min(MAX_MICROBATCHES_PER_DEVICE * num_devices, MAX_STAGE_RUNS // num_devices)
@@ -147,7 +118,7 @@ class Combinations:
         """Every combination, also those that turn out to be none."""
         for num_devices in self.device_counts():
             meshes = candidate_meshes(
-                self.cluster, self.fixed.mesh, num_pipeline_devices=num_devices
+                self.cluster, self.space.mesh, num_pipeline_devices=num_devices
             )
             for num in self.microbatch_counts(num_devices):
                 for mesh in meshes:
@@ -157,7 +128,7 @@ class Combinations:
         """Raise an error where nothing is left to search."""
         if self.device_counts():
             return
-        mesh = self.fixed.mesh
+        mesh = self.space.mesh
         if not pipeline_device_counts(self.cluster, mesh):
             candidate_meshes(self.cluster, mesh)
         shared = "" if mesh is None else f" of mesh {dict(mesh)}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.pricing.problem import price_graph
@@ -24,10 +23,10 @@ SEARCH_LIMIT_S = 20.0
 
 
 def plan_forward(
-    graph: Graph, mesh: Mesh, cluster: Cluster, held: Mapping[int, Placements]
+    analysis: Analysis, mesh: Mesh, cluster: Cluster, held: Mapping[int, Placements]
 ) -> Assignment:
-    """The fastest forward pass of ``graph``; ``held`` maps values to where they are stored."""
+    """The fastest forward pass of a graph; ``held`` maps values to where they are stored."""
     compute, communication = RooflineModel(cluster.device), CommunicationModel(cluster)
-    priced = price_graph(Pricing(Analysis(graph), mesh, cluster, compute, communication, held=held))
+    priced = price_graph(Pricing(analysis, mesh, cluster, compute, communication, held=held))
     solution = solve(priced.problem(), time_limit_s=SEARCH_LIMIT_S)
     return priced.assignment(solution.assignment)

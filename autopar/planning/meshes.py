@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from autopar.base.errors import InputError
 from autopar.cost_models import Cluster
-from autopar.cost_models.cluster import is_count
+from autopar.cost_models.hardware import is_count
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 
 MAX_AXES = 2

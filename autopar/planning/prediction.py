@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.ir.graph import Op
 from autopar.memory.program import ProgramMemory
-from autopar.plan.document import KnownStrategy, Prediction, SearchReport
+from autopar.plan.parts import KnownStrategy, Prediction, SearchReport
 from autopar.planning.baselines import Baselines
-from autopar.planning.pipelines import PipelineTimes
+from autopar.planning.staging import PipelineTimes
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import TimeParts, time_parts
 from autopar.pricing.tables import OpTable, Pricing
@@ -43,6 +43,8 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
     sources = Counter(str(estimate.source) for estimate in estimates)
     pricing = priced.pricing
     collectives = list(priced.collectives(best.solution.assignment))
+    if pipeline is not None and pipeline.collectives is not None:
+        collectives.append(pipeline.collectives)
     updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
     all_devices_s = parts.step_s * pricing.cluster.num_devices
@@ -144,7 +146,13 @@ def search_report(
     candidates: Sequence[Candidate],
     searched: Sequence[Candidate],
     baselines: Baselines,
+    *,
+    estimated_bytes: float,
+    pipelines: Mapping[str, float],
+    not_pipelines: Mapping[str, str],
 ) -> SearchReport:
+    """How good a plan is known to be: by ``searched``, what was searched last for it, and by
+    ``candidates``, what was found with memory left out."""
     cost = best.solution.cost
     step_s = time_parts(best).step_s
     same = [c.solution.bound for c in searched if c.exposed == best.exposed]
@@ -154,7 +162,7 @@ def search_report(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
         bound_s=_round(bound),
         gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
-        estimated_bytes=round(best.estimated_bytes),
+        estimated_bytes=round(estimated_bytes),
         considered={name: _round(time_s) for name, time_s in _considered(candidates).items()},
         baselines={
             name: KnownStrategy(
@@ -167,6 +175,8 @@ def search_report(
             for name, known in baselines.found.items()
         },
         missing=dict(baselines.missing),
+        pipelines={name: _round(time_s) for name, time_s in pipelines.items()},
+        not_pipelines=dict(not_pipelines),
     )
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from autopar.ir.mesh import Mesh
 from autopar.pricing.block_times import StrategyTimes, strategy_times
-from autopar.pricing.problem import PricedGraph
+from autopar.pricing.problem import WHOLE, PricedGraph, Residence
 from autopar.search import Solution
 from autopar.sharding.strategy import Strategy
 
@@ -33,10 +33,9 @@ class Candidate:
         """Whether the search found a strategy at all."""
         return bool(self.solution.assignment)
 
-    @property
-    def estimated_bytes(self) -> float:
+    def estimated_bytes(self, residence: Residence = WHOLE) -> float:
         """Memory of one device as the search counts it, node by node."""
-        picks = zip(self.priced.memory, self.solution.assignment)
+        picks = zip(self.priced.memory(residence), self.solution.assignment)
         return float(sum(memory[pick] for memory, pick in picks))
 
     @property

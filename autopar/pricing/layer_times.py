@@ -1,9 +1,10 @@
 """What each layer of a captured graph costs on a device, as the schedules' own numbers.
 
-Comes in: a graph, a device, and the cut of the graph into layers. Goes out: a `LayerTimes` a layer,
-and from these the `Durations`, `CoRun`, `Links` and `Memory` that `autopar.schedules` reads. It is
-the bridge between capture and cost models on one side and schedules, which know neither, on the
-other.
+In: a graph, a device, and the cut of the graph into layers. Out: a `LayerTimes` for each layer,
+and from these the `Durations`, `CoRun`, `Links` and `Memory` that `autopar.schedules` reads. It
+serves the studies of schedules without a plan: ``benchmarks/zero_bubble.py`` (zero-bubble pipelines
+beside their paper's figures) and ``benchmarks/out_of_order.py`` (out-of-order weight gradients).
+Plans take theirs from `autopar.pricing.block_times`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from autopar.ir.placement import Placements, State, Step, StepKind, redistribute
 from autopar.sharding.microbatches import Microbatches
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+Routes = Callable[[Placements, Placements, tuple[int, ...], Mesh], tuple[Step, ...]]
+"""As `redistribute`."""
 
 _COMPARED_BYTES = 1 << 20
 """Message size by which groups are compared."""
@@ -77,11 +79,14 @@ class Moves:
         cluster: Cluster,
         communication: CommunicationModel,
         microbatches: Microbatches | None,
+        *,
+        routes: Routes = redistribute,
     ) -> None:
         self.mesh = mesh
         self.device = cluster.device
         self.communication = communication
         self.microbatches = microbatches
+        self.routes = routes
         self.num_microbatches = 1 if microbatches is None else microbatches.num
         self.num_joined = _num_joined(graph)
         self._group = slowest_groups(communication, mesh)
@@ -155,7 +160,7 @@ class Moves:
         if key not in self._prices:
             forward_s = backward_s = 0.0
             collectives: Estimate | None = None
-            for step in redistribute(source, target, value.shape, self.mesh):
+            for step in self.routes(source, target, value.shape, self.mesh):
                 found = self._step(value, step, parts, num_joined)
                 forward_s += found.forward_s
                 backward_s += found.backward_s

@@ -87,12 +87,10 @@ class PricedGraph:
     held: tuple[NodeBytes, ...]
     edges: dict[tuple[int, int], Array]
     moves: tuple[Moved, ...]
-    residence: Residence = WHOLE
 
-    @property
-    def memory(self) -> tuple[Array, ...]:
+    def memory(self, residence: Residence = WHOLE) -> tuple[Array, ...]:
         """Bytes of every choice of every node on the device that holds most."""
-        share, known = self.residence, dict[NodeBytes, Array]()
+        share, known = residence, dict[NodeBytes, Array]()
         for held in self.held:
             if held not in known:
                 known[held] = share.weights * held.weights + share.activations * held.activations
@@ -103,13 +101,14 @@ class PricedGraph:
         costs: Sequence[Array] | None = None,
         budget_bytes: float | None = None,
         exposed: float = 1.0,
+        residence: Residence = WHOLE,
     ) -> Problem:
         """The numbers for the search: with other node costs, within a budget of memory, or with
         so much of every parameter's own communication ``exposed``, the rest hidden."""
         return Problem(
             self.costs if costs is None else costs,
             self.edges if exposed == 1.0 else self._with_hidden(exposed),
-            self.memory if budget_bytes is not None else None,
+            self.memory(residence) if budget_bytes is not None else None,
             budget_bytes,
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )

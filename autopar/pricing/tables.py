@@ -33,9 +33,9 @@ from autopar.cost_models.estimate import Estimate, weakest
 from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, adamw, update_call
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, State, V, local_shape
+from autopar.ir.placement import Placements, R, State, V, local_shape, redistribute
 from autopar.pricing.local_calls import LocalCall, local_calls, split_placements
-from autopar.pricing.moves import Array, Moves, PlacementTable, added
+from autopar.pricing.moves import Array, Moves, PlacementTable, Routes, added
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
 from autopar.rules.base import Layout, padded_dims
 from autopar.rules.kernels import Phase
@@ -73,7 +73,8 @@ class Pricing:
     """The tables of one graph on one mesh of one cluster.
 
     ``held`` says of some stored values where they lie already: they have no other choice.
-    ``optimizer`` is by default AdamW.
+    ``optimizer`` is by default AdamW. ``routes`` may be a `redistribute` that several of these
+    share, with what it remembers.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Pricing:
         *,
         held: Mapping[int, Placements] | None = None,
         optimizer: OptimizerSpec | None = None,
+        routes: Routes = redistribute,
     ) -> None:
         self.analysis = analysis
         self.microbatches = microbatches
@@ -99,7 +101,9 @@ class Pricing:
         self.communication = communication
         self.held = held or {}
         self.optimizer = optimizer or adamw(cluster.device)
-        self.moves = Moves(analysis.graph, mesh, cluster, communication, microbatches)
+        self.moves = Moves(
+            analysis.graph, mesh, cluster, communication, microbatches, routes=routes
+        )
         self._op_tables: dict[Any, OpTable] = {}
         self._value_tables: dict[Any, ValueTable] = {}
 

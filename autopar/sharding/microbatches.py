@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from autopar.base.errors import InputError, PlanError
-from autopar.frontend.capture import Captured
+from autopar.base.errors import PlanError
 from autopar.ir.blocks import TOTALS
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind
 from autopar.ir.mesh import MICROBATCH, Mesh
@@ -44,29 +43,6 @@ from autopar.sharding.strategy import Analysis, Assignment, Strategy
 _LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}
 _MEAN, _SUM = 1, 2
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
-def analysed(
-    captured: Captured, num_microbatches: int
-) -> tuple[Captured, Analysis, Microbatches | None]:
-    """A capture as its strategies see it: with explicit totals where there are micro-batches."""
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
-        raise InputError(f"num_microbatches must be an int, got {num_microbatches!r}")
-    if num_microbatches < 1:
-        raise InputError(f"num_microbatches is {num_microbatches}; it must be at least 1")
-    if num_microbatches == 1:
-        return captured, Analysis(captured.graph), None
-    captured, analysis = with_totals(captured)
-    return captured, analysis, Microbatches(analysis, num_microbatches)
-
-
-def with_totals(captured: Captured) -> tuple[Captured, Analysis]:
-    """A capture with explicit totals, whatever the number of micro-batches."""
-    analysis = Analysis(captured.graph)
-    graph = with_explicit_totals(analysis)
-    if graph is not captured.graph:
-        captured, analysis = replace(captured, graph=graph), Analysis(graph)
-    return captured, analysis
 
 
 # --- totals as values ---------------------------------------------------------------------------

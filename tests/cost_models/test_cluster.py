@@ -26,7 +26,6 @@ def test_presets_survive_json_and_name_their_sources(name, tmp_path):
     assert Cluster.from_json(tmp_path / "cluster.json") == cluster
     assert Cluster.from_json(str(tmp_path / "cluster.json")) == cluster
     assert cluster.num_devices == 8
-    assert [cluster.node_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
     for described in (cluster.device, *cluster.levels):
         assert len(described.source) > 10
 
@@ -247,17 +246,6 @@ def test_what_is_no_description_at_all_is_refused(tmp_path):
             Cluster.preset("h200", nodes=count)
         with pytest.raises(ClusterError, match="num_devices="):
             Cluster.detect(count)
-    with pytest.raises(ClusterError, match="from 0 to 7"):
-        Cluster.preset("h200").node_of(8)
-
-
-@given(st.integers(1, 9), st.integers(1, 9))
-def test_ranks_fill_nodes_in_order(nodes, devices_per_node):
-    cluster = Cluster.preset("b200", nodes=nodes, devices_per_node=devices_per_node)
-    assert (cluster.num_nodes, cluster.devices_per_node) == (nodes, devices_per_node)
-    homes = [cluster.node_of(rank) for rank in range(cluster.num_devices)]
-    assert homes == sorted(homes)
-    assert {homes.count(node) for node in range(nodes)} == {devices_per_node}
 
 
 def test_a_cluster_of_one_device_needs_no_links():

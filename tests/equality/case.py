@@ -21,8 +21,8 @@ from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import Stages, staged_blocks
 from autopar.lowering.training import lower_training
 from autopar.passes.batch_norm import with_batch_norm
+from autopar.passes.prepare import prepare
 from autopar.schedules import Schedule
-from autopar.sharding.microbatches import analysed
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import (
@@ -108,7 +108,7 @@ class Case:
         captured = self.captured
         if num_microbatches > 1:
             captured = with_batch_norm(captured, "local")
-        analysis = analysed(captured, num_microbatches)[1]
+        analysis = prepare(captured).cut(num_microbatches)[1]
         return Strategy(analysis, random_assignment(analysis, mesh, seed))
 
     @functools.cache  # noqa: B019

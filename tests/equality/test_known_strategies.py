@@ -11,6 +11,7 @@ from autopar.cost_models import Cluster
 from autopar.lowering import lower
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.sharding.strategy import Strategy
 from tests.equality.case import Case
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS
@@ -44,7 +45,7 @@ def planned_strategy(name: str, strategy: str) -> Strategy:
     mesh, constraints = STRATEGIES[strategy]
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=math.prod(mesh.values()))
     captured = case_of(name).captured
-    return make_planned(captured, cluster, mesh=mesh, constraints=constraints).strategy
+    return make_planned(captured, cluster, Space(mesh=mesh), constraints=constraints).strategy
 
 
 def divides(name: str, strategy: str) -> bool:

@@ -14,6 +14,7 @@ from autopar.cost_models import Cluster
 from autopar.lowering import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from tests.equality.case import ALONE, Case
 from tests.equality.pipeline_table import INSIDE, MODELS, NUM_ROWS, Combination, combinations
 
@@ -31,9 +32,11 @@ def program_of(model: str, is_large: bool, inside: str, num: int) -> RankProgram
     captured = with_batch_norm(case.captured, "local" if num > 1 else "global")
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=mesh.num_devices)
     return make_planned(
-        captured, cluster, mesh=dict(zip(("x", "y"), mesh.sizes)), constraints=mesh.constraints,
-        num_microbatches=num,
-    ).program  # fmt: skip
+        captured,
+        cluster,
+        Space(mesh=dict(zip(("x", "y"), mesh.sizes)), num_microbatches=num),
+        constraints=mesh.constraints,
+    ).program
 
 
 def program_of_entry(entry: Combination) -> tuple[Case, RankProgram]:

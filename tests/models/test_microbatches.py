@@ -17,10 +17,11 @@ from autopar.ir.blocks import TOTALS
 from autopar.ir.graph import verify
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
+from autopar.passes.prepare import prepare
 from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
-from autopar.sharding.microbatches import analysed
+from autopar.planning.space import Space
 from autopar.sharding.strategy import Strategy
 from autopar.testing.lockstep import LockstepRun
 from tests.models.zoo import build
@@ -62,7 +63,7 @@ def prepared(name: str) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_random_assignments_in_micro_batches_equal_the_whole_batch(name, mesh):
     model, captured, batches, expected = prepared(name)
-    captured, analysis, microbatches = analysed(captured, 2)
+    captured, analysis, microbatches = prepare(captured).cut(2)
     verify(captured.graph)
     tried = 0
     for seed in range(8):
@@ -86,7 +87,7 @@ def test_random_assignments_in_micro_batches_equal_the_whole_batch(name, mesh):
 def test_planned_micro_batches_equal_the_whole_batch(num, force):
     model, captured, batches, expected = prepared("gpt2")
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=2)
-    planned = make_planned(captured, cluster, constraints=force, num_microbatches=num)
+    planned = make_planned(captured, cluster, Space(num_microbatches=num), constraints=force)
     plan = Plan.from_json(planned.plan.to_json())
     assert plan.schedule.num_microbatches == num
     program = lower_training(strategy_of(plan, captured), num)
@@ -98,7 +99,7 @@ def test_activations_take_the_memory_of_one_part():
     _, captured, _, _ = prepared("bert")
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=1)
     whole, parts = (
-        make_planned(captured, cluster, num_microbatches=n).plan.prediction.memory_bytes
+        make_planned(captured, cluster, Space(num_microbatches=n)).plan.prediction.memory_bytes
         for n in (1, 4)
     )
     assert parts["activations"] < 0.4 * whole["activations"]
@@ -137,7 +138,7 @@ def test_every_kind_of_mean_is_that_of_the_whole_batch(num):
     torch.manual_seed(0)
     model = Losses().double()
     batches = [losses_batch(seed) for seed in range(2)]
-    captured, analysis, _ = analysed(capture(model, batches[0]), num)
+    captured, analysis, _ = prepare(capture(model, batches[0])).cut(num)
     assert [b.name for b in captured.graph.blocks].count(TOTALS) == 1
     strategy = Strategy(analysis, random_assignment(analysis, MESHES["1"], 0))
     got = train_program(lower_training(strategy, num), captured, state_of(model), batches)
@@ -170,7 +171,7 @@ def test_a_mean_by_hand_over_a_mask_is_that_of_the_whole_batch(num, mesh):
     torch.manual_seed(0)
     model = Masked().double()
     batches = [losses_batch(seed) for seed in range(2)]
-    captured, analysis, _ = analysed(capture(model, batches[0]), num)
+    captured, analysis, _ = prepare(capture(model, batches[0])).cut(num)
     verify(captured.graph)
     assert [b.name for b in captured.graph.blocks].count(TOTALS) == 1
     expected = reference_steps(model, batches)
@@ -209,14 +210,14 @@ class Nested(nn.Module):
 def test_a_total_that_is_not_known_before_the_rest_is_named(by_parameter):
     captured = capture(Nested(by_parameter=by_parameter), torch.randn(8, 6))
     with pytest.raises(PlanError, match=r"op 'div.*' .*needs the whole batch at once"):
-        analysed(captured, 2)
+        prepare(captured).cut(2)
 
 
 def test_an_op_that_needs_the_whole_batch_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     captured = capture(model, torch.randn(8, 4), loss_fn=lambda out: out.pow(2).mean())
     with pytest.raises(PlanError, match=r"batch_norm.*needs the whole batch at once"):
-        analysed(captured, 2)
+        prepare(captured).cut(2)
 
 
 class Counting(nn.Module):
@@ -239,26 +240,26 @@ class Counting(nn.Module):
 def test_what_belongs_to_the_whole_batch_is_named(counts, named):
     captured = capture(Counting(counts=counts), torch.randn(8, 4))
     with pytest.raises(PlanError, match=named):
-        analysed(captured, 2)
+        prepare(captured).cut(2)
 
 
 def test_a_batch_that_does_not_divide_names_the_fix():
     captured = capture(nn.Linear(4, 4), torch.randn(6, 4), loss_fn=lambda out: out.mean())
     with pytest.raises(PlanError, match="batch of 6 cannot be cut into 4 micro-batches"):
-        analysed(captured, 4)
+        prepare(captured).cut(4)
 
 
 @pytest.mark.parametrize("num", [0, -1, 2.0, True, "2"])
 def test_a_wrong_number_of_micro_batches_is_refused(num):
     captured = capture(nn.Linear(4, 4), torch.randn(6, 4), loss_fn=lambda out: out.mean())
     with pytest.raises(InputError, match="num_microbatches"):
-        analysed(captured, num)
+        prepare(captured).cut(num)
 
 
 def test_each_part_draws_its_own_dropout():
     model = nn.Sequential(nn.Linear(4, 64, bias=False), nn.Dropout(0.5))
     captured = capture(model, torch.randn(1, 4).expand(4, 4), loss_fn=lambda out: out.sum())
-    captured, analysis, _ = analysed(captured, 4)
+    captured, analysis, _ = prepare(captured).cut(4)
     strategy = Strategy(analysis, random_assignment(analysis, MESHES["1"], 0))
     run = LockstepRun(lower_training(strategy, 4), captured.graph, state_of(model))
     row = torch.randn(1, 4)

@@ -18,6 +18,7 @@ from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.rules.base import padded_dims
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import UNEVEN_MODELS, build
@@ -97,7 +98,7 @@ def head_graph() -> Captured:
 @pytest.mark.parametrize("mesh", [{"tp": 8}, {"dp": 2, "tp": 4}], ids=str)
 def test_a_vocabulary_that_does_not_divide_is_split(head_graph, mesh):
     cluster = Cluster.preset("a100-80")
-    planned = make_planned(head_graph, cluster, mesh=mesh)
+    planned = make_planned(head_graph, cluster, Space(mesh=mesh))
     choices = zip(head_graph.graph.ops, planned.strategy.assignment.choices)
     found = {op.target_name: str(choice).split() for op, choice in choices}
     assert found["aten.linear.default"] == ["n"] * len(mesh)

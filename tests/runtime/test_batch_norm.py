@@ -23,6 +23,7 @@ from autopar.passes.batch_norm import with_batch_norm
 from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.pricing.tables import Pricing
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun
@@ -137,7 +138,7 @@ def num_shards(strategy: Strategy, op: Op) -> int:
 def test_data_parallel_training_equals_eager_on_each_shard(
     model: nn.Module, captured: Captured, mesh: dict[str, int], groups: Groups
 ) -> None:
-    planned = make_planned(captured, cluster_of(mesh), mesh=mesh, constraints=DATA_PARALLEL)
+    planned = make_planned(captured, cluster_of(mesh), Space(mesh=mesh), constraints=DATA_PARALLEL)
     num = planned.strategy.mesh.num_devices
     assert [num_shards(planned.strategy, op) for op in norms(captured)] == [num, num]
     expected = reference_steps(shard_by_shard(model, num, num), BATCHES, sgd)
@@ -160,7 +161,7 @@ def test_shards_are_those_of_the_plan(model: nn.Module, captured: Captured, seed
 
 def test_replicas_hold_the_same_running_statistics(model: nn.Module, captured: Captured) -> None:
     mesh = MESHES[1]
-    planned = make_planned(captured, cluster_of(mesh), mesh=mesh, constraints=DATA_PARALLEL)
+    planned = make_planned(captured, cluster_of(mesh), Space(mesh=mesh), constraints=DATA_PARALLEL)
     run = LockstepRun(planned.program, captured.graph, state_of(model))
     run.step(captured.signature.flatten((), BATCHES[0]))
     for shards in run.buffers.values():
@@ -169,9 +170,11 @@ def test_replicas_hold_the_same_running_statistics(model: nn.Module, captured: C
 
 def test_micro_batches_are_normalised_one_by_one(model: nn.Module, captured: Captured) -> None:
     planned = make_planned(
-        captured, cluster_of(MESHES[0]), mesh=MESHES[0], constraints=DATA_PARALLEL,
-        num_microbatches=2,
-    )  # fmt: skip
+        captured,
+        cluster_of(MESHES[0]),
+        Space(mesh=MESHES[0], num_microbatches=2),
+        constraints=DATA_PARALLEL,
+    )
     run = LockstepRun(lower_training(planned.strategy, 2), captured.graph, state_of(model))
     eager = shard_by_shard(model, 2, 2, num_microbatches=2)
     for batch in BATCHES:
@@ -210,7 +213,7 @@ def test_statistics_of_the_whole_batch_are_those_of_one_device(
     model = Scaled(affine=affine).to(dtype).train()
     captured = capture(model, batches[0])
     planned = make_planned(
-        captured, cluster_of(MESHES[0]), mesh=MESHES[0], constraints=DATA_PARALLEL
+        captured, cluster_of(MESHES[0]), Space(mesh=MESHES[0]), constraints=DATA_PARALLEL
     )
     assert num_shards(planned.strategy, norms(captured)[0]) == 2
     expected = reference_steps(model, batches, sgd)
@@ -224,7 +227,7 @@ def test_nothing_is_communicated_or_priced(model: nn.Module, captured: Captured)
     cluster = cluster_of(MESHES[0])
     kinds = {}
     for name, graph in {"global": plain, "local": captured}.items():
-        planned = make_planned(graph, cluster, mesh=MESHES[0], constraints=DATA_PARALLEL)
+        planned = make_planned(graph, cluster, Space(mesh=MESHES[0]), constraints=DATA_PARALLEL)
         kinds[name] = [c for c in planned.program.collectives() if c.phase != "G"]
         pricing = Pricing(
             Analysis(graph.graph), mesh, cluster, RooflineModel(cluster.device),
@@ -274,7 +277,7 @@ def test_an_option_of_plan_and_compile_that_travels_with_the_plan(
 
 def test_plans_with_the_other_kind_of_statistics(model: nn.Module, captured: Captured) -> None:
     plain = capture(model, BATCHES[0])
-    whole = make_planned(plain, cluster_of(MESHES[0]), mesh=MESHES[0]).plan
+    whole = make_planned(plain, cluster_of(MESHES[0]), Space(mesh=MESHES[0])).plan
     assert whole.graph.batch_norm == "global"
     assert "statistics of each shard" not in str(whole)
     with pytest.raises(PlanError, match="batch_norm is 'local' here and 'global' in the plan"):

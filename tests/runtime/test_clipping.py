@@ -18,6 +18,7 @@ from autopar.ir.placement import S
 from autopar.lowering import lower
 from autopar.lowering.training import lower_training
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
 from tests.oracles import loss_of, random_assignment, to_double
@@ -124,7 +125,7 @@ def test_the_norm_is_that_of_all_micro_batches_together(groups: Groups) -> None:
     model, batch = model.double(), to_double(make_batch(0))
     captured = capture(model, batch)
     cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
-    planned = make_planned(captured, cluster, mesh={"x": 2}, num_microbatches=2)
+    planned = make_planned(captured, cluster, Space(mesh={"x": 2}, num_microbatches=2))
     make = OPTIMIZERS["sgd"]
     runner = runner_of(
         groups(2), captured, lower_training(planned.strategy, 2), model,

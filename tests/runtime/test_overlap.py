@@ -25,6 +25,7 @@ from autopar.lowering.stages import Stages, staged_blocks
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.runtime.runners.local import LocalRunner
 from autopar.schedules import Schedule, build
 from tests.models.zoo import build as build_model
@@ -60,9 +61,11 @@ class Case:
             captured = with_batch_norm(captured, "local")
         constraints: list[Constraint] = [Force(strategy)]
         return make_planned(
-            captured, Cluster.preset("cpu", nodes=1, devices_per_node=2), mesh={"x": 2},
-            constraints=constraints, num_microbatches=num_microbatches,
-        ).program  # fmt: skip
+            captured,
+            Cluster.preset("cpu", nodes=1, devices_per_node=2),
+            Space(mesh={"x": 2}, num_microbatches=num_microbatches),
+            constraints=constraints,
+        ).program
 
     def program(
         self, make: Callable[..., Schedule], strategy: str = "data_parallel", num: int = 1

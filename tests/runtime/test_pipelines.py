@@ -22,9 +22,11 @@ from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.stages import lower_pipeline, lower_staged_forward, stages_from_cuts
+from autopar.lowering.stages import lower_staged_forward, stages_from_cuts
+from autopar.lowering.training import lower_training
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
 from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
 from tests.equality.case import ALONE, Case
 from tests.models.zoo import gpt2
@@ -180,9 +182,11 @@ def planned_program(name: str, inside: str, sizes: tuple[int, ...]) -> RankProgr
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=math.prod(sizes))
     mesh = dict(zip(("x", "y"), sizes))
     planned = make_planned(
-        case_of(name).captured, cluster, mesh=mesh, constraints=constraints[inside],
-        num_microbatches=2,
-    )  # fmt: skip
+        case_of(name).captured,
+        cluster,
+        Space(mesh=mesh, num_microbatches=2),
+        constraints=constraints[inside],
+    )
     return planned.program
 
 
@@ -209,7 +213,7 @@ def test_forward_passes_find_the_parameters(name: str, groups: Groups) -> None:
     case = case_of(name)
     strategy = case.strategy(1, ALONE, 0)
     made = build("1f1b", num_stages=2, num_microbatches=1)
-    program = lower_pipeline(strategy, case.stages(2), made)
+    program = lower_training(strategy, pipeline=(case.stages(2), made))
     runner = runner_of(groups(2), case.captured, program, case.model, optimizer=case.optimizer)
     batch = case.batches[0]
     tensors = case.captured.signature.flatten((), batch)
@@ -270,9 +274,9 @@ def test_cuts_name_blocks_or_modules() -> None:
     with pytest.raises(InputError, match="each must begin behind the one before"):
         stages_from_cuts(graph, ["transformer.h.1", "transformer.h.0"])
     with pytest.raises(PlanError, match="2 stages, but the graph is cut into 3"):
-        lower_pipeline(
-            case_of("gpt2").strategy(2, ALONE, 0), case_of("gpt2").stages(3),
-            build("1f1b", num_stages=2, num_microbatches=2),
+        lower_training(
+            case_of("gpt2").strategy(2, ALONE, 0), 2,
+            pipeline=(case_of("gpt2").stages(3), build("1f1b", num_stages=2, num_microbatches=2)),
         )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from schedule_cases import PLAIN, schedules
+from torch_pipelines import pipeline_csv, validate_pipeline_csv
 
 from autopar.base.errors import ScheduleError
-from autopar.base.torch_private import pipeline_csv, validate_pipeline_csv
 from autopar.schedules import (
     Action,
     Durations,

@@ -1,8 +1,8 @@
-"""Pipelines in a plan: what the user fixed, where the stages begin, and what a step then takes.
+"""Pipelines over a strategy: where the stages begin, and what a step then takes.
 
-In: the schedule that was asked for, and a priced strategy for the mesh of one pipeline device. Out:
-stages (by dynamic programming over the blocks' priced times and the traffic between them), and the
-schedule simulated over these times.
+In: a priced strategy for the mesh of one pipeline device, and a schedule. Out: `Staged`: stages (by
+dynamic programming over the blocks' priced times and the traffic between them), and the schedule
+simulated over these times.
 """
 
 from __future__ import annotations
@@ -11,176 +11,76 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.base.errors import AutoparError, InputError
+from autopar.base.errors import InputError
 from autopar.cost_models import CommunicationModel
+from autopar.cost_models.estimate import Estimate
 from autopar.ir.blocks import MIN_OPS, MIN_PART_OPS
 from autopar.ir.placement import local_shape
-from autopar.lowering.pipeline import check_runs, with_replica_sums
+from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
-from autopar.planning.meshes import MeshSizes, known_size
+from autopar.planning.space import PipelineChoice
 from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.moves import added
 from autopar.pricing.node_memory import late_share
 from autopar.pricing.problem import Residence
-from autopar.schedules import (
-    Durations,
-    Kind,
-    Links,
-    Schedule,
-    Timeline,
-    build,
-    simulate,
-    verify,
-    with_recomputation,
-)
-from autopar.schedules.generators.build import generator_of
+from autopar.schedules import Durations, Kind, Links, Schedule, Timeline, build, simulate
 from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.simulate.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
 
-DEFAULT_SCHEDULE = "1f1b"
-ONCE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "chimera", "dualpipe")
-"""Schedules of as many stages as devices."""
-TWICE = ("zb_v", "v_half", "v_min")
-"""Schedules of two stages a device."""
-DEALT = ("interleaved", "fast_forward")
-"""Schedules of any whole number of stages a device."""
-PIPELINES = (*ONCE, *TWICE, *DEALT)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """A simulated step: of the device that computes most, and of the step as a whole.
+
+    ``collectives``: what the messages between stages and the sums over replicas were priced by;
+    None without any.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    update_s: float
+    bubble_share: float
+    collectives: Estimate | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineChoice:
-    """What the user fixed: the schedule, and where stages begin if that too.
+class Staged:
+    """A schedule, where its stages begin, and its simulated step."""
 
-    With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices.
-    """
-
+    stages: Stages
     schedule: Schedule
-    cuts: tuple[str, ...] | None = None
-    searches_k: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        return self.schedule.shape.num_devices
+    times: PipelineTimes
 
 
-def pipeline_choice(
-    *,
-    num_stages: int | None,
-    schedule: str | Schedule | None,
-    num_microbatches: int | None,
-    cuts: Sequence[str] | None,
-    num_devices: int,
-    mesh: MeshSizes | None,
-    recompute: bool | None = None,
-) -> PipelineChoice | None:
-    """The arguments of `autopar.plan` as one value; None for a plan without a pipeline.
+def stage(
+    candidate: Candidate, choice: PipelineChoice, communication: CommunicationModel
+) -> Staged:
+    """Cut a strategy into stages and simulate the schedule; raises InputError.
 
-    Raises InputError where they contradict each other or the number of devices.
+    Reverse-first-k is simulated for every k; the one whose steps follow fastest is taken.
     """
-    if num_stages is None and schedule is None and cuts is None:
-        if recompute:
-            raise InputError(
-                "recompute=True without a pipeline: what is computed again is a stage, so give "
-                "num_stages=..., or schedule='auto'"
-            )
-        return None
-    made = DEFAULT_SCHEDULE if schedule is None else schedule
-    if not isinstance(made, Schedule):
-        _check_name(made)
-    num_stages = _number_of_stages(num_stages, schedule, cuts)
-    per_device = known_size(mesh) if mesh else 1
-    if not isinstance(made, Schedule):
-        made = _built(made, num_stages, num_microbatches or 1, num_devices // per_device)
-    elif num_microbatches not in (None, made.shape.num_microbatches):
-        raise InputError(
-            f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
-            f"{made.shape.num_microbatches}; leave num_microbatches out"
+    stages = choose_stages(candidate, choice, communication)
+    schedules = [choice.schedule]
+    if choice.searches_k:
+        num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
+        schedules = [
+            build("reverse_first_k", num_stages=num_stages, num_microbatches=num, k=k)
+            for k in range(num_stages + 1)
+        ]
+    found = [
+        Staged(
+            stages=stages,
+            schedule=schedule,
+            times=pipeline_times(candidate, stages, schedule, communication),
         )
-    if recompute:
-        if made.shape.num_devices == 1:
-            raise InputError(
-                f"recompute=True with schedule={made.name!r}: only pipelines of several devices "
-                "are recomputed; leave recompute out"
-            )
-        made = recomputed(made)
-    try:
-        verify(made)
-        check_runs(made)
-    except AutoparError as error:
-        raise InputError(f"schedule={made.name!r}: {error}") from error
-    if num_devices % made.shape.num_devices:
-        raise InputError(
-            f"schedule {made.name!r} with {num_stages} stages takes {made.shape.num_devices} "
-            f"pipeline devices, which do not divide {num_devices} devices; use a number of stages "
-            "whose pipeline does"
-        )
-    return PipelineChoice(
-        schedule=made,
-        cuts=None if cuts is None else tuple(cuts),
-        searches_k=schedule == "reverse_first_k",
-    )
-
-
-def recomputed(schedule: Schedule) -> Schedule:
-    """The schedule with every stage's forward pass made again in front of its backward pass."""
-    shape = schedule.shape
-    return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
-
-
-def _check_name(name: object) -> None:
-    try:
-        generator_of(name)
-    except AutoparError as error:
-        raise InputError(f"schedule={name!r}: {error}") from error
-
-
-def _number_of_stages(
-    num_stages: int | None, schedule: str | Schedule | None, cuts: Sequence[str] | None
-) -> int:
-    if isinstance(cuts, str):
-        raise InputError(f"cuts is {cuts!r}; give a list of block names: cuts=[{cuts!r}]")
-    if cuts is not None and not (
-        isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts)
-    ):
-        raise InputError(
-            f"cuts is {cuts!r}; give a list of the names of blocks or modules, one for each stage "
-            "but the first"
-        )
-    found = {
-        "num_stages": num_stages,
-        "cuts (one less)": None if cuts is None else len(cuts) + 1,
-        "schedule": schedule.shape.num_stages if isinstance(schedule, Schedule) else None,
-    }
-    given = {name: number for name, number in found.items() if number is not None}
-    if not given:
-        raise InputError(f"schedule={schedule!r} needs num_stages=..., or cuts=[...]")
-    for name, number in given.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"{name} is {number!r}; stages are a whole number, at least 1")
-    if len(set(given.values())) > 1:
-        text = ", ".join(f"{name} {number}" for name, number in given.items())
-        raise InputError(f"the number of stages is given twice and differs: {text}")
-    return next(iter(given.values()))
-
-
-def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """A schedule by name; those that deal stages to devices take the devices there are."""
-    options: dict[str, int] = {}
-    if name in DEALT:
-        options["num_devices"] = num_devices
-    elif name == "conventional":
-        options["reduces"] = True
-    elif name == "reverse_first_k":
-        options["k"] = 0  # until there are prices
-    try:
-        return build(name, num_stages=num_stages, num_microbatches=num_microbatches, **options)
-    except AutoparError as error:
-        raise InputError(
-            f"schedule={name!r}: {error}. For other options pass a schedule made by "
-            "autopar.schedules.build(...)"
-        ) from error
+        for schedule in schedules
+    ]
+    return min(found, key=lambda each: each.times.step_s)
 
 
 def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
@@ -259,35 +159,6 @@ def _crossing_bytes(candidate: Candidate) -> list[int]:
 
 
 # --- the step -----------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineTimes:
-    """A simulated step: of the device that computes most, and of the step as a whole."""
-
-    step_s: float
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    update_s: float
-    bubble_share: float
-
-
-def chosen_schedule(
-    candidate: Candidate,
-    stages: Stages,
-    choice: PipelineChoice,
-    communication: CommunicationModel,
-) -> Schedule:
-    """The schedule that was asked for; of reverse-first-k the one whose steps follow fastest."""
-    if not choice.searches_k:
-        return choice.schedule
-    num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
-    made = [
-        build("reverse_first_k", num_stages=num_stages, num_microbatches=num, k=k)
-        for k in range(num_stages + 1)
-    ]
-    return min(made, key=lambda s: pipeline_times(candidate, stages, s, communication).step_s)
-
-
 def pipeline_times(
     candidate: Candidate, stages: Stages, schedule: Schedule, communication: CommunicationModel
 ) -> PipelineTimes:
@@ -313,7 +184,7 @@ def pipeline_times(
     )
     is_late = any(item.lag for row in schedule.devices for item in row)
     num_iterations = STEADY_ITERATIONS if is_late else 1
-    links = _links(candidate, stages, communication)
+    links, messages = _links(candidate, stages, communication)
     timeline = simulate(schedule, durations, links, num_iterations=num_iterations)
     num_devices = schedule.shape.num_devices
     last = max(range(num_devices), key=lambda d: own.move_after_s[d] + own.update_after_s[d])
@@ -327,6 +198,7 @@ def pipeline_times(
         communication_s=spent["communication"] / num_iterations + own.move_after_s[last],
         update_s=spent["update"] / num_iterations + own.update_after_s[last],
         bubble_share=timeline.bubble_ratio,
+        collectives=added(messages, own.sums),
     )
 
 
@@ -351,33 +223,39 @@ def _spent(
     return spent
 
 
-def _links(candidate: Candidate, stages: Stages, communication: CommunicationModel) -> Links:
-    """The link between neighbours in the pipeline, and the messages between these stages."""
+def _links(
+    candidate: Candidate, stages: Stages, communication: CommunicationModel
+) -> tuple[Links, Estimate | None]:
+    """The link between neighbours in the pipeline with the messages between these stages, and
+    what the largest of them was priced by; None without any."""
     names = [block.name for block in staged_blocks(candidate.priced.pricing.graph)]
     crossing = _crossing_bytes(candidate)
     sizes = [float(crossing[names.index(first) - 1]) for first in stages.first_blocks[1:]]
     largest = int(max(sizes, default=0.0))
     ranks = (0, candidate.mesh.num_devices)
     if not largest or ranks[1] >= communication.cluster.num_devices:
-        return Links(message_bytes=(*sizes, 0.0))
+        return Links(message_bytes=(*sizes, 0.0)), None
     latency_s = communication.estimate("send_recv", 0, ranks).time_s
-    whole_s = communication.estimate("send_recv", largest, ranks).time_s
-    return Links(
+    whole = communication.estimate("send_recv", largest, ranks)
+    links = Links(
         latency_s=latency_s,
-        bandwidth_bytes_per_s=largest / max(whole_s - latency_s, 1e-12),
+        bandwidth_bytes_per_s=largest / max(whole.time_s - latency_s, 1e-12),
         message_bytes=(*sizes, 0.0),
     )
+    return links, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnCosts:
     """Seconds once a step for parameters: moved between placements, summed over the devices that
-    hold them, updated. By stage what the schedule has as G and U, by device what comes after it."""
+    hold them, updated. By stage what the schedule has as G and U, by device what comes after it;
+    ``sums`` is what the sums over devices were priced by."""
 
     reduce_s: list[float]
     update_s: list[float]
     move_after_s: list[float]
     update_after_s: list[float]
+    sums: Estimate | None
 
 
 def _own_costs(
@@ -390,12 +268,9 @@ def _own_costs(
     """A parameter that several stages use is reduced with the first of them, on one device; on
     several devices at the end."""
     size, strategy, shape = candidate.mesh.num_devices, candidate.strategy(), schedule.shape
-    costs = _OwnCosts(
-        reduce_s=[0.0] * shape.num_stages,
-        update_s=[0.0] * shape.num_stages,
-        move_after_s=[0.0] * shape.num_devices,
-        update_after_s=[0.0] * shape.num_devices,
-    )
+    reduce_s, update_s = [0.0] * shape.num_stages, [0.0] * shape.num_stages
+    move_after_s, update_after_s = [0.0] * shape.num_devices, [0.0] * shape.num_devices
+    sums: Estimate | None = None
     users = _users(candidate, stage_of)
     for value, stages in users.items():
         devices = tuple(sorted({row[s] for row in shape.placement for s in stages})) or (0,)
@@ -404,18 +279,25 @@ def _own_costs(
             local = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
             size_bytes = math.prod(local) * parameter.dtype.itemsize
             ranks = tuple(device * size for device in devices)
-            move_s += communication.estimate("all_reduce", size_bytes, ranks).time_s
+            total = communication.estimate("all_reduce", size_bytes, ranks)
+            move_s, sums = move_s + total.time_s, added(sums, total)
         in_stage = len(stages) == 1 or (bool(stages) and len(devices) == 1)
         if in_stage and shape.reduces:
-            costs.reduce_s[min(stages)] += move_s
+            reduce_s[min(stages)] += move_s
         if in_stage and shape.updates:
-            costs.update_s[min(stages)] += times.update_s.get(value, 0.0)
+            update_s[min(stages)] += times.update_s.get(value, 0.0)
         for device in devices:
             if not (in_stage and shape.reduces):
-                costs.move_after_s[device] += move_s
+                move_after_s[device] += move_s
             if not (in_stage and shape.updates):
-                costs.update_after_s[device] += times.update_s.get(value, 0.0)
-    return costs
+                update_after_s[device] += times.update_s.get(value, 0.0)
+    return _OwnCosts(
+        reduce_s=reduce_s,
+        update_s=update_s,
+        move_after_s=move_after_s,
+        update_after_s=update_after_s,
+        sums=sums,
+    )
 
 
 def _users(candidate: Candidate, stage_of: Mapping[str, int]) -> dict[int, set[int]]:

@@ -1,0 +1,134 @@
+"""What one search for a plan is given, and what it holds while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+
+from autopar.base.errors import ConstraintError
+from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
+from autopar.cost_models.memory import allocator_of
+from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import redistribute
+from autopar.memory.program import ProgramMemory
+from autopar.passes.prepare import Cut, Prepared
+from autopar.planning.constraints import Constraint, MemoryBudget
+from autopar.planning.space import Space
+from autopar.pricing.moves import Routes
+from autopar.pricing.tables import Pricing
+
+POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
+"""Seconds for one search within a budget, on one mesh: less where there are many to come."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a device may hold: so much of tensors, which may take so much of the device."""
+
+    tensor_bytes: int
+    device_bytes: int
+
+    def tightest(self, memory: ProgramMemory) -> tuple[int, int]:
+        """What is needed and what there is, by the one of both limits that leaves less."""
+        return max(
+            (memory.peak_bytes, self.tensor_bytes),
+            (memory.device_bytes, self.device_bytes),
+            key=lambda pair: pair[0] / pair[1],
+        )
+
+    def fits(self, memory: ProgramMemory) -> bool:
+        needed, available = self.tightest(memory)
+        return needed <= available
+
+    def too_small(self, memory: ProgramMemory) -> ConstraintError:
+        """The error where the smallest program that was lowered needs so much."""
+        needed, available = self.tightest(memory)
+        return ConstraintError(
+            f"no strategy was found that fits {available:,} bytes a device; the smallest one tried "
+            f"needs {needed:,} bytes, {memory.peak_bytes:,} of them for tensors (at "
+            f"{memory.peak_at}). Use more devices, a smaller batch, or a larger MemoryBudget"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a search is given; ``routes`` is what it learns of redistributions on its meshes."""
+
+    prepared: Prepared
+    cluster: Cluster
+    space: Space
+    constraints: list[Constraint]
+    compute: ComputeModel
+    communication: CommunicationModel
+    optimizer: OptimizerSpec
+    device_type: str
+    progress: Progress
+    routes: Routes = field(default_factory=lambda: cache(redistribute))
+
+    def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
+        """The prices of a cut of the model on one mesh."""
+        return Pricing(
+            cut.analysis, mesh, self.cluster, self.compute, self.communication,
+            cut.microbatches, optimizer=self.optimizer, routes=self.routes,
+        )  # fmt: skip
+
+    @property
+    def limit(self) -> MemoryLimit:
+        """Budgets are the user's for tensors, the device's own memory is for all that a step
+        takes."""
+        usable = int(self.cluster.usable_memory_bytes)
+        budgets = [c.size_bytes for c in self.constraints if isinstance(c, MemoryBudget)]
+        return MemoryLimit(tensor_bytes=min([usable, *budgets]), device_bytes=usable)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget for tensors by the search's own count.
+
+        What the allocator loses is known before a program is counted, what a CPU's holds back only
+        after it.
+        """
+        limit, lost = self.limit, allocator_of(self.cluster.device).fragmentation
+        return min(limit.tensor_bytes, int(limit.device_bytes / (1 + lost)))
+
+    @property
+    def budget_limit_s(self) -> float:
+        return OPEN_BUDGET_LIMIT_S if self.space.is_open else POINT_BUDGET_LIMIT_S
+
+    @property
+    def exposures(self) -> list[float]:
+        """The shares of the communication of parameters that searches count.
+
+        How much of it the computation hides depends on the strategy, so a point is searched twice:
+        all of it counted, and only what it costs where all is hidden. An open space, which compares
+        many, is searched once.
+        """
+        if self.space.is_open or self.cluster.num_devices == 1:
+            return [1.0]
+        return [1.0, max(1 - 1 / self.cluster.overlap_slowdown, MIN_EXPOSED)]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a known strategy may stand in: it obeys no constraint but a budget."""
+        return all(isinstance(constraint, MemoryBudget) for constraint in self.constraints)
+
+
+MIN_EXPOSED = 1e-3
+"""Least share that is counted, so that the search does not choose at random."""
+
+
+def listed(constraints: object) -> list[Constraint]:
+    """One constraint or several as a list; raises ConstraintError for anything else."""
+    given = list(constraints) if isinstance(constraints, Iterable) else [constraints]
+    found: list[Constraint] = []
+    for constraint in given:
+        if not isinstance(constraint, Constraint):
+            raise ConstraintError(
+                f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
+                "MemoryBudget; write constraints=[autopar.Force('zero3')]"
+            )
+        found.append(constraint)
+    return found

@@ -1,0 +1,255 @@
+"""What a plan is searched among: what the user fixed, and what is open.
+
+In: the arguments of `autopar.plan`. Out: a `Space`. One whose pipeline is given (or that has none)
+is a point: only its mesh and sharding are searched. In an open one schedule, stages, micro-batches
+and recomputation are searched too, as far as they are not fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.base.errors import AutoparError, InputError
+from autopar.cost_models import Cluster
+from autopar.cost_models.hardware import is_count
+from autopar.ir.mesh import Mesh
+from autopar.lowering.pipeline import check_runs
+from autopar.planning.meshes import (
+    MeshSizes,
+    candidate_meshes,
+    is_open,
+    known_size,
+    pipeline_device_counts,
+)
+from autopar.schedules import Schedule, build, verify, with_recomputation
+from autopar.schedules.generators.build import generator_of
+
+AUTO = "auto"
+DEFAULT_SCHEDULE = "1f1b"
+ONCE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "chimera", "dualpipe")
+"""Schedules of as many stages as devices."""
+TWICE = ("zb_v", "v_half", "v_min")
+"""Schedules of two stages a device."""
+DEALT = ("interleaved", "fast_forward")
+"""Schedules of any whole number of stages a device."""
+PIPELINES = (*ONCE, *TWICE, *DEALT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineChoice:
+    """A schedule, and where stages begin if the user says so.
+
+    With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices.
+    """
+
+    schedule: Schedule
+    cuts: tuple[str, ...] | None = None
+    searches_k: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return self.schedule.shape.num_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What was fixed of a plan; in an open space whatever is None is searched.
+
+    ``pipeline`` is that of a point, None without one; ``schedule`` is the name of the only one that
+    an open space has. By default it is the point without a pipeline and without micro-batches.
+    """
+
+    mesh: MeshSizes | None = None
+    num_microbatches: int | None = None
+    pipeline: PipelineChoice | None = None
+    is_open: bool = False
+    schedule: str | None = None
+    num_stages: int | None = None
+    recompute: bool | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether nothing but pipelines is in an open space."""
+        return self.schedule is not None or self.num_stages not in (None, 1)
+
+    def point(self) -> tuple[int, int]:
+        """The pipeline devices and the micro-batches of a space that is not open."""
+        if self.pipeline is not None:
+            return self.pipeline.num_devices, self.pipeline.schedule.shape.num_microbatches
+        return 1, 1 if self.num_microbatches is None else self.num_microbatches
+
+    def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
+        """Every mesh that a plan may be searched on."""
+        counts = [self.point()[0]]
+        if self.is_open:
+            counts = pipeline_device_counts(cluster, self.mesh) or [1]
+        return tuple(
+            mesh
+            for count in counts
+            for mesh in candidate_meshes(cluster, self.mesh, num_pipeline_devices=count)
+        )
+
+    def microbatch_counts(self, batch: int) -> list[int]:
+        """Every number of micro-batches that a plan may be searched for."""
+        if not self.is_open:
+            return [self.point()[1]]
+        if self.num_microbatches is not None:
+            return [self.num_microbatches]
+        return [num for num in range(1, batch + 1) if batch % num == 0] or [1]
+
+
+def space_of(
+    num_devices: int,
+    *,
+    mesh: MeshSizes | None = None,
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    schedule: str | Schedule | None = None,
+    cuts: Sequence[str] | None = None,
+    recompute: bool | None = None,
+) -> Space:
+    """The arguments of `autopar.plan` for so many devices as one value.
+
+    Raises InputError where they contradict each other or the number of devices.
+    """
+    if _is_searched(num_stages, schedule, num_microbatches, cuts, mesh):
+        if cuts is not None:
+            raise InputError(
+                f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; leave "
+                "cuts out, or name the schedule"
+            )
+        if num_stages is not None and not is_count(num_stages):
+            raise InputError(f"num_stages is {num_stages!r}; stages are a whole number, at least 1")
+        return Space(
+            is_open=True,
+            schedule=None if schedule == AUTO else str(schedule),
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            mesh=mesh,
+            recompute=recompute,
+        )
+    if num_stages is None and schedule is None and cuts is None:
+        if recompute:
+            raise InputError(
+                "recompute=True without a pipeline: what is computed again is a stage, so give "
+                "num_stages=..., or schedule='auto'"
+            )
+        return Space(mesh=mesh, num_microbatches=num_microbatches)
+    made = DEFAULT_SCHEDULE if schedule is None else schedule
+    if not isinstance(made, Schedule):
+        _check_name(made)
+    num_stages = _number_of_stages(num_stages, schedule, cuts)
+    if not isinstance(made, Schedule):
+        per_device = known_size(mesh) if mesh else 1
+        made = _built(made, num_stages, num_microbatches or 1, num_devices // per_device)
+    elif num_microbatches not in (None, made.shape.num_microbatches):
+        raise InputError(
+            f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
+            f"{made.shape.num_microbatches}; leave num_microbatches out"
+        )
+    made = _checked(made, num_stages, num_devices, recompute=bool(recompute))
+    choice = PipelineChoice(
+        schedule=made,
+        cuts=None if cuts is None else tuple(cuts),
+        searches_k=schedule == "reverse_first_k",
+    )
+    return Space(mesh=mesh, pipeline=choice)
+
+
+def _is_searched(
+    num_stages: int | None,
+    schedule: str | Schedule | None,
+    num_microbatches: int | None,
+    cuts: Sequence[str] | None,
+    mesh: MeshSizes | None,
+) -> bool:
+    """Whether the arguments of `autopar.plan` leave something of a pipeline to the search."""
+    if schedule == AUTO:
+        return True
+    is_named = isinstance(schedule, str) and schedule in PIPELINES
+    is_left = num_stages is None or num_microbatches is None or (mesh is not None and is_open(mesh))
+    return is_named and is_left and cuts is None and num_stages != 1
+
+
+def _checked(schedule: Schedule, num_stages: int, num_devices: int, *, recompute: bool) -> Schedule:
+    """The schedule, recomputed if asked for; raises InputError where it cannot be run here."""
+    if recompute:
+        if schedule.shape.num_devices == 1:
+            raise InputError(
+                f"recompute=True with schedule={schedule.name!r}: only pipelines of several "
+                "devices are recomputed; leave recompute out"
+            )
+        schedule = recomputed(schedule)
+    try:
+        verify(schedule)
+        check_runs(schedule)
+    except AutoparError as error:
+        raise InputError(f"schedule={schedule.name!r}: {error}") from error
+    if num_devices % schedule.shape.num_devices:
+        raise InputError(
+            f"schedule {schedule.name!r} with {num_stages} stages takes "
+            f"{schedule.shape.num_devices} pipeline devices, which do not divide {num_devices} "
+            "devices; use a number of stages whose pipeline does"
+        )
+    return schedule
+
+
+def recomputed(schedule: Schedule) -> Schedule:
+    """The schedule with every stage's forward pass made again in front of its backward pass."""
+    shape = schedule.shape
+    return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
+
+
+def _check_name(name: object) -> None:
+    try:
+        generator_of(name)
+    except AutoparError as error:
+        raise InputError(f"schedule={name!r}: {error}") from error
+
+
+def _number_of_stages(
+    num_stages: int | None, schedule: str | Schedule | None, cuts: Sequence[str] | None
+) -> int:
+    if isinstance(cuts, str):
+        raise InputError(f"cuts is {cuts!r}; give a list of block names: cuts=[{cuts!r}]")
+    if cuts is not None and not (
+        isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts)
+    ):
+        raise InputError(
+            f"cuts is {cuts!r}; give a list of the names of blocks or modules, one for each stage "
+            "but the first"
+        )
+    found = {
+        "num_stages": num_stages,
+        "cuts (one less)": None if cuts is None else len(cuts) + 1,
+        "schedule": schedule.shape.num_stages if isinstance(schedule, Schedule) else None,
+    }
+    given = {name: number for name, number in found.items() if number is not None}
+    if not given:
+        raise InputError(f"schedule={schedule!r} needs num_stages=..., or cuts=[...]")
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} is {number!r}; stages are a whole number, at least 1")
+    if len(set(given.values())) > 1:
+        text = ", ".join(f"{name} {number}" for name, number in given.items())
+        raise InputError(f"the number of stages is given twice and differs: {text}")
+    return next(iter(given.values()))
+
+
+def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """A schedule by name; those that deal stages to devices take the devices there are."""
+    options: dict[str, int] = {}
+    if name in DEALT:
+        options["num_devices"] = num_devices
+    elif name == "conventional":
+        options["reduces"] = True
+    elif name == "reverse_first_k":
+        options["k"] = 0  # until there are prices
+    try:
+        return build(name, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    except AutoparError as error:
+        raise InputError(
+            f"schedule={name!r}: {error}. For other options pass a schedule made by "
+            "autopar.schedules.build(...)"
+        ) from error

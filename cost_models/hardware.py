@@ -1,0 +1,240 @@
+"""What a cluster consists of: one kind of device, and levels of links that join the devices.
+
+Frozen, hashable descriptions that refuse what no hardware has. `autopar.cost_models.cluster` makes
+them from presets, from the machine at hand, and from JSON.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+import torch
+
+from autopar.base.documents import shown
+from autopar.base.errors import ClusterError
+from autopar.cost_models.described import (
+    is_finite,
+    require_counts,
+    require_not_negative,
+    require_positive,
+    require_types,
+)
+
+
+class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Peak rate of matrix products per dtype, in floating-point operations per second.
+
+    A dtype of 0 has no units of its own and runs at float32's rate. ``vector`` is the rate of
+    everything that is not a matrix product (0: the same as float32).
+    """
+
+    float32: float
+    float64: float = 0.0
+    tensor_float32: float = 0.0
+    float16: float = 0.0
+    bfloat16: float = 0.0
+    float8: float = 0.0
+    vector: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_types("peak_flops_per_s", self)
+
+
+_DTYPE_FIELDS = {
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One device.
+
+    ``memory_bandwidth_bytes_per_s`` counts reads and writes together. ``kernel_launch_s`` is the
+    least time that a kernel takes from launch to launch; ``dispatch_s`` is what an operation costs
+    that launches none (a view). Kernels whose data fits ``cache_bytes`` move it at
+    ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
+    multiprocessors (GPU) or cores (CPU) that share one operation. ``num_processes`` are on one host
+    and share its memory and cores (CPU). ``allow_tensor_float32`` is PyTorch's setting for products
+    of float32 matrices, ``allow_tensor_float32_in_cudnn`` that for convolutions and recurrent
+    layers, both as PyTorch starts with them. ``source`` names where the figures come from.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    peak_flops_per_s: PeakFlops
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    kernel_launch_s: float
+    dispatch_s: float = 0.0
+    num_units: int = 1
+    num_threads: int = 1
+    num_processes: int = 1
+    cache_bytes: int = 0
+    cache_bandwidth_bytes_per_s: float = 0.0
+    allow_tensor_float32: bool = False
+    allow_tensor_float32_in_cudnn: bool = True
+    source: str = "the user's description"
+
+    def __post_init__(self) -> None:
+        require_types("the device", self)
+        peaks = {
+            f"peak_flops_per_s.{field}": peak
+            for field, peak in msgspec.structs.asdict(self.peak_flops_per_s).items()
+        }
+        require_not_negative(self.name, peaks)
+        require_positive(
+            self.name,
+            {
+                "peak_flops_per_s.float32": self.peak_flops_per_s.float32,
+                "memory_bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s,
+                "memory_bytes": self.memory_bytes,
+            },
+        )
+        require_counts(
+            self.name,
+            {
+                "num_units": self.num_units,
+                "num_threads": self.num_threads,
+                "num_processes": self.num_processes,
+            },
+        )
+        require_not_negative(
+            self.name,
+            {
+                "kernel_launch_s": self.kernel_launch_s,
+                "dispatch_s": self.dispatch_s,
+                "cache_bytes": self.cache_bytes,
+                "cache_bandwidth_bytes_per_s": self.cache_bandwidth_bytes_per_s,
+            },
+        )
+
+    def matrix_flops_per_s(self, dtype: torch.dtype, *, in_cudnn: bool = False) -> float:
+        """Peak rate of matrix products in ``dtype``, in floating-point operations per second.
+
+        ``in_cudnn``: of those that cuDNN does on a CUDA device.
+        """
+        peaks = self.peak_flops_per_s
+        allowed = self.allow_tensor_float32_in_cudnn if in_cudnn else self.allow_tensor_float32
+        if dtype == torch.float32 and allowed and peaks.tensor_float32:
+            return peaks.tensor_float32
+        peak: float = getattr(peaks, _DTYPE_FIELDS.get(dtype, "float32"))
+        return peak or peaks.float32
+
+    @property
+    def vector_flops_per_s(self) -> float:
+        """Peak rate of everything that is not a matrix product."""
+        return self.peak_flops_per_s.vector or self.peak_flops_per_s.float32
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One level of links: ``size`` units (devices at the first level, nodes at the next) joined.
+
+    ``latency_s`` is the time of one step between two units. ``bandwidth_bytes_per_s`` is one
+    unit's link in one direction: at the second level a whole node's. Of it, one device alone can
+    push at most ``device_bandwidth_bytes_per_s`` through (0: all of it).
+    ``total_bandwidth_bytes_per_s`` is what all units together can move when they share one medium,
+    such as a bus or the memory of a host (0: every unit has its own link). ``efficiency`` is the
+    part of these bandwidths that collectives reach.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    device_bandwidth_bytes_per_s: float = 0.0
+    total_bandwidth_bytes_per_s: float = 0.0
+    efficiency: float = 1.0
+    source: str = "the user's description"
+
+    def __post_init__(self) -> None:
+        require_types(f"level {self.name!r}", self)
+        require_counts(f"level {self.name!r}", {"size": self.size})
+        require_positive(
+            f"level {self.name!r}",
+            {
+                "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+                "efficiency": self.efficiency,
+            },
+        )
+        require_not_negative(
+            f"level {self.name!r}",
+            {
+                "latency_s": self.latency_s,
+                "device_bandwidth_bytes_per_s": self.device_bandwidth_bytes_per_s,
+                "total_bandwidth_bytes_per_s": self.total_bandwidth_bytes_per_s,
+            },
+        )
+        if self.efficiency > 1:
+            raise ClusterError(
+                f"level {self.name!r} has efficiency {shown(self.efficiency)}; it is the part of "
+                "the bandwidth that collectives reach, so at most 1. Write efficiency=0.8, say."
+            )
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``num_devices`` equal devices joined by ``levels`` of links, innermost first.
+
+    Rank r lives in node ``r // devices_per_node``. ``memory_reserve_bytes`` is what the framework
+    itself holds on each device (contexts, communicators, library workspaces) and no plan may use.
+    ``collective_launch_s`` is the fixed cost of starting any collective.
+    ``overlap_slowdown`` is the factor by which compute slows while a collective runs beside it.
+    """
+
+    device: DeviceSpec
+    levels: tuple[Level, ...] = ()
+    memory_reserve_bytes: int = 0
+    collective_launch_s: float = 0.0
+    overlap_slowdown: float = 1.0
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+    def __post_init__(self) -> None:
+        require_types("the cluster", self)
+        require_not_negative(
+            "the cluster",
+            {
+                "memory_reserve_bytes": self.memory_reserve_bytes,
+                "collective_launch_s": self.collective_launch_s,
+            },
+        )
+        if self.levels and self.device.kind == "cpu" and self.backend == "nccl":
+            raise ClusterError(
+                "backend='nccl' moves nothing between CPUs; write backend='gloo', and with it "
+                "overlap_slowdown: Cluster.preset('cpu') has usual figures."
+            )
+        if not (is_finite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
+            raise ClusterError(
+                f"overlap_slowdown is {shown(self.overlap_slowdown)}; it is the factor by which "
+                "compute slows beside a collective, so at least 1. Write overlap_slowdown=1.0 for "
+                "none."
+            )
+        if self.memory_reserve_bytes >= self.device.memory_bytes:
+            raise ClusterError(
+                f"memory_reserve_bytes={self.memory_reserve_bytes} leaves nothing of "
+                f"{self.device.name}'s {self.device.memory_bytes} bytes. Lower it."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices joined by the first level; all of them where there is one level or none."""
+        return self.levels[0].size if self.levels else 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_devices // self.devices_per_node
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What a plan may use of each device's memory, in bytes."""
+        return self.device.memory_bytes - self.memory_reserve_bytes
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number of at least 1, no truth value."""
+    return type(value) is int and value >= 1
