@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test exhaustive clean
+.PHONY: demo test exhaustive faults clean
 
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,12 @@ exhaustive: $(VENV)/.installed
 		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
 		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py
 	AUTOPAR_TEST_PLANS=100000 $(BIN)/python -m pytest -q tests/test_untrusted_plans.py
+
+# A thousand drawn faults in running jobs; one alone: python -m tests.faults.run --numbers 17
+NUMBERS ?= 0-999
+PARALLEL ?= 6
+faults: $(VENV)/.installed
+	$(BIN)/python -m tests.faults.run --numbers $(NUMBERS) --parallel $(PARALLEL)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -13,34 +13,27 @@ from autopar.frontend.capture import capture
 from autopar.frontend.reader import MAX_FIXED_BYTES
 from autopar.ir.mesh import Mesh
 from autopar.sharding.strategy import Analysis, Strategy
-from tests.models.test_more_models import prepared
-from tests.models.zoo import optimizer_of
-from tests.oracles import (
-    assert_same,
-    lockstep_steps,
-    random_assignment,
-    reference_steps,
-    state_of,
-)
+from tests.equality.case import Case
+from tests.oracles import lockstep_steps, random_assignment, state_of
 
 MESHES = [Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2))]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_what_is_made_in_each_step_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, usual, batches = prepared(name)
+    case = Case(name, num_steps=2)
     monkeypatch.setattr(exported, "MAX_FIXED_BYTES", 0)
-    captured = capture(model, batches[0])
+    captured = capture(case.model, case.batches[0])
     num_fixed, num_usual = (
-        sum(value.fixed for value in graph.values) for graph in (captured.graph, usual.graph)
+        sum(value.fixed for value in graph.values)
+        for graph in (captured.graph, case.captured.graph)
     )
     assert num_fixed < num_usual
     analysis = Analysis(captured.graph)
-    expected = reference_steps(model, batches, optimizer_of(name))
     for seed, mesh in enumerate(MESHES):
         strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
-        got = lockstep_steps(strategy, captured, state_of(model), batches, optimizer_of(name))
-        assert_same(got, expected, tolerance=5e-6)  # losses are computed in single precision
+        state = state_of(case.model)
+        case.compare(lockstep_steps(strategy, captured, state, case.batches, case.optimizer))
 
 
 def test_a_whole_batch_of_masks_lies_on_no_device() -> None:

@@ -137,7 +137,16 @@ def _serve(channel: Channel) -> None:
             let_go = common() is own() is None
             whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
             channel.send(dataclasses.replace(reply, let_go=let_go), deadline_s=math.inf)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End without unwinding: gloo's threads may still hold what a step that broke off has left,
+    and an interpreter that takes itself apart around them aborts now and then."""
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _taken_up(channel: Channel) -> Message:

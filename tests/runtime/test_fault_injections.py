@@ -1,0 +1,26 @@
+"""Sixty drawn faults: each is named in time, nothing is left behind, training goes on bit-equal.
+
+``make faults`` runs a thousand; `tests.faults.draw` says what is drawn.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.faults.launch import ROOT
+
+NUM_INJECTIONS = 60
+LIMIT_S = 540
+
+
+def test_drawn_faults_are_named_and_leave_nothing(tmp_path: Path) -> None:
+    numbers = f"0-{NUM_INJECTIONS - 1}"
+    command = [sys.executable, "-m", "tests.faults.run", "--numbers", numbers, "--parallel", "6"]
+    run = subprocess.run(
+        [*command, "--keep", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    assert f"{NUM_INJECTIONS} held, 0 did not" in run.stdout
