@@ -6,11 +6,8 @@ Nothing else in the project imports a name with a leading underscore from torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +21,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
@@ -35,7 +29,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "CheckpointWriter",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -243,38 +236,6 @@ class PeakOfNew(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-# --- checkpoints ---------------------------------------------------------------------------
-class CheckpointWriter(FileSystemWriter):
-    """Into a folder that may hold an earlier checkpoint, which stays whole until this one is.
-
-    Files of data have names of their own; ``.metadata``, which names them, is replaced last and at
-    once, and what it does not name is then removed. `FileSystemWriter` writes to the names of the
-    earlier checkpoint. ``_get_metadata_path`` is where it leaves its metadata, ``storage_data`` of
-    a plan what its files' names begin with (2.11 to 2.13).
-    """
-
-    def _get_metadata_path(self, rank: int | None = None) -> Path:
-        return Path(f"{super()._get_metadata_path(rank)}.{self.save_id}")
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans = super().prepare_global_plan(plans)
-        own = [f"__{self.save_id[:8]}{plan.storage_data.prefix}" for plan in plans]
-        return [
-            replace(plan, storage_data=replace(plan.storage_data, prefix=prefix))
-            for plan, prefix in zip(plans, own)
-        ]
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        folder = Path(self.path)
-        os.replace(self._get_metadata_path(), folder / ".metadata")
-        named = {place.relative_path for place in metadata.storage_data.values()}
-        for file in [*folder.glob("__*.distcp"), *folder.glob(".metadata.*")]:
-            if file.name not in named:
-                with contextlib.suppress(OSError):
-                    file.unlink()
 
 
 # --- rules ---------------------------------------------------------------------------------

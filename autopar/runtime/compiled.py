@@ -61,7 +61,7 @@ class Runner(Protocol):
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path, *, allow_nonfinite: bool = False) -> None: ...
 
     def load(self, path: Path) -> None: ...
 
@@ -295,12 +295,20 @@ class Compiled:
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         self._runner.load_optimizer_state_dict(state)
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer and schedule to a folder by ``torch.distributed.checkpoint``."""
-        self._runner.save(path)
+    def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
+        """Write model, optimizer, schedule and seed to a folder: safetensors and plain JSON.
+
+        A checkpoint that was there stays until this one is whole. Raises InputError where it
+        cannot be written, and where a weight is not finite unless ``allow_nonfinite``.
+        """
+        self._runner.save(path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, on the same devices or others."""
+        """Read what `save` or ``torch.distributed.checkpoint`` wrote, on these devices or others.
+
+        Nothing in it is run. Raises InputError where anything in it is damaged or does not fit,
+        with everything as it was.
+        """
         self._runner.load(path)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ session (see conftest.py); each test gives them its own program.
 from __future__ import annotations
 
 import dataclasses
+import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,16 @@ class ProbedService(RankService):
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def progress(self) -> tuple[int, int, Any]:
+        """Steps done, the seed of random operators, and the state of the schedule."""
+        runtime = self.running
+        schedule = runtime.lr_scheduler
+        return runtime.num_steps, runtime.seed, schedule and schedule.state_dict()
+
+    def limit_file_size(self, size_bytes: int) -> None:
+        """What a full disk is to one process: writes fail behind so many bytes (-1: no more)."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, -1))
 
     def reload_as_dtensors(self) -> bool:
         """Whether loading its own DTensors leaves every number as it was."""

@@ -7,6 +7,7 @@ once for all workers through shared memory, in portions, and each worker copies 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,9 +152,11 @@ class RankService:
         """None, or why nothing was taken over; alike on all ranks."""
         return _refusal(self.running.load_optimizer_state_dict, state)
 
-    def save_checkpoint(self, path: str) -> str | None:
+    def save_checkpoint(self, path: str, allow_nonfinite: bool) -> str | None:
         """None, or why nothing was written; alike on all ranks."""
-        return _refusal(checkpoint.save, self.running, path)
+        return _refusal(
+            functools.partial(checkpoint.save, allow_nonfinite=allow_nonfinite), self.running, path
+        )
 
     def load_checkpoint(self, path: str) -> str | None:
         """None, or why nothing was taken over; alike on all ranks."""
@@ -305,9 +308,9 @@ class LocalRunner:
         if refusals:
             raise InputError(refusals[0])
 
-    def save(self, path: checkpoint.Path) -> None:
+    def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
         checkpoint.check_writable(path)
-        self._taken_over("save_checkpoint", os.path.abspath(path))
+        self._taken_over("save_checkpoint", os.path.abspath(path), allow_nonfinite)
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)

@@ -174,10 +174,10 @@ class SpmdRunner:
         with self.watch.call("load_optimizer_state_dict()"):
             self.runtime.load_optimizer_state_dict(state)
 
-    def save(self, path: checkpoint.Path) -> None:
+    def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
         checkpoint.check_writable(path)
         with self.watch.call("save()"):
-            checkpoint.save(self.runtime, path)
+            checkpoint.save(self.runtime, path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)

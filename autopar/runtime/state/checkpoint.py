@@ -1,75 +1,122 @@
-"""Checkpoints of a rank runtime by ``torch.distributed.checkpoint``.
+"""Checkpoints of a rank runtime: one folder of safetensors files and plain JSON.
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
-``trainer`` (steps done, learning-rate schedule). It can be read on any mesh and any number of
-ranks, and by plain ``torch.distributed.checkpoint`` tools. One that is written over another leaves
-that whole until it is whole itself, whatever dies meanwhile.
+``trainer`` (steps done, seed, learning-rate schedule). It can be read on any mesh and any number of
+ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`; what that module
+wrote can be read here. One that is written over another leaves that whole until it is whole
+itself, whatever dies meanwhile. Reading runs nothing, and takes over all of it or nothing.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from autopar.base.errors import InputError
-from autopar.base.torch_private import CheckpointWriter
+from autopar.runtime.state.checkpoint_format import (
+    MANIFEST,
+    Chunk,
+    Content,
+    StoredTensor,
+    check_file,
+    damaged,
+    decode_manifest,
+    is_covered,
+    read_bounded,
+    read_rows,
+    stored_tensors,
+)
+from autopar.runtime.state.checkpoint_writer import CheckpointWriter
+from autopar.runtime.state.checks import check_plain_state
+from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
+from autopar.runtime.state.plain import from_plain, to_plain
 from autopar.runtime.step.rank import RankRuntime
 
 Path = str | os.PathLike[str]
 
 
-def save(runtime: RankRuntime, path: Path) -> None:
+def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> None:
     """Write the state of all ranks to the folder ``path``. Collective.
 
-    Raises InputError where it cannot be written; what was there, and the training, go on.
+    Raises InputError where it cannot be written, or where a weight is not finite and
+    ``allow_nonfinite`` is not said; what was there, and the training, go on.
     """
+    tensors = _tensors(runtime)
+    refusal: str | None = None
+    plain: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     try:
-        dcp.save(_state(runtime), storage_writer=CheckpointWriter(path))
+        plain, scalars = _plain(runtime)
+    except InputError as error:
+        refusal = f"the checkpoint cannot be written: {error}"
+    bad = None if allow_nonfinite else _first_nonfinite(runtime)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (refusal, bad, scalars))
+    _raise_first([found[0] for found in gathered])
+    _refuse_nonfinite([found[1] for found in gathered], path)
+    if "optimizer" in plain:
+        every = {name: entry for found in gathered for name, entry in found[2].items()}
+        plain["optimizer"]["state"] = every
+    writer = CheckpointWriter(path, plain)
+    try:
+        dcp.save(tensors, storage_writer=writer)
     except dcp.CheckpointException as error:
+        writer.discard()
         raise InputError(
             f"the checkpoint cannot be written to {os.fspath(path)!r}: {_reason(error)}. Nothing "
             "is lost: pass another folder, such as compiled.save('checkpoint')"
         ) from error
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def load(runtime: RankRuntime, path: Path) -> None:
     """Read what `save` wrote, on this mesh or another. Collective.
 
-    Raises InputError where the checkpoint does not fit, or files are missing or cut short, and
-    leaves everything as it was; damage inside of a file is found when it is read.
+    Raises InputError where the checkpoint does not fit, or anything in it is missing or damaged,
+    and leaves everything as it was.
     """
     with runtime.made_optimizer_state(), runtime.refused_by_all():
-        state = _state(runtime)
-        metadata = _metadata(path)
-        _drop_what_was_not_saved(state, metadata)
-        _check_fits(state, metadata, path)
-        _check_files(metadata, path)
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as error:
-        raise InputError(
-            f"the checkpoint in {os.fspath(path)!r} is damaged: {_reason(error)}. The model may "
-            "hold parts of it by now: load another checkpoint before it is trained on"
-        ) from error
-    runtime.load_state_dict(state["model"])
-    if "optimizer" in state:
-        runtime.load_optimizer_state_dict(state["optimizer"])
-    trainer = state["trainer"]
-    runtime.num_steps = trainer["num_steps"]
-    if "lr_scheduler" in trainer and runtime.lr_scheduler is not None:
+        tensors = _tensors(runtime)
+        source = _opened(os.fspath(path), tensors)
+        wanted = source.saved_of(tensors)
+        planner, plan = _planned(wanted, source)
+        optimizer = _optimizer_state(runtime, wanted, source)
+        trainer = source.trainer
+        _check_trainer(runtime, trainer, source.place)
+        source.verify(plan)
+    _read(planner, plan, source)
+    model = {k.removeprefix("model."): v for k, v in wanted.items() if k.startswith("model.")}
+    runtime.load_state_dict(model)
+    if optimizer is not None:
+        runtime.load_optimizer_state_dict(optimizer)
+    runtime.take_progress(trainer.get("num_steps"), trainer.get("seed"))
+    if runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
 
 def check_exists(path: Path) -> None:
     """Raise InputError where there is no checkpoint."""
     _check_path(path)
-    if not os.path.isfile(os.path.join(path, ".metadata")):
+    if not any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, METADATA)):
         raise InputError(
-            f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) or "
-            "torch.distributed.checkpoint.save wrote holds a file .metadata"
+            f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) "
+            f"wrote holds a file {MANIFEST}, one of torch.distributed.checkpoint.save {METADATA}"
         )
 
 
@@ -93,52 +140,72 @@ def check_writable(path: Path) -> None:
 
 
 def _check_path(path: Any) -> None:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
         raise InputError(
             f"a checkpoint cannot be at {path!r}; pass the name of a folder, such as "
             "compiled.save('checkpoint')"
         )
 
 
-def _metadata(path: Path) -> Metadata:
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:
+# --- what is saved -------------------------------------------------------------------------
+
+
+def _tensors(runtime: RankRuntime) -> dict[str, Tensor]:
+    """The tensors of model and optimizer by their keys in a checkpoint. Collective."""
+    found = {f"model.{key}": tensor for key, tensor in runtime.state_dict().items()}
+    if runtime.options.optimizer is not None:
+        for name, entries in runtime.optimizer_state_dict()["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.state.{name}.{key}"] = value
+    return found
+
+
+def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is no tensor, and this rank's entries of optimizer state among it. Collective."""
+    trainer: dict[str, Any] = {"num_steps": runtime.num_steps, "seed": runtime.seed}
+    plain: dict[str, Any] = {"trainer": trainer}
+    scalars: dict[str, Any] = {}
+    state = runtime.optimizer_state_dict() if runtime.options.optimizer is not None else None
+    if runtime.lr_scheduler is not None:
+        held = runtime.lr_scheduler.state_dict()
+        trainer["lr_scheduler"] = to_plain(held, "the state of the learning-rate scheduler")
+    if state is not None:
+        groups = to_plain(state["param_groups"], "the optimizer's param_groups")
+        plain["optimizer"] = {"param_groups": groups}
+        for name, entries in state["state"].items():
+            own = {
+                key: to_plain(value, f"{key!r} in the optimizer state of {name!r}")
+                for key, value in entries.items()
+                if not isinstance(value, Tensor)
+            }
+            if own:
+                scalars[name] = own
+    return plain, scalars
+
+
+def _first_nonfinite(runtime: RankRuntime) -> tuple[int, str] | None:
+    """The first trained parameter, or buffer that training changes, with a NaN or an infinity."""
+    held = runtime.held_parts()
+    changed = [b.name for b in runtime.program.buffers if b.following is not None]
+    names = [p.name for p in runtime.program.parameters if p.trainable] + changed
+    for place, name in enumerate(names):
+        part = held.get(name)
+        if part is None or not part.numel() or not (part.is_floating_point() or part.is_complex()):
+            continue
+        if not bool(torch.isfinite(part.detach()).all()):
+            return place, name
+    return None
+
+
+def _refuse_nonfinite(found: list[tuple[int, str] | None], path: Path) -> None:
+    first = min((bad for bad in found if bad is not None), default=None)
+    if first is not None:
         raise InputError(
-            f"the file .metadata in {os.fspath(path)!r} cannot be read ({error!r}); load a folder "
-            "that compiled.save(path) or torch.distributed.checkpoint.save wrote to the end"
-        ) from error
-
-
-def _check_fits(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
-    """Raise InputError where something is not in the checkpoint, or has another size there."""
-    planner = dcp.DefaultLoadPlanner()
-    try:
-        planner.set_up_planner(state_dict=state, metadata=metadata)
-        planner.create_local_plan()
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"the checkpoint in {os.fspath(path)!r} does not fit: {error}. Load what was saved "
-            "from the same model with an optimizer of the same kind, or build the model that was "
-            "saved"
-        ) from error
-
-
-def _check_files(metadata: Metadata, path: Path) -> None:
-    """Raise InputError where a file ends before what should be in it."""
-    ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    for name, end in ends.items():
-        file = os.path.join(path, name)
-        size = os.path.getsize(file) if os.path.isfile(file) else None
-        if size is None or size < end:
-            found = "is missing" if size is None else f"has {size} bytes instead of {end}"
-            raise InputError(
-                f"the checkpoint in {os.fspath(path)!r} is not whole: the file {name!r} {found}; "
-                "copy it again, or load another checkpoint"
-            )
+            f"{first[1]!r} holds numbers that are not finite, so nothing is written to "
+            f"{os.fspath(path)!r}: a checkpoint that was there before is as it was. Load the last "
+            "good one, or save this state all the same: compiled.save(path, allow_nonfinite=True)"
+        )
 
 
 def _reason(error: dcp.CheckpointException) -> str:
@@ -151,22 +218,207 @@ def _reason(error: dcp.CheckpointException) -> str:
     return str(error)
 
 
-def _state(runtime: RankRuntime) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": runtime.state_dict()}
-    state["trainer"] = {"num_steps": runtime.num_steps}
+def _raise_first(refusals: list[str | None]) -> None:
+    first = next((text for text in refusals if text is not None), None)
+    if first is not None:
+        raise InputError(first)
+
+
+# --- what is read --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A checkpoint whose metadata has been read; one of ``own`` and ``foreign`` is there."""
+
+    place: str
+    folder: str
+    tensors: dict[str, StoredTensor]
+    optimizer: dict[str, Any] | None
+    trainer: dict[str, Any]
+    own: Content | None = None
+    foreign: DcpCheckpoint | None = None
+
+    def saved_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without the optimizer state of parameters that had none: they never had a gradient."""
+        prefix = "optimizer.state."
+        names = {k.rpartition(".")[0] for k in self.tensors if k.startswith(prefix)}
+        scalars = (self.optimizer or {}).get("state") or {}
+        return {
+            key: tensor
+            for key, tensor in tensors.items()
+            if not key.startswith(prefix)
+            or key.rpartition(".")[0] in names
+            or key.rpartition(".")[0].removeprefix(prefix) in scalars
+        }
+
+    def chunk(self, key: str, offsets: Any) -> Chunk:
+        at = tuple(offsets or ())
+        return next(c for c in self.tensors[key].chunks if c.offsets == at)
+
+    def verify(self, plan: LoadPlan) -> None:
+        """Every file once, by one of the ranks; what is read of a foreign one by who reads it."""
+        if self.own is not None:
+            for file in self.own.files[dist.get_rank() :: dist.get_world_size()]:
+                check_file(self.folder, file)
+        if self.foreign is not None:
+            for key, offset in {(i.storage_index.fqn, i.storage_index.offset) for i in plan.items}:
+                self.foreign.read_chunk(key, self.chunk(key, offset))
+
+    def read(self, key: str, chunk: Chunk, first: int, num: int) -> Tensor:
+        if self.foreign is not None:
+            whole = self.foreign.read_chunk(key, chunk)
+            return whole[first : first + num] if chunk.sizes else whole
+        return read_rows(self.folder, chunk, self.tensors[key].dtype, first, num)
+
+
+def _opened(folder: str, expected: Mapping[str, Tensor]) -> _Source:
+    limit = (1 << 20) + (len(expected) << 18)
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        return _opened_foreign(folder, expected, limit)
+    place = os.path.join(folder, MANIFEST)
+    content = decode_manifest(read_bounded(folder, MANIFEST, limit), place)
+    tensors = stored_tensors(content, place)
+    total = sum(file.size_bytes for file in content.files)
+    most = 16 * sum(t.numel() * t.element_size() for t in expected.values()) + (64 << 20)
+    if total > most:
+        raise damaged(place, f"names files of {total} bytes; this model's have at most {most}")
+    try:
+        plain = {key: from_plain(value) for key, value in content.plain.items()}
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise damaged(place, f"holds what is no plain data ({error})"[:300]) from error
+    return _Source(
+        place=place,
+        folder=folder,
+        tensors=tensors,
+        optimizer=plain.get("optimizer"),
+        trainer=_mapping(plain.get("trainer"), place),
+        own=content,
+    )
+
+
+def _opened_foreign(folder: str, expected: Mapping[str, Tensor], limit: int) -> _Source:
+    foreign = open_dcp(folder, limit)
+    place = os.path.join(folder, METADATA)
+    scalars = [
+        f"optimizer.state.{key.removeprefix('optimizer.state.')}"
+        for key in foreign.entries
+        if key.startswith("optimizer.state.")
+    ]
+    plain = foreign.nested("trainer", "optimizer.param_groups", *scalars)
+    return _Source(
+        place=place,
+        folder=folder,
+        tensors=foreign.tensors,
+        optimizer=plain.get("optimizer"),
+        trainer=_mapping(plain.get("trainer", {}), place),
+        foreign=foreign,
+    )
+
+
+def _mapping(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise damaged(place, "has no mapping of what the trainer had done")
+    return value
+
+
+def _planned(
+    wanted: Mapping[str, Tensor], source: _Source
+) -> tuple[dcp.DefaultLoadPlanner, LoadPlan]:
+    """Which boxes of which chunks this rank reads; InputError where a tensor does not fit."""
+    metadata = {}
+    for key, tensor in wanted.items():
+        stored = source.tensors.get(key)
+        problem = None
+        if stored is None:
+            problem = "is not in it"
+        elif stored.shape != tuple(tensor.shape):
+            problem = f"has shape {stored.shape} there instead of {tuple(tensor.shape)}"
+        elif _kind(stored.dtype) != _kind(tensor.dtype):
+            problem = f"has dtype {stored.dtype} there instead of {tensor.dtype}"
+        elif not is_covered(stored):
+            raise damaged(source.place, f"does not have every element of {key!r} once")
+        if problem is not None or stored is None:
+            raise InputError(
+                f"the checkpoint in {source.folder!r} does not fit: {key!r} {problem}. Load what "
+                "was saved from the same model with an optimizer of the same kind, or build the "
+                "model that was saved"
+            )
+        metadata[key] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=stored.dtype),
+            size=torch.Size(stored.shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes))
+                for c in stored.chunks
+            ],
+        )
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(dict(wanted), Metadata(state_dict_metadata=metadata))  # type: ignore[arg-type]
+    return planner, planner.create_local_plan()
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "real"
+    return str(dtype)
+
+
+def _optimizer_state(
+    runtime: RankRuntime, wanted: Mapping[str, Tensor], source: _Source
+) -> dict[str, Any] | None:
+    """What `RankRuntime.load_optimizer_state_dict` takes; its tensors are yet to be read."""
+    if runtime.options.optimizer is None:
+        return None
+    held = source.optimizer
+    if not isinstance(held, dict) or "param_groups" not in held:
+        raise InputError(
+            f"the checkpoint in {source.folder!r} does not fit: it has no optimizer state. Load "
+            "what was saved with an optimizer of the same kind, or leave optimizer= out"
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for key, tensor in wanted.items():
+        if key.startswith("optimizer.state."):
+            name, _, entry = key.removeprefix("optimizer.state.").rpartition(".")
+            state.setdefault(name, {})[entry] = tensor
+    for name, entries in _mapping(held.get("state") or {}, source.place).items():
+        state.setdefault(name, {}).update(_mapping(entries, source.place))
+    known = {p.name for p in runtime.program.parameters}
+    prefix = "optimizer.state."
+    saved = {
+        k.removeprefix(prefix).rpartition(".")[0] for k in source.tensors if k.startswith(prefix)
+    }
+    if unknown := sorted((saved | state.keys()) - known):
+        raise damaged(source.place, f"has optimizer state of {unknown[:3]}, which the model lacks")
+    found = {"state": state, "param_groups": held["param_groups"]}
+    runtime.check_optimizer_state_dict(found)
+    return found
+
+
+def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) -> None:
+    for key in ("num_steps", "seed"):
+        value = trainer.get(key)
+        if key in trainer and (type(value) is not int or not 0 <= value < 2**63):
+            raise damaged(place, f"has {key} = {str(value)[:40]}")
     if runtime.lr_scheduler is not None:
-        state["trainer"]["lr_scheduler"] = runtime.lr_scheduler.state_dict()
-    if runtime.options.optimizer is not None:
-        state["optimizer"] = runtime.optimizer_state_dict()
-    return state
+        if "lr_scheduler" not in trainer:
+            raise InputError(
+                f"the checkpoint file {place!r} does not fit: it has no learning-rate schedule. "
+                "Load what was saved with one, or leave lr_scheduler= out"
+            )
+        check_plain_state(trainer["lr_scheduler"], runtime.lr_scheduler.state_dict(), place)
 
 
-def _drop_what_was_not_saved(state: dict[str, Any], metadata: Metadata) -> None:
-    """A parameter that never had a gradient has no optimizer state."""
-    saved = metadata.state_dict_metadata
-    if "optimizer" not in state:
-        return
-    of_parameters = state["optimizer"]["state"]
-    for name, entries in list(of_parameters.items()):
-        if not any(f"optimizer.state.{name}.{key}" in saved for key in entries):
-            del of_parameters[name]
+def _read(planner: dcp.DefaultLoadPlanner, plan: LoadPlan, source: _Source) -> None:
+    """Copy what was planned into the state; all of it has been verified."""
+    with torch.no_grad():
+        for item in plan.items:
+            key = item.storage_index.fqn
+            chunk = source.chunk(key, item.storage_index.offset)
+            starts, lengths = list(item.storage_offsets), list(item.lengths)
+            first, num = (starts[0], lengths[0]) if starts else (0, 1)
+            part = source.read(key, chunk, first, num)
+            for dim in range(1, len(lengths)):
+                part = part.narrow(dim, starts[dim], lengths[dim])
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(part)
+            planner.commit_tensor(item, target)

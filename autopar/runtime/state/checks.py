@@ -118,6 +118,33 @@ def without_parameters(state: Any, names: Collection[str]) -> Any:
     return {**state, "state": entries, "param_groups": groups}
 
 
+def check_plain_state(given: Any, held: Mapping[str, Any], place: str) -> None:
+    """Raise InputError unless a schedule's state has the entries, and their kinds, of ``held``."""
+    if not isinstance(given, Mapping) or given.keys() != held.keys():
+        has = sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__
+        raise InputError(
+            f"the checkpoint file {place!r} does not fit: its learning-rate schedule has "
+            f"{_short(has)}, this one {_short(sorted(held))}. Compile with the lr_scheduler= that "
+            "was saved"
+        )
+    for key, value in held.items():
+        if _plain_kind(given[key]) not in (_plain_kind(value), "none") and value is not None:
+            raise InputError(
+                f"the checkpoint file {place!r} does not fit: {key!r} of its learning-rate "
+                f"schedule is {_short(given[key])}; it must be of the kind of {_short(value)}"
+            )
+
+
+def _plain_kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool | str):
+        return type(value).__name__
+    if isinstance(value, int | float | Tensor):
+        return "number"
+    return "list" if isinstance(value, list | tuple) else "mapping"
+
+
 def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
     is_list = isinstance(given, Sequence) and all(isinstance(g, Mapping) for g in given)
     found = [list(group.get("params", ())) for group in given] if is_list else given

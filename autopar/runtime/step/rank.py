@@ -403,6 +403,16 @@ class RankRuntime:
             self._buffers[name] = whole.detach().to(device=held.device, dtype=held.dtype, copy=True)
             self._forget_fixed([self._training, *self._forwards.values()])
 
+    @property
+    def seed(self) -> int:
+        """Of the random operators."""
+        return self.machine.dice.seed
+
+    def take_progress(self, num_steps: int | None, seed: int | None) -> None:
+        """Go on behind so many steps, with the random numbers of this seed; None: as it is."""
+        self.num_steps = self.num_steps if num_steps is None else num_steps
+        self.machine.dice.seed = self.seed if seed is None else seed
+
     # --- optimizer state -------------------------------------------------------------------
 
     def _check_optimizer(self) -> None:
@@ -462,12 +472,9 @@ class RankRuntime:
         self._check_optimizer()
         self.updates.settle()
         optimizer, names = self.optimizer, self._names()
-        elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
-        state = without_parameters(state, elsewhere)
+        state = self._of_this_device(state)
         with self.made_optimizer_state(), self.refused_by_all():
-            if optimizer is not None:
-                shapes = {p.name: p.shape for p in self.program.parameters}
-                check_optimizer_state(state, optimizer, names, shapes)
+            self.check_optimizer_state_dict(state)
         if optimizer is None:
             return
         for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -478,6 +485,17 @@ class RankRuntime:
                     self._state_in(name, optimizer.state[parameter], state["state"][name])
                 else:
                     optimizer.state.pop(parameter, None)
+
+    def check_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise InputError unless it fits; within `made_optimizer_state`."""
+        if self.optimizer is not None:
+            shapes = {p.name: p.shape for p in self.program.parameters}
+            own = self._of_this_device(state)
+            check_optimizer_state(own, self.optimizer, self._names(), shapes)
+
+    def _of_this_device(self, state: Any) -> Any:
+        elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
+        return without_parameters(state, elsewhere)
 
     @contextlib.contextmanager
     def made_optimizer_state(self) -> Iterator[None]:
@@ -499,18 +517,17 @@ class RankRuntime:
 
     @contextlib.contextmanager
     def refused_by_all(self) -> Iterator[None]:
-        """An InputError on one device of a pipeline is raised on all of them. Collective."""
+        """An InputError on one rank is raised on all of them. Collective."""
         refusal: InputError | None = None
         try:
             yield
         except InputError as error:
             refusal = error
-        if self.communicator.num_devices > 1:
-            texts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, None if refusal is None else str(refusal))
-            first = next((text for text in texts if text is not None), None)
-            if refusal is None and first is not None:
-                refusal = InputError(first)
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if refusal is None else str(refusal))
+        first = next((text for text in texts if text is not None), None)
+        if refusal is None and first is not None:
+            refusal = InputError(first)
         if refusal is not None:
             raise refusal
 
