@@ -157,10 +157,14 @@ def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
 
 
 def _check_options(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Learning rates and their like: what is a number, or several, must be so again."""
+    """What is a number, several numbers or a flag must be so again; None is a flag left open."""
     for key, value in held.items():
-        numbers = 0 if key == "params" else _num_numbers(value)
-        if numbers and key in given and _num_numbers(given[key]) != numbers:
+        if key == "params" or key not in given:
+            continue
+        numbers = _num_numbers(value)
+        is_flag = value is None or isinstance(value, bool)
+        wrong_flag = is_flag and not (given[key] is None or isinstance(given[key], bool))
+        if wrong_flag or (numbers and _num_numbers(given[key]) != numbers):
             raise InputError(
                 f"{key!r} of a group of the optimizer state is {given[key]!r}; it must be of the "
                 f"kind of {value!r}. {_OPTIMIZER_FIX}"
