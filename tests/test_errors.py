@@ -144,7 +144,7 @@ def test_one_constraint_needs_no_list_and_others_are_refused():
 def test_nothing_to_optimize():
     model, make_batch = build("mlp")
     model.requires_grad_(False)
-    with pytest.raises(autopar.OptimizerError, match="no parameter of the model gets a gradient"):
+    with pytest.raises(autopar.InputError, match="none of its parameters requires a gradient"):
         autopar.compile(
             model, 2, example_inputs=make_batch(0), optimizer=torch.optim.SGD, profile_limit_s=0
         )

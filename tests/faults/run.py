@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 import autopar
 from tests.faults.check import faults_of, faults_of_resume
 from tests.faults.draw import LANE, PLANS, Injection, draw
@@ -30,6 +32,11 @@ LANE_LIMIT_S = 1200.0
 
 
 def write_plans(folder: Path) -> None:
+    """In a process of its own: one that has computed may have threads, which a fork loses."""
+    pid = os.fork()
+    if pid:
+        assert os.waitpid(pid, 0)[1] == 0, "the plans cannot be made"
+        return
     for name in PLANS:
         num_ranks = 4 if name == "data x 1f1b" else 2
         cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=num_ranks)
@@ -37,6 +44,7 @@ def write_plans(folder: Path) -> None:
             make_model(), cluster, (batch(0),), optimizer=optimizer, **OPTIONS[name]
         )
         plan.to_json(folder / f"{name}.json")
+    os._exit(0)
 
 
 class Lane:
@@ -207,6 +215,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4, help="lanes side by side")
     parser.add_argument("--keep", type=Path, help="a folder for logs, not removed")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # all that is forked from here computes on one
     first, _, last = options.numbers.partition("-")
     numbers = list(range(int(first), int(last or first) + 1))
     root = Path(options.keep or tempfile.mkdtemp(prefix="faults-"))
