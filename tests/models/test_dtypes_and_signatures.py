@@ -64,26 +64,6 @@ def test_autocast_inside_the_model():
     assert made == [torch.bfloat16] * 2
 
 
-class Autocast(nn.Module):
-    """A model that computes in bfloat16 what autocast takes for safe."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.inner(x, y)
-
-
-def test_autocast_inside_the_model():
-    model, make_batch = build("mlp")
-    batches = [make_batch(seed) for seed in range(2)]
-    captured = check(Autocast(model), batches, BFLOAT16)
-    dtypes = {captured.graph.values[op.outputs[0]].dtype for op in captured.graph.ops}
-    assert torch.bfloat16 in dtypes
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert"])
 def test_bfloat16_parameters(name):
     model, make_batch = build(name)
