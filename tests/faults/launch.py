@@ -86,6 +86,7 @@ def _start(job: Job) -> list[int]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(job.folder / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(job.folder / "torch"),  # torch keeps it from run to run
     }
     if job.launcher == "local":
         return [_fork(job, env)]
