@@ -1,9 +1,10 @@
 """Which rank is at fault, when several processes of one job are in trouble together.
 
-In: the condition of each rank, as far as it is known. Out: the one that the others suffer from, and
-the words of the error that all of them raise; or nothing, where nobody waits in vain. It exists
-because one failure soon looks like many: the peers of a dead rank report broken connections, and
-the peers of a rank that hangs hang with it.
+In: the condition of each rank, as far as it is known: from the watch that ranks keep over each
+other, or from the parent of local workers. Out: the one that the others suffer from, and the words
+of the error that ranks raise; or nothing, where nobody waits in vain. It exists because one failure
+soon looks like many: the peers of a dead rank report broken connections, and the peers of a rank
+that hangs hang with it.
 """
 
 from __future__ import annotations
@@ -142,6 +143,16 @@ def in_wait(frame: FrameType | None) -> bool:
 
 
 def diagnose(conditions: Sequence[Condition], *, num_ranks: int) -> Diagnosis | None:
+    """`culprit_of` a job's ranks, with the words of the error that all others raise."""
+    culprit = culprit_of(conditions)
+    if culprit is None:
+        return None
+    return Diagnosis(
+        rank=culprit.rank, state=culprit.state, text=_text(culprit, conditions, num_ranks)
+    )
+
+
+def culprit_of(conditions: Sequence[Condition]) -> Condition | None:
     """The rank at fault, None while nobody is held up by it. Of some ranks nothing may be known.
 
     First who died, is stopped, fell silent or raised in the middle of a call without being told to
@@ -153,17 +164,12 @@ def diagnose(conditions: Sequence[Condition], *, num_ranks: int) -> Diagnosis | 
     the others wait in.
     """
     unasked = [c for c in conditions if not c.told_to_end]
-    culprit = (
+    return (
         _in_the_middle(unasked)
         or _gone_for_good(conditions)
         or _in_the_middle(conditions)
         or _behind_a_delay(conditions)
         or _broken_off(conditions)
-    )
-    if culprit is None:
-        return None
-    return Diagnosis(
-        rank=culprit.rank, state=culprit.state, text=_text(culprit, conditions, num_ranks)
     )
 
 
@@ -173,7 +179,7 @@ def _in_the_middle(conditions: Sequence[Condition]) -> Condition | None:
         is_enough = is_awaited and state is State.STOPPED
         found = [c for c in conditions if c.state is state and (c.doing or c.call or is_enough)]
         if found:
-            return found[0]
+            return min(found, key=lambda c: c.time_s)
     failed = [c for c in conditions if c.state is State.FAILED]
     return min(failed, key=lambda c: c.time_s, default=None)
 

@@ -1,9 +1,8 @@
-"""Which worker was at fault: from what all of them showed to one ``WorkerError``.
+"""What a parent sees of its local workers as conditions for the judge, and its words for the fault.
 
 In: for each worker that failed, its exception or its death; or the workers that did not answer.
-Out: the error to raise, with the rank at fault and its traceback. It exists because one failure
-soon looks like many: the peers of a dead rank report broken connections, and the peers of a rank
-that hangs hang with it.
+Out: the ``WorkerError`` to raise, with the rank that `autopar.runtime.faults.judge` finds at fault,
+and its traceback.
 """
 
 import re
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from autopar.base.errors import WorkerError
-from autopar.runtime.faults.judge import waits_for_peers
+from autopar.runtime.faults.judge import Condition, State, culprit_of, waits_for_peers
 from autopar.runtime.faults.life import is_stopped
 from autopar.runtime.workers.main import Failure
 from autopar.runtime.workers.process import WorkerProcess, python_stacks
@@ -39,6 +38,10 @@ class Trouble:
     summary: str
     traceback: str
     doing: str = ""
+
+    def condition(self, what: str) -> Condition:
+        state = State.ENDED if self.died else State.FAILED
+        return Condition(rank=self.rank, state=state, doing=what, time_s=self.time_s)
 
     @classmethod
     def of_failure(cls, worker: WorkerProcess, failure: Failure) -> Self:
@@ -74,13 +77,25 @@ class Trouble:
         )
 
 
+def _condition_of_late(
+    worker: WorkerProcess, what: str, stack: str, *, is_stopped: bool, is_idle: bool
+) -> Condition:
+    state = State.WAITING if _waits_for_peers_by(stack) else State.BUSY
+    if is_stopped or not stack:
+        state = State.STOPPED if is_stopped else State.SILENT
+    return Condition(rank=worker.rank, state=state, doing=what, late=not is_idle, idle=is_idle)
+
+
 def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerError:
     """The error of the worker that failed first.
 
     A worker that raises stays connected, so its peers go on waiting; only a death breaks their
-    collectives. A death therefore comes before every exception, whichever was seen first.
+    collectives.
     """
-    first, *others = sorted(troubles, key=lambda trouble: (not trouble.died, trouble.time_s))
+    culprit = culprit_of([trouble.condition(what) for trouble in troubles])
+    assert culprit is not None
+    first = next(trouble for trouble in troubles if trouble.rank == culprit.rank)
+    others = sorted((t for t in troubles if t is not first), key=lambda t: (not t.died, t.time_s))
     lines = [f"worker {first.rank} of {world_size} {first.summary} (during {what}{first.doing})"]
     lines += [
         f"after it, worker {other.rank} {_first_line(other.summary)}{other.doing}"
@@ -94,23 +109,31 @@ def root_cause(troubles: list[Trouble], what: str, world_size: int) -> WorkerErr
 
 def hang_error(
     late: Sequence[WorkerProcess], what: str, world_size: int, *, idle_s: float | None = None
-) -> WorkerError:
+) -> WorkerError | None:
     """The error for workers that did not answer, naming the one the others wait for.
 
-    A worker that is stopped is at fault first, then one that cannot even write down its stack,
-    then one that is not inside a collective, then the lowest rank. ``idle_s``: for how long none
-    of them has used its processor, if that is why they are not waited for any longer.
+    ``idle_s``: for how long none of them has used its processor, if that is why they are not waited
+    for any longer; then None where all of them wait for each other: a slow link may carry a
+    message. Otherwise they have taken too long.
     """
     stacks = python_stacks(late)
     by_rank = {worker.rank: worker for worker in late}
     doing = {worker.rank: worker.doing() for worker in late}
     stopped = {worker.rank for worker in late if is_stopped(worker.pid)}
-    rank = min(
-        stacks,
-        key=lambda rank: (
-            rank not in stopped, bool(stacks[rank]), waits_for_peers_by(stacks[rank]), rank
-        ),
-    )  # fmt: skip
+    conditions = [
+        _condition_of_late(
+            worker,
+            what,
+            stacks[worker.rank],
+            is_stopped=worker.rank in stopped,
+            is_idle=idle_s is not None,
+        )
+        for worker in late
+    ]
+    culprit = culprit_of(conditions)
+    if culprit is None:
+        return None
+    rank = culprit.rank
     name = f"worker {rank} of {world_size}"
     if rank in stopped:
         place = doing[rank] if by_rank[rank].has_begun() else ": it had not begun"
@@ -130,7 +153,7 @@ def hang_error(
     return WorkerError("\n".join(lines), rank=rank, traceback=stacks[rank])
 
 
-def waits_for_peers_by(stack: str) -> bool:
+def _waits_for_peers_by(stack: str) -> bool:
     """Whether the innermost frame of faulthandler's text waits for other processes."""
     innermost = re.search(r'^\s*File "(.*)", line ', stack, re.MULTILINE)
     return innermost is not None and waits_for_peers(innermost[1])

@@ -37,7 +37,7 @@ from autopar.runtime.workers.process import (
     path_of_store,
 )
 from autopar.runtime.workers.transport import Message, Spare, packed, unpack
-from autopar.runtime.workers.vigil import Vigil
+from autopar.runtime.workers.watchdog import Watchdog
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
 _SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
@@ -288,7 +288,7 @@ class WorkerGroup:
         self, deadline_s: float, what: str, idle_limit_s: float = math.inf
     ) -> "list[_Answer]":
         """One result from each worker, by rank; raises for the first that failed."""
-        vigil = Vigil(self._workers, what, idle_limit_s)
+        watchdog = Watchdog(self._workers, what, idle_limit_s)
         answers: dict[int, _Answer] = {}
         troubles: list[Trouble] = []
         settled_s = deadline_s
@@ -319,7 +319,7 @@ class WorkerGroup:
                 break
             if not troubles:
                 late = [worker for worker in waiting if worker.rank not in answers]
-                error = vigil.trouble(late)
+                error = watchdog.trouble(late)
                 if error is not None:
                     raise error
         if self.closed:
@@ -328,7 +328,9 @@ class WorkerGroup:
             raise root_cause(troubles, what, self._world_size)
         if len(answers) < self._world_size:
             late = [worker for worker in self._workers if worker.rank not in answers]
-            raise hang_error(late, what, self._world_size)
+            error = hang_error(late, what, self._world_size)
+            assert error is not None
+            raise error
         return [answers[rank] for rank in range(self._world_size)]
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from autopar.base.errors import WorkerError
 from autopar.runtime.faults import life
-from autopar.runtime.workers.failures import hang_error, waits_for_peers_by
-from autopar.runtime.workers.process import WorkerProcess, python_stacks
+from autopar.runtime.workers.failures import hang_error
+from autopar.runtime.workers.process import WorkerProcess
 
 
-class Vigil:
+class Watchdog:
     """``idle_limit_s``: for how long all workers may do nothing."""
 
     def __init__(self, workers: Sequence[WorkerProcess], what: str, idle_limit_s: float) -> None:
@@ -34,9 +34,10 @@ class Vigil:
             pulse.look(worker.doing())
         if any(pulse.stopped_s > life.SILENT_S for pulse in pulses):
             return hang_error(late, self.what, self.num_workers)
-        if all(pulse.idle_s > self.idle_limit_s for pulse in pulses):
-            if not all(map(waits_for_peers_by, python_stacks(late).values())):
-                return hang_error(late, self.what, self.num_workers, idle_s=self.idle_limit_s)
-            for pulse in pulses:  # they wait for each other: a slow link may carry a message
+        if not all(pulse.idle_s > self.idle_limit_s for pulse in pulses):
+            return None
+        error = hang_error(late, self.what, self.num_workers, idle_s=self.idle_limit_s)
+        if error is None:
+            for pulse in pulses:
                 pulse.restart()
-        return None
+        return error
