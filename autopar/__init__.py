@@ -23,7 +23,7 @@ from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
 from autopar.plan.document import Plan
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
-from autopar.rules.base import register as register_rule
+from autopar.rules.registry import register as register_rule
 from autopar.runtime.compiled import Compiled
 from autopar.testing.check_rule import check_rule
 

@@ -15,7 +15,8 @@ from autopar.comm.ops import move
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.types import BlockInterface
-from autopar.rules.base import LocalContext, run_local
+from autopar.rules.context import LocalContext
+from autopar.rules.local import run_local
 from autopar.sharding.strategy import Strategy
 
 

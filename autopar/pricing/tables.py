@@ -37,8 +37,9 @@ from autopar.ir.placement import Placements, R, State, V, local_shape, redistrib
 from autopar.pricing.local_calls import LocalCall, local_calls, split_placements
 from autopar.pricing.moves import Array, Moves, PlacementTable, Routes, added
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
-from autopar.rules.base import Layout, padded_dims
+from autopar.rules.choice import padded_dims
 from autopar.rules.kernels import Phase
+from autopar.rules.space import Layout
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Analysis
 
@@ -200,7 +201,7 @@ class Pricing:
         needs: tuple[Placements, ...],
         supplies: tuple[Placements, ...],
     ) -> OpEstimate:
-        """And what padded dimensions cost besides: see `autopar.rules.base.run_local`."""
+        """And what padded dimensions cost besides: see `autopar.rules.local.run_local`."""
         space = self.analysis.spaces[op.index]
         if space is None:
             return estimate

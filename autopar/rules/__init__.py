@@ -1,4 +1,4 @@
-"""Rules: the iteration space of every op family, and what follows from it (see `base`)."""
+"""Rules: what the compiler knows of every op family, one file each (see `registry.Rule`)."""
 
 from autopar.rules import (
     attention,
@@ -16,25 +16,12 @@ from autopar.rules import (
     resizing,
     views,
 )
-from autopar.rules.base import (
-    Choice,
-    LocalContext,
-    Space,
-    SpaceBuilder,
-    Split,
-    enumerate_choices,
-    layout,
-    needs,
-    parse_choice,
-    register,
-    registered_targets,
-    rule_of,
-    run_local,
-    space_of,
-    supplies,
-    unregister,
-)
+from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies
+from autopar.rules.context import LocalContext
 from autopar.rules.digits import find_bases
+from autopar.rules.local import run_local
+from autopar.rules.registry import register, registered_targets, rule_of, space_of, unregister
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 __all__ = [
     "Choice",

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import Op, Value
-from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.rules.context import LocalContext
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

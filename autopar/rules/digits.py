@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from autopar.ir.graph import Graph
-from autopar.rules.base import Layout, Space
+from autopar.rules.space import Layout, Space
 
 MAX_BASES = 3
 """At most this many further digits a dimension; the smallest are kept."""

@@ -8,16 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.graph import Op, Value
-from autopar.rules.base import (
-    Layout,
-    LocalContext,
-    Rule,
-    Space,
-    SpaceBuilder,
-    layout,
-    register,
-    register_pointwise,
-)
+from autopar.rules.context import LocalContext
+from autopar.rules.registry import Rule, register, register_pointwise
+from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
 
 def broadcast_layout(shape: Sequence[int], dims: Sequence[str], sizes: Sequence[int]) -> Layout:

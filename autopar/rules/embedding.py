@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.graph import Op, Value
-from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.rules.context import LocalContext
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

@@ -12,15 +12,11 @@ from torch import Tensor
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.base import (
-    Choice,
-    LocalContext,
-    Space,
-    SpaceBuilder,
-    layout,
-    register,
-)
+from autopar.rules.choice import Choice
+from autopar.rules.context import LocalContext
 from autopar.rules.kernels import LocalCall, Phase
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

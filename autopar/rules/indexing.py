@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op, Ref, Value
-from autopar.rules.base import Layout, Space, SpaceBuilder, layout, register
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.registry import register
+from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

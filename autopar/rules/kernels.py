@@ -22,6 +22,15 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InternalCollective:
+    """Communication inside a lowered op, for the price: bytes on one device, over these axes."""
+
+    kind: str
+    axes: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
     """A call that a device makes for an op, for the price."""
 

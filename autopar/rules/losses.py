@@ -13,17 +13,12 @@ from torch import Tensor
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.base import (
-    Choice,
-    InternalCollective,
-    LocalContext,
-    Space,
-    SpaceBuilder,
-    layout,
-    register,
-)
+from autopar.rules.choice import Choice
+from autopar.rules.context import LocalContext
 from autopar.rules.elementwise import broadcast_layout
-from autopar.rules.kernels import LocalCall, kernel_calls
+from autopar.rules.kernels import InternalCollective, LocalCall, kernel_calls
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 NONE, MEAN, SUM = 0, 1, 2

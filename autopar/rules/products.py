@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.graph import Op, Value
-from autopar.rules.base import Space, SpaceBuilder, layout, register
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.base import (
-    Choice,
-    InternalCollective,
-    LocalContext,
-    Space,
-    SpaceBuilder,
-    layout,
-    register,
-)
+from autopar.rules.choice import Choice
+from autopar.rules.context import LocalContext
+from autopar.rules.kernels import InternalCollective
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.graph import Op, Value
-from autopar.rules.base import LocalContext, Space, SpaceBuilder, layout, register
+from autopar.rules.context import LocalContext
+from autopar.rules.registry import register
+from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 

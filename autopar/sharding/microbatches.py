@@ -30,14 +30,8 @@ from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.placement import P, Placement, Placements, R, S, State, V, is_valid, paddings
 from autopar.rules import Choice, Split
-from autopar.rules.base import (
-    LINEAR_SPLIT,
-    is_valid_choice,
-    needs,
-    padded_dims,
-    rule_of,
-    supplies,
-)
+from autopar.rules.choice import LINEAR_SPLIT, is_valid_choice, needs, padded_dims, supplies
+from autopar.rules.registry import rule_of
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
 _LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}

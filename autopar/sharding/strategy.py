@@ -20,7 +20,8 @@ from autopar.ir.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, State, check_placements, format_placements
 from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
-from autopar.rules.base import Layout, is_valid_choice
+from autopar.rules.choice import is_valid_choice
+from autopar.rules.space import Layout
 
 _T = TypeVar("_T")
 

@@ -31,20 +31,11 @@ from autopar.ir.placement import (
     paddings,
 )
 from autopar.ir.tracing import trace_fx
-from autopar.rules.base import (
-    Choice,
-    LocalContext,
-    Space,
-    call_op,
-    call_target,
-    enumerate_choices,
-    needs,
-    padded_dims,
-    rule_of,
-    run_local,
-    space_of,
-    supplies,
-)
+from autopar.rules.choice import Choice, enumerate_choices, needs, padded_dims, supplies
+from autopar.rules.context import LocalContext
+from autopar.rules.local import call_op, run_local
+from autopar.rules.registry import rule_of, space_of
+from autopar.rules.space import Space
 from autopar.testing.lockstep import LockstepMachine, Shards, gather, scatter
 
 MESHES = (
@@ -294,7 +285,7 @@ class _SplitCall:
     ) -> tuple[list[Shards], list[Shards]]:
         """Outputs and gradients, one shard per rank each."""
         ranks = range(self.mesh.num_devices)
-        is_plain = rule_of(self.whole.op).lower is call_target  # type: ignore[union-attr]
+        is_plain = rule_of(self.whole.op).lower is None  # type: ignore[union-attr]
         if is_plain and not padded_dims(self.context.space, self.choice, self.mesh):
             each = [
                 self._joint([x[r] for x in operands], [c[r] for c in cotangents]) for r in ranks

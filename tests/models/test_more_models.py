@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.base.torch_private import FakeTensorMode
 from autopar.frontend.capture import capture
 from autopar.ir.graph import Graph, Op
-from autopar.rules.base import call_op
+from autopar.rules.local import call_op
 from autopar.sharding.strategy import Analysis
 from tests.models.zoo import MODELS, MORE_MODELS, build
 

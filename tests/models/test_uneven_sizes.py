@@ -19,7 +19,7 @@ from autopar.frontend.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
-from autopar.rules.base import padded_dims
+from autopar.rules.choice import padded_dims
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import UNEVEN_MODELS, build
 from tests.oracles import (

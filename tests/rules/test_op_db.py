@@ -20,7 +20,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.rules import registered_targets, rule_of
-from autopar.rules.base import call_op
+from autopar.rules.local import call_op
 from autopar.testing.check_rule import check_rule
 
 pytest.importorskip("expecttest", reason="PyTorch's operator database imports expecttest")

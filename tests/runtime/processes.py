@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering import lower
 from autopar.lowering.types import RankProgram
-from autopar.rules.base import Choice
+from autopar.rules.choice import Choice
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.machine.randomness import Dice

@@ -12,8 +12,8 @@ from torch import Tensor
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
-from autopar.rules.base import LocalContext
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
+from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy

@@ -14,7 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
 from autopar.lowering import lower
 from autopar.lowering.types import RankProgram
-from autopar.rules.base import Choice, enumerate_choices
+from autopar.rules.choice import Choice, enumerate_choices
 from autopar.runtime.machine.randomness import mixed
 from autopar.runtime.state.wire import pack, unpack
 from autopar.sharding.strategy import Analysis, Assignment, Strategy

@@ -1,0 +1,205 @@
+"""How the mesh splits one op: which choices there are, and the placements that follow from one.
+
+A *choice* gives each mesh axis one dimension of the op's iteration space to split, or none. From
+the space and the choice follow, for every axis,
+
+- what the op needs of each operand: ``S`` where the dimension is in its layout, else ``V`` (each
+  device computes with the whole operand on another share of the work) or ``R`` where no gradient
+  flows; ``P`` for operands that enter a sum once, such as a bias, when the sum is split;
+- what it supplies for each output: ``S`` where the dimension is in its layout, else ``P``, a
+  partial sum; ``R`` where the op reduces inside (batch-norm statistics).
+
+No axis assigned means ``R`` all over: computed redundantly. An op with no rule has only that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.base.errors import PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import P, Placement, Placements, R, S, V, is_valid
+from autopar.rules.space import Layout, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One axis's part in a choice: the dimension and where in it the digit starts."""
+
+    dim: str
+    base: int = 1
+
+    def __str__(self) -> str:
+        return self.dim + (f"/{self.base}" if self.base != 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How each mesh axis splits one op; None computes redundantly along that axis."""
+
+    splits: tuple[Split | None, ...]
+
+    def __str__(self) -> str:
+        return " ".join("-" if s is None else str(s) for s in self.splits)
+
+    def axes_of(self, dim: str) -> tuple[int, ...]:
+        return tuple(a for a, s in enumerate(self.splits) if s is not None and s.dim == dim)
+
+    @property
+    def is_redundant(self) -> bool:
+        return all(split is None for split in self.splits)
+
+
+_BASE = re.compile(r"[1-9][0-9]{0,17}")
+
+
+def parse_choice(text: str) -> Choice:
+    """Read back ``str(choice)``; raises PlanError on anything else."""
+    splits: list[Split | None] = []
+    for word in text.split():
+        dim, slash, base = word.partition("/")
+        if word == "-":
+            splits.append(None)
+        elif not dim.isidentifier() or (slash and not _BASE.fullmatch(base)):
+            raise PlanError(
+                f"choice {text!r}: {word!r} is neither '-' nor 'dim' nor 'dim/base', where base is "
+                "at least 1"
+            )
+        else:
+            splits.append(Split(dim, int(base or 1)))
+    return Choice(tuple(splits))
+
+
+LINEAR_SPLIT = Split("+")
+"""The part of an op that is linear: of partial sums it makes a partial sum."""
+
+Bases = Mapping[str, tuple[int, ...]]
+"""Per dimension, the further digits (beside 1) at which it may be split."""
+
+
+def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Choice, ...]:
+    """All valid choices of an op, the redundant one first; only that for an op with no rule."""
+    if space is None:
+        return (Choice((None,) * mesh.num_axes),)
+    options: list[Split | None] = [None]
+    for dim in space.splittable():
+        options.extend(Split(dim, base) for base in (1, *bases.get(dim, ())))
+    choices = map(Choice, itertools.product(options, repeat=mesh.num_axes))
+    return tuple(choice for choice in choices if is_valid_choice(space, choice, mesh))
+
+
+def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
+    """Whether every split is a disjoint digit, whole or padded, of a dimension that allows it."""
+    names = list(space.sizes)
+    allowed = set(space.splittable())
+    for split in choice.splits:
+        if split is None or (split == LINEAR_SPLIT and space.linear):
+            continue
+        if split.dim not in allowed or (split.base != 1 and split.dim in space.plain):
+            return False
+    placements = tuple(
+        R if split is None or split == LINEAR_SPLIT else S(names.index(split.dim), outer)
+        for split, outer in zip(choice.splits, _outers(choice, mesh))
+    )
+    if not is_valid(placements, tuple(space.sizes.values()), mesh):
+        return False
+    return all(_may_pad(space, dim) for dim in padded_dims(space, choice, mesh))
+
+
+def padded_dims(space: Space, choice: Choice, mesh: Mesh) -> tuple[str, ...]:
+    """The dimensions that ``choice`` splits into parts that do not divide them."""
+    split = {s.dim for s in choice.splits if s is not None}
+    return tuple(
+        d for d in space.sizes if d in split and space.sizes[d] % mesh.size(choice.axes_of(d))
+    )
+
+
+def _may_pad(space: Space, dim: str) -> bool:
+    """Whether the rule allows it, and ``dim`` is a tensor dimension of its own everywhere."""
+    return dim in space.padded and all(
+        all(f == dim or space.sizes[f] == 1 for f in factors)
+        for operand in (*space.inputs, *space.outputs)
+        for factors in operand
+        if dim in factors
+    )
+
+
+def _outers(choice: Choice, mesh: Mesh) -> list[int]:
+    """Where each axis's digit starts: behind those of earlier axes with the same split."""
+    outers: list[int] = []
+    for axis, split in enumerate(choice.splits):
+        if split is None:
+            outers.append(1)
+            continue
+        earlier = (a for a in range(axis) if choice.splits[a] == split)
+        outers.append(split.base * math.prod(mesh.axis_sizes[a] for a in earlier))
+    return outers
+
+
+def needs(
+    space: Space | None, choice: Choice, mesh: Mesh, differentiable: Sequence[bool]
+) -> tuple[Placements, ...]:
+    """Per operand, what the op needs under ``choice``."""
+    if space is None:
+        return tuple(_whole(mesh, flows) for flows in differentiable)
+    outers = _outers(choice, mesh)
+    result = []
+    for operand, layout in enumerate(space.inputs):
+        placements = []
+        whole = _whole(mesh, differentiable[operand])
+        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
+            found = _locate(space, layout, split, outer)
+            if split is None:
+                placements.append(whole[axis])
+            elif split == LINEAR_SPLIT and operand in space.linear:
+                placements.append(P)
+            elif found is not None:
+                placements.append(found)
+            elif operand in space.partial_inputs and split.dim in space.sums:
+                placements.append(P)
+            else:
+                placements.append(V if differentiable[operand] else R)
+        result.append(tuple(placements))
+    return tuple(result)
+
+
+def supplies(
+    space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int
+) -> tuple[Placements, ...]:
+    """Per output, what the op supplies under ``choice``."""
+    whole = _whole(mesh, True)
+    if space is None:
+        return (whole,) * num_outputs
+    outers = _outers(choice, mesh)
+    result = []
+    for layout in space.outputs:
+        placements = []
+        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
+            found = _locate(space, layout, split, outer)
+            if split is None or (found is None and split.dim in space.reduced):
+                placements.append(whole[axis])
+            else:
+                placements.append(found if found is not None else P)
+        result.append(tuple(placements))
+    return tuple(result)
+
+
+def _whole(mesh: Mesh, flows: bool) -> Placements:
+    """A value that an op does not split: replicated; along an axis in time varying, so that its
+    gradient is accumulated there.
+    """
+    return tuple(V if flows and mesh.is_sequential(a) else R for a in range(mesh.num_axes))
+
+
+def _locate(space: Space, layout: Layout, split: Split | None, outer: int) -> Placement | None:
+    if split is None:
+        return None
+    for tensor_dim, factors in enumerate(layout):
+        if split.dim in factors:
+            before = factors[: factors.index(split.dim)]
+            return S(tensor_dim, math.prod(space.sizes[f] for f in before) * outer)
+    return None

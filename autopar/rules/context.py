@@ -1,0 +1,93 @@
+"""What a rule's lowering knows of the shard it runs on, and the communication it may use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.comm.ops import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
+from autopar.ir.graph import Op
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import P, R, Step, StepKind, V
+from autopar.rules.choice import Choice
+from autopar.rules.space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalContext:
+    """What a lowering function knows: the op, its choice, and the local shapes around it."""
+
+    op: Op
+    space: Space
+    choice: Choice
+    mesh: Mesh
+    output_shapes: tuple[tuple[int, ...], ...]
+    device: torch.device | None = None
+    """Where the program runs, for arguments that name the device of the capture."""
+
+    def axes_of(self, *dims: str) -> tuple[int, ...]:
+        return tuple(sorted(a for dim in dims for a in self.choice.axes_of(dim)))
+
+    def num_shards(self, *dims: str) -> int:
+        return self.mesh.size(self.axes_of(*dims))
+
+    def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, varying: bool = False) -> Tensor:
+        """Sum over the group; ``varying`` where each device uses the sum on its own share."""
+        if self.mesh.size(axes) == 1:
+            return x
+        target = V if varying else R
+        step = Step(StepKind.ALL_REDUCE, axes, P, target, 1, 1, 0, 0, tuple(x.shape))
+        return apply_step(x, step, self.mesh)
+
+    def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Maximum over the group; no gradient flows."""
+        if self.mesh.size(axes) == 1:
+            return x
+        result: Tensor = ALL_REDUCE_MAX(
+            x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes)
+        )
+        return result
+
+    def all_reduce_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Sum over the group of values that no gradient flows through (counts, statistics)."""
+        if self.mesh.size(axes) == 1:
+            return x
+        result: Tensor = ALL_REDUCE(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
+        return result
+
+    def all_gather_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """``[num, *shape]``: the values of all devices of the group, through which no gradient
+        flows, in the group's order."""
+        own = x.detach().unsqueeze(0)
+        if self.mesh.size(axes) == 1:
+            return own
+        result: Tensor = ALL_GATHER(own, self.mesh.axes_label(axes), self.mesh.size(axes), 0, 1)
+        return result
+
+    def local_size(self, dim: str) -> int:
+        """This device's part of ``dim``, padding included."""
+        return -(-self.space.sizes[dim] // self.num_shards(dim))
+
+    def shard_start(self, like: Tensor, dim: str) -> Tensor | int:
+        """Global index of this device's first element of ``dim`` (a plain split only)."""
+        axes = self.axes_of(dim)
+        if self.mesh.size(axes) == 1:
+            return 0
+        index: Tensor = AXIS_INDEX(like, self.mesh.axes_label(axes), self.mesh.size(axes))
+        return index * self.local_size(dim)
+
+    def weighted(self, mean: Tensor, *dims: str) -> Tensor:
+        """A mean over this device's part of ``dims``, times its share of them."""
+        share = math.prod(self.local_size(d) / self.space.sizes[d] for d in dims)
+        return mean if share == 1 else mean * share
+
+    def is_padded(self, dim: str) -> bool:
+        return self.space.sizes[dim] % self.num_shards(dim) != 0
+
+    def is_filled(self, like: Tensor, dim: str) -> Tensor:
+        """For each local element of ``dim``, whether it lies before the end: ``bool[local]``."""
+        local = torch.arange(self.local_size(dim), device=like.device)
+        return local + self.shard_start(like, dim) < self.space.sizes[dim]

@@ -1,0 +1,164 @@
+"""What a rule is, and the rule of every operator that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.base.errors import PlanError, RuleError
+from autopar.cost_models.calls import OpCall
+from autopar.ir.graph import Op, Value
+from autopar.ir.mesh import Mesh
+from autopar.rules.choice import Choice
+from autopar.rules.context import LocalContext
+from autopar.rules.kernels import InternalCollective, LocalCall
+from autopar.rules.space import Space
+
+SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
+LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
+CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
+KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The rule of one op family: its space, how it runs on shards, what it communicates inside.
+
+    ``kernels`` gives the calls that ``lower`` makes where they are not the op's own, which it gets
+    at its local shapes; None where they are.
+    """
+
+    space: SpaceFn
+    lower: LowerFn | None = None
+    collectives: CollectivesFn | None = None
+    kernels: KernelsFn | None = None
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def register(
+    *targets: str,
+    lower: LowerFn | None = None,
+    collectives: CollectivesFn | None = None,
+    kernels: KernelsFn | None = None,
+) -> Callable[[SpaceFn], SpaceFn]:
+    """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
+
+    The decorated function says how the op's work divides. It gets the `Op` and the `Value` of
+    each tensor operand and output (None for an output that nobody uses) and returns a `Space`, or
+    None where this call cannot be split. For ``product(x[m, k], w[k, n]) -> [m, n]``::
+
+        @autopar.rules.register("mylib.product.default")
+        def product_space(op, inputs, outputs):
+            (m, k), n = inputs[0].shape, inputs[1].shape[1]
+            builder = autopar.rules.SpaceBuilder()
+            m, k, n = builder.dim("m", m), builder.dim("k", k), builder.dim("n", n)
+            layout = autopar.rules.layout
+            return builder.build(
+                [layout(m, k), layout(k, n)], [layout(m, n)],
+                sums=frozenset({k}),  # the output lacks k: split on it, outputs are partial sums
+                anchor=True,
+            )
+
+    ``builder.whole(size)`` makes a dimension that cannot be split. Where the op needs other
+    arguments on a shard, ``lower(context, args, kwargs)`` runs it there:
+    ``context.num_shards("k")`` tells how many devices share a dimension, ``context.all_reduce``
+    adds over them. ``collectives`` lists such communication for the cost model, ``kernels`` what
+    ``lower`` calls where that is not the op itself. The op itself
+    needs a fake implementation and, to be trained through, a registered derivative. Check a rule
+    with `check_rule`, which compares every choice with the unsplit op.
+
+    Raises RuleError for what is no such name, and PlanError for one that has a rule already.
+    """
+    _check_names(targets)
+
+    def wrap(space: SpaceFn) -> SpaceFn:
+        for target in targets:
+            if target in _RULES:
+                raise PlanError(f"operator {target} has a rule already")
+            _RULES[target] = Rule(
+                space=space,
+                lower=lower,
+                collectives=collectives,
+                kernels=kernels,
+            )
+        return space
+
+    return wrap
+
+
+def _check_names(targets: Sequence[Any]) -> None:
+    for target in targets or ("",):
+        parts = target.split(".") if isinstance(target, str) else ()
+        if len(parts) != 3 or not all(part.isidentifier() for part in parts):
+            raise RuleError(
+                f"cannot register a rule for {target!r}; an operator is named as in str(op), with "
+                "namespace, name and overload: @autopar.register_rule('mylib.product.default') is "
+                "the rule of torch.ops.mylib.product.default"
+            )
+
+
+def unregister(target: str) -> None:
+    """Remove the rule of an operator, as before registering another; PlanError if it has none."""
+    if target not in _RULES:
+        raise PlanError(f"operator {target} has no rule")
+    del _RULES[target]
+
+
+def register_pointwise(rule: Rule) -> None:
+    """The rule of every operator that torch itself tags as pointwise and that has none."""
+    global _POINTWISE
+    _POINTWISE = rule
+
+
+_POINTWISE: Rule | None = None
+
+
+def rule_of(op: Op) -> Rule | None:
+    """The rule of an op, or None."""
+    rule = _RULES.get(op.target_name)
+    if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
+        return _POINTWISE
+    return rule
+
+
+def registered_targets() -> tuple[str, ...]:
+    """Every operator that has a rule."""
+    return tuple(sorted(_RULES))
+
+
+def space_of(op: Op, values: Sequence[Value]) -> Space | None:
+    """The iteration space of an op, or None: no rule, or nothing to split (fixed values)."""
+    rule = rule_of(op)
+    if rule is None or all(o is None or values[o].fixed for o in op.outputs):
+        return None
+    outputs = tuple(None if o is None else values[o] for o in op.outputs)
+    space = rule.space(op, tuple(values[i] for i in op.inputs), outputs)
+    return None if space is None else replace(space, linear=linear_operands(op))
+
+
+_LINEAR = frozenset(
+    {
+        "add", "sub", "neg", "sum", "mean", "clone", "contiguous", "_to_copy", "to", "view",
+        "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose",
+        "t", "permute", "expand", "slice", "narrow", "select", "stack", "cat", "alias",
+    }
+)  # fmt: skip
+"""Linear in all operands together."""
+
+
+def linear_operands(op: Op) -> frozenset[int]:
+    """Operands that may be partial sums together, the outputs then being partial sums.
+
+    A constant that is added is no sum over anything, so ``x + 1`` has none.
+    """
+    name = op.target_name.split(".")[1]
+    if name in ("add", "sub") and len(op.inputs) < 2:
+        return frozenset()
+    if name in ("mul", "div"):
+        return frozenset({0})
+    return frozenset(range(len(op.inputs))) if name in _LINEAR else frozenset()
