@@ -26,34 +26,9 @@ from autopar.ir.graph import Graph, Op, Value, ValueKind
 from autopar.ir.placement import State, local_shape
 from autopar.pricing.moves import Array, PlacementTable
 from autopar.pricing.tables import OpTable, Pricing, ValueTable
+from autopar.rules.derivative import Operands
+from autopar.rules.registry import keeps_of
 from autopar.sharding.strategy import Analysis
-
-_KEEPS_NOTHING = frozenset({
-    "add", "sub", "neg", "sum", "mean", "cat", "stack", "clone", "contiguous", "_to_copy", "to",
-    "copy", "expand", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "permute",
-    "transpose", "t", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
-    "flatten", "unflatten", "pad", "constant_pad_nd", "embedding", "index", "where",
-    "masked_fill", "detach", "alias", "slice_scatter", "select_scatter", "roll", "flip",
-    "repeat", "repeat_interleave", "cumsum", "narrow", "movedim", "lift_fresh",
-    "upsample_nearest2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d",
-})  # fmt: skip
-_KEEPS_OUTPUT = frozenset({
-    "relu", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp",
-    "sqrt", "rsqrt", "reciprocal",
-})  # fmt: skip
-_PRODUCTS = frozenset({
-    "mul", "div", "linear", "addmm", "baddbmm", "mm", "bmm", "matmul", "mv", "conv1d", "conv2d",
-    "conv3d", "convolution", "conv_transpose2d",
-})  # fmt: skip
-# Besides its operands, bytes kept for each byte of the output: a pool keeps 64-bit indices, each
-# recurrent layer its gates and states of every step (of an LSTM: oneDNN's workspace).
-_OUTPUT_SHARE = {"max_pool2d": 2.0, "max_pool1d": 2.0}
-_LAYER_SHARE = {"lstm": 16.0, "gru": 5.0}
-# At the loss, where the passes meet and everything kept is alive, the working copies of the logits
-# count too: their log-probabilities, the gradient of these and that of the logits.
-_OPERAND_SHARE = {"cross_entropy_loss": 3.0, "nll_loss": 2.0, "nll_loss_nd": 2.0}
-_ATTENTION = "scaled_dot_product_attention"
-_DROPOUT = frozenset({"dropout", "native_dropout"})
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -184,6 +159,7 @@ class _Reads:
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
         self.ops, self.values = analysis.graph.ops, analysis.graph.values
+        self.keeps = tuple(keeps_of(op) for op in self.ops)
         last = _block_of_loss(analysis.graph)
         self.kept = tuple(self._kept(op, is_last=op.index in last) for op in self.ops)
         self.relays = frozenset(i for i in analysis.relayed if self._keeps_relay(i))
@@ -217,7 +193,7 @@ class _Reads:
 
     def _share(self, op: Op, value: int) -> float:
         """A value that several ops read in one placement is kept once: each counts its share."""
-        return _OPERAND_SHARE.get(_name(op), 1.0) / max(1, self._num_readers(value))
+        return self.keeps[op.index].copies / max(1, self._num_readers(value))
 
     def _num_readers(self, value: int) -> int:
         uses = self.analysis.consumers.get(value, ())
@@ -232,11 +208,10 @@ class _Reads:
         value = self.values[op.inputs[position]]
         if value.kind is not ValueKind.ACTIVATION or value.fixed:
             return False
-        flows = self.analysis.differentiable(op)
-        name = _name(op)
-        if not any(flows) or name in _KEEPS_NOTHING | _KEEPS_OUTPUT | _DROPOUT:
+        flows, read = self.analysis.differentiable(op), self.keeps[op.index].operands
+        if not any(flows) or read is Operands.NONE:
             return False
-        if name in _PRODUCTS:
+        if read is Operands.FACTORS:
             return any(flow for other, flow in enumerate(flows) if other != position)
         return value.dtype.is_floating_point
 
@@ -244,20 +219,12 @@ class _Reads:
         """(output, share of its bytes) that the derivative of ``op`` reads, if no consumer does."""
         if not op.outputs or op.outputs[0] is None or not any(self.analysis.differentiable(op)):
             return ()
-        name = _name(op)
-        value = self.values[op.outputs[0]]
-        if name in _DROPOUT:
-            return ((0, 1 / value.dtype.itemsize),)
-        if name in _OUTPUT_SHARE:
-            return ((0, _OUTPUT_SHARE[name]),)
-        if name in _LAYER_SHARE:
-            _, num_layers, *_ = op.args[-6:]
-            return ((0, _LAYER_SHARE[name] * num_layers),)
-        kept = name in _KEEPS_OUTPUT or name == _ATTENTION
+        keeps, value = self.keeps[op.index], self.values[op.outputs[0]]
+        share = 0.0 if keeps.further is None else keeps.further(op, value)
         read_once = value.index not in self.analysis.relayed and self._num_readers(value.index)
-        if not kept or read_once:
-            return ()
-        return ((0, 1.0),)
+        if keeps.output and not read_once:
+            share += 1
+        return ((0, share),) if share else ()
 
 
 def _block_of_loss(graph: Graph) -> range:
@@ -266,9 +233,3 @@ def _block_of_loss(graph: Graph) -> range:
     loss = made.get(graph.loss, -1)
     found = [range(b.start, b.stop) for b in graph.blocks if b.start <= loss < b.stop]
     return found[0] if found else range(0)
-
-
-def _name(op: Op) -> str:
-    """``linear`` of ``aten.linear.default``."""
-    parts = op.target_name.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]

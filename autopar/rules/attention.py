@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import Keeps
 from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
@@ -34,7 +35,11 @@ def _attention_local(
     return result
 
 
-@register("aten.scaled_dot_product_attention.default", lower=_attention_local)
+@register(
+    "aten.scaled_dot_product_attention.default",
+    lower=_attention_local,
+    keeps=Keeps(output=True),
+)
 def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``q[b, (h r), s, d] k[b, h, t, d] v[b, h, t, e]``; r query heads share one key head."""
     query, key, value = (v.shape for v in inputs[:3])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_FACTORS, KEEPS_NOTHING, Keeps
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
@@ -44,6 +45,7 @@ def _conv_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     "aten.conv3d.padding",
     "aten.convolution.default",
     lower=_conv_local,
+    keeps=KEEPS_FACTORS,
 )
 def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, (g i), ...] w[(g o), i, ...] + b[(g o)]``; a bias enters the sum over i once."""
@@ -75,6 +77,7 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     "aten.conv_transpose2d.input",
     "aten.conv_transpose3d.input",
     lower=_conv_local,
+    keeps=KEEPS_FACTORS,
 )
 def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, (g i), ...] w[(g i), o, ...] + b[(g o)]``; a bias enters the sum over i once."""
@@ -103,12 +106,16 @@ def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
 @register(
     "aten.max_pool1d.default",
     "aten.max_pool2d.default",
+    keeps=Keeps(further=lambda op, out: 8 / out.dtype.itemsize),  # indices of 64 bits
+)
+@register(
+    "aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", keeps=KEEPS_NOTHING
+)
+@register(
     "aten.max_pool3d.default",
     "aten.avg_pool1d.default",
     "aten.avg_pool2d.default",
     "aten.avg_pool3d.default",
-    "aten.adaptive_avg_pool1d.default",
-    "aten.adaptive_avg_pool2d.default",
     "aten.adaptive_avg_pool3d.default",
     "aten.adaptive_max_pool2d.default",
     "aten.max_pool2d_with_indices.default",

@@ -9,6 +9,13 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import (
+    KEEPS_FACTORS,
+    KEEPS_NOTHING,
+    KEEPS_OUTPUT,
+    Keeps,
+    Operands,
+)
 from autopar.rules.registry import Rule, register, register_pointwise
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
@@ -33,7 +40,22 @@ def elementwise_space(
     full = broadcast_layout(shape, dims, shape)
     operands = [broadcast_layout(v.shape, dims, shape) for v in inputs]
     padded, clean = _paddable(op, dims, operands)
-    return builder.build(operands, [full for _ in outputs], padded=padded, clean=clean)
+    return builder.build(
+        operands, [full for _ in outputs], padded=padded, clean=clean, linear=_linear_operands(op)
+    )
+
+
+def _linear_operands(op: Op) -> frozenset[int]:
+    """A constant that is added is no sum over anything, so ``x + 1`` has none."""
+    name = op.target_name.split(".")[1]
+    if name in ("mul", "div"):
+        return frozenset({0})
+    if name in ("add", "sub"):
+        return frozenset({0, 1} if len(op.inputs) > 1 else ())
+    return frozenset({0} if name in ("neg", *_COPIES) else ())
+
+
+_COPIES = frozenset({"clone", "contiguous", "_to_copy", "to"})
 
 
 _KEEP_ZEROS = frozenset(
@@ -135,9 +157,22 @@ register(
     "aten.to.dtype",
     "aten.to.dtype_layout",
     "aten.to.device",
+    "aten.copy.default",
     "aten.detach.default",
-    "aten.detach_.default",
+    "aten.masked_fill.Scalar",
+    "aten.masked_fill.Tensor",
+    "aten.where.self",
+    "aten.where.ScalarOther",
+    "aten.where.ScalarSelf",
+    "aten.where.Scalar",
+    keeps=KEEPS_NOTHING,
+)(elementwise_space)
+register(
     "aten.native_dropout.default",
+    keeps=Keeps(operands=Operands.NONE, further=lambda op, out: 1 / out.dtype.itemsize),  # a mask
+)(elementwise_space)
+register(
+    "aten.detach_.default",
     "aten.bernoulli.default",
     "aten.bernoulli.p",
     "aten.rsub.Tensor",
@@ -147,14 +182,7 @@ register(
     "aten.ones_like.default",
     "aten.empty_like.default",
     "aten.full_like.default",
-    "aten.masked_fill.Scalar",
-    "aten.masked_fill.Tensor",
-    "aten.where.self",
-    "aten.where.ScalarOther",
-    "aten.where.ScalarSelf",
-    "aten.where.Scalar",
     "aten.floor_divide.default",
-    "aten.copy.default",
     "aten.fill.Tensor",
     "aten.fill.Scalar",
     "aten.gelu.default",
@@ -163,4 +191,19 @@ register(
     "aten.multiply.Tensor",
 )(elementwise_space)
 
-register_pointwise(Rule(space=elementwise_space))
+
+_POINTWISE = {
+    **dict.fromkeys(("add", "sub", "neg"), Rule(space=elementwise_space, keeps=KEEPS_NOTHING)),
+    **dict.fromkeys(("mul", "div"), Rule(space=elementwise_space, keeps=KEEPS_FACTORS)),
+    **dict.fromkeys(
+        ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal"),
+        Rule(space=elementwise_space, keeps=KEEPS_OUTPUT),
+    ),
+}
+_OTHERS = Rule(space=elementwise_space)
+
+
+@register_pointwise
+def pointwise_rule(op: Op) -> Rule:
+    """The rule of an operator that torch tags as pointwise."""
+    return _POINTWISE.get(op.target_name.split(".")[1], _OTHERS)

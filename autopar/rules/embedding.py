@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_NOTHING
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
@@ -35,7 +36,7 @@ def _embedding_local(
     return rows
 
 
-@register("aten.embedding.default", lower=_embedding_local)
+@register("aten.embedding.default", lower=_embedding_local, keeps=KEEPS_NOTHING)
 def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``w[v, h]`` looked up at ``index[...]``."""
     weight, index = inputs[0].shape, inputs[1].shape

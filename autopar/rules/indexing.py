@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op, Ref, Value
+from autopar.rules.derivative import KEEPS_NOTHING
 from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.registry import register
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
@@ -34,7 +35,7 @@ def _picked_layout(
     return (*before, *picked, *(free[d] for d in range(last + 1, rank)))
 
 
-@register("aten.index.Tensor")
+@register("aten.index.Tensor", keeps=KEEPS_NOTHING)
 def index_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[:, i, j]``: free in what is not indexed and in the dimensions of the indices."""
     indexed = _indexed_dims(op, inputs)
@@ -136,7 +137,7 @@ def index_add_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     return builder.build([sides[0], entries, sides[1]], [sides[0]])
 
 
-@register("aten.slice_scatter.default", "aten.select_scatter.default")
+@register("aten.slice_scatter.default", "aten.select_scatter.default", keeps=KEEPS_NOTHING)
 def slice_scatter_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Write a slice into ``x``: free in the other dimensions."""
     shape, source = inputs[0].shape, inputs[1].shape

@@ -15,6 +15,7 @@ from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import Keeps
 from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.kernels import InternalCollective, LocalCall, kernel_calls
 from autopar.rules.registry import register
@@ -91,7 +92,7 @@ def _nll_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, A
     return total / context.all_reduce_data(_weight_of_rows(x, target, weight, ignored), axes)
 
 
-@register("aten.nll_loss_nd.default", lower=_nll_local)
+@register("aten.nll_loss_nd.default", lower=_nll_local, keeps=Keeps(copies=2))
 def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``log_p[n, c, ...]`` against classes ``[n, ...]``; the classes stay whole."""
     shape = inputs[0].shape
@@ -204,6 +205,9 @@ def _cross_entropy_kernels(
     lower=_cross_entropy_local,
     collectives=_cross_entropy_collectives,
     kernels=_cross_entropy_kernels,
+    # At the loss everything kept is alive, and so are working copies of the logits: their
+    # log-probabilities, the gradient of these and that of the logits.
+    keeps=Keeps(copies=3),
 )
 def cross_entropy_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, c, ...]`` against class indices ``[n, ...]`` or probabilities ``[n, c, ...]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.graph import Op, Value
+from autopar.rules.derivative import KEEPS_FACTORS
 from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
@@ -12,7 +13,7 @@ from autopar.rules.space import Space, SpaceBuilder, layout
 Outputs = Sequence[Value | None]
 
 
-@register("aten.linear.default")
+@register("aten.linear.default", keeps=KEEPS_FACTORS)
 def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[..., k] w[n, k] + b[n]``; the bias enters the sum over k once."""
     x, weight = inputs[0].shape, inputs[1].shape
@@ -33,7 +34,7 @@ def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     )
 
 
-@register("aten.addmm.default", "aten.baddbmm.default")
+@register("aten.addmm.default", "aten.baddbmm.default", keeps=KEEPS_FACTORS)
 def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``bias + a[..., m, k] b[..., k, n]``; the bias enters the sum over k once."""
     bias, left, right = (v.shape for v in inputs)
@@ -60,6 +61,7 @@ def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     "aten.matmul.default",
     "aten.mv.default",
     "aten.dot.default",
+    keeps=KEEPS_FACTORS,
 )
 def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``a[..., m, k] b[..., k, n]`` with broadcast batch dimensions; vectors lack m or n."""

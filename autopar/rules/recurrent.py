@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.graph import Op, Value
+from autopar.rules.derivative import Keeps
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 
 
-@register("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def _per_layer(share: float) -> Keeps:
+    """Gates and states of every step, in every layer (of an LSTM: oneDNN's workspace)."""
+
+    def further(op: Op, output: Value) -> float:
+        _, num_layers, *_ = op.args[-6:]
+        return share * float(num_layers)
+
+    return Keeps(further=further)
+
+
+@register("aten.lstm.input", keeps=_per_layer(16))
+@register("aten.gru.input", keeps=_per_layer(5))
+@register("aten.rnn_tanh.input", "aten.rnn_relu.input")
 def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[b, s, i]`` or ``[s, b, i]``, states ``[layers, b, h]``, weights whole."""
     shape, batch_first = inputs[0].shape, bool(op.args[-1])

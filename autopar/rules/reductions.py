@@ -13,6 +13,7 @@ from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_NOTHING, KEEPS_OUTPUT
 from autopar.rules.kernels import InternalCollective
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
@@ -54,10 +55,11 @@ def _reduction_space(
         sums=frozenset(names[d] for d in reduced) if sums else frozenset(),
         padded=[names[d] for d in reduced] if sums else (),
         clean=[n for d, n in enumerate(names) if d not in reduced] if sums else (),
+        linear=frozenset({0} if sums else ()),
     )
 
 
-@register("aten.sum.default", "aten.sum.dim_IntList")
+@register("aten.sum.default", "aten.sum.dim_IntList", keeps=KEEPS_NOTHING)
 def sum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     reduced = _reduced_dims(op, len(inputs[0].shape))
     return _reduction_space(inputs, outputs, reduced, sums=True)
@@ -69,7 +71,7 @@ def _mean_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     return context.weighted(result, *context.space.sums)
 
 
-@register("aten.mean.default", "aten.mean.dim", lower=_mean_local)
+@register("aten.mean.default", "aten.mean.dim", lower=_mean_local, keeps=KEEPS_NOTHING)
 def mean_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     reduced = _reduced_dims(op, len(inputs[0].shape))
     return _reduction_space(inputs, outputs, reduced, sums=True)
@@ -197,6 +199,7 @@ def variance_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space |
     "aten._softmax.default",
     "aten.log_softmax.int",
     "aten._log_softmax.default",
+    keeps=KEEPS_OUTPUT,
 )
 def softmax_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Free in every dimension but the normalised one."""

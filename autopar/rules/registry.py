@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_OPERANDS, Keeps
 from autopar.rules.kernels import InternalCollective, LocalCall
 from autopar.rules.space import Space
 
@@ -28,14 +29,17 @@ class Rule:
     """The rule of one op family: its space, how it runs on shards, what it communicates inside.
 
     ``kernels`` gives the calls that ``lower`` makes where they are not the op's own, which it gets
-    at its local shapes; None where they are.
+    at its local shapes; None where they are. ``keeps``: what its derivative reads.
     """
 
     space: SpaceFn
     lower: LowerFn | None = None
     collectives: CollectivesFn | None = None
     kernels: KernelsFn | None = None
+    keeps: Keeps = KEEPS_OPERANDS
 
+
+PointwiseFn = Callable[[Op], Rule]
 
 _RULES: dict[str, Rule] = {}
 
@@ -45,6 +49,7 @@ def register(
     lower: LowerFn | None = None,
     collectives: CollectivesFn | None = None,
     kernels: KernelsFn | None = None,
+    keeps: Keeps = KEEPS_OPERANDS,
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
@@ -68,9 +73,10 @@ def register(
     arguments on a shard, ``lower(context, args, kwargs)`` runs it there:
     ``context.num_shards("k")`` tells how many devices share a dimension, ``context.all_reduce``
     adds over them. ``collectives`` lists such communication for the cost model, ``kernels`` what
-    ``lower`` calls where that is not the op itself. The op itself
-    needs a fake implementation and, to be trained through, a registered derivative. Check a rule
-    with `check_rule`, which compares every choice with the unsplit op.
+    ``lower`` calls where that is not the op itself. ``keeps`` tells the count of memory what the
+    derivative reads, where that is not every floating-point operand. The op itself needs a fake
+    implementation and, to be trained through, a registered derivative. Check a rule with
+    `check_rule`, which compares every choice with the unsplit op.
 
     Raises RuleError for what is no such name, and PlanError for one that has a rule already.
     """
@@ -85,6 +91,7 @@ def register(
                 lower=lower,
                 collectives=collectives,
                 kernels=kernels,
+                keeps=keeps,
             )
         return space
 
@@ -109,20 +116,22 @@ def unregister(target: str) -> None:
     del _RULES[target]
 
 
-def register_pointwise(rule: Rule) -> None:
-    """The rule of every operator that torch itself tags as pointwise and that has none."""
+def register_pointwise(rule: PointwiseFn) -> PointwiseFn:
+    """Register what finds the rule of every operator that torch tags as pointwise and that has
+    none of its own."""
     global _POINTWISE
     _POINTWISE = rule
+    return rule
 
 
-_POINTWISE: Rule | None = None
+_POINTWISE: PointwiseFn | None = None
 
 
 def rule_of(op: Op) -> Rule | None:
     """The rule of an op, or None."""
     rule = _RULES.get(op.target_name)
     if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
-        return _POINTWISE
+        return None if _POINTWISE is None else _POINTWISE(op)
     return rule
 
 
@@ -137,28 +146,13 @@ def space_of(op: Op, values: Sequence[Value]) -> Space | None:
     if rule is None or all(o is None or values[o].fixed for o in op.outputs):
         return None
     outputs = tuple(None if o is None else values[o] for o in op.outputs)
-    space = rule.space(op, tuple(values[i] for i in op.inputs), outputs)
-    return None if space is None else replace(space, linear=linear_operands(op))
+    return rule.space(op, tuple(values[i] for i in op.inputs), outputs)
 
 
-_LINEAR = frozenset(
-    {
-        "add", "sub", "neg", "sum", "mean", "clone", "contiguous", "_to_copy", "to", "view",
-        "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose",
-        "t", "permute", "expand", "slice", "narrow", "select", "stack", "cat", "alias",
-    }
-)  # fmt: skip
-"""Linear in all operands together."""
-
-
-def linear_operands(op: Op) -> frozenset[int]:
-    """Operands that may be partial sums together, the outputs then being partial sums.
-
-    A constant that is added is no sum over anything, so ``x + 1`` has none.
-    """
-    name = op.target_name.split(".")[1]
-    if name in ("add", "sub") and len(op.inputs) < 2:
-        return frozenset()
-    if name in ("mul", "div"):
-        return frozenset({0})
-    return frozenset(range(len(op.inputs))) if name in _LINEAR else frozenset()
+def keeps_of(op: Op) -> Keeps:
+    """What the derivative of an op reads; an overload without a rule is like one that has one."""
+    rule = rule_of(op)
+    if rule is None:
+        operator = op.target_name.rpartition(".")[0] + "."
+        rule = next((r for target, r in _RULES.items() if target.startswith(operator)), None)
+    return KEEPS_OPERANDS if rule is None else rule.keeps

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_NOTHING
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
@@ -21,7 +22,7 @@ def _repeat_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
     return result
 
 
-@register("aten.repeat.default", lower=_repeat_local)
+@register("aten.repeat.default", lower=_repeat_local, keeps=KEEPS_NOTHING)
 def repeat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[d] -> [(r d)]``: repeats are the outer digit, which only the output has."""
     shape, repeats = inputs[0].shape, op.args[1]
@@ -41,7 +42,7 @@ def _repeat_interleave_local(
     return result
 
 
-@register("aten.repeat_interleave.self_int", lower=_repeat_interleave_local)
+@register("aten.repeat_interleave.self_int", lower=_repeat_interleave_local, keeps=KEEPS_NOTHING)
 def repeat_interleave_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[d] -> [(d r)]``: repeats are the inner digit."""
     shape = inputs[0].shape
@@ -55,15 +56,14 @@ def repeat_interleave_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -
     return builder.build([layout(*dims)], [layout(*out)])
 
 
+@register("aten.upsample_nearest2d.vec", "aten.upsample_nearest2d.default", keeps=KEEPS_NOTHING)
 @register(
     "aten.upsample_nearest1d.vec",
-    "aten.upsample_nearest2d.vec",
     "aten.upsample_nearest3d.vec",
     "aten.upsample_linear1d.vec",
     "aten.upsample_bilinear2d.vec",
     "aten.upsample_bicubic2d.vec",
     "aten.upsample_trilinear3d.vec",
-    "aten.upsample_nearest2d.default",
     "aten.upsample_bilinear2d.default",
     "aten.reflection_pad1d.default",
     "aten.reflection_pad2d.default",

@@ -33,9 +33,9 @@ class Space:
     them come out complete. ``plain``: dimensions that take the contiguous split only. ``padded``:
     dimensions that may be split into parts that do not divide them; ``clean``: those of them where
     zeros behind the end stay zeros by themselves, in outputs and gradients. ``linear``: operands
-    that may be partial sums, the outputs then being partial sums too. ``anchor``: whether a split
-    of this op is worth carrying to its neighbours (products, attention), or the op only goes along
-    (element-wise ops, views).
+    that may be partial sums, all of them together, the outputs then being partial sums too.
+    ``anchor``: whether a split of this op is worth carrying to its neighbours (products,
+    attention), or the op only goes along (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_NOTHING
 from autopar.rules.registry import register
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
@@ -39,6 +40,7 @@ def _expand_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
     "aten.squeeze.dim",
     "aten.squeeze.dims",
     lower=_reshape_local,
+    keeps=KEEPS_NOTHING,
 )
 def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Dimensions of both sides are products of common factors, as in einops."""
@@ -57,7 +59,7 @@ def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
         names = [builder.dim(f"d{len(builder.sizes)}", f) for f in factors]
         left += _products(group_source, names, factors)
         right += _products(group_target, names, factors)
-    return builder.build([tuple(left)], [tuple(right)], clean=builder.sizes)
+    return builder.build([tuple(left)], [tuple(right)], clean=builder.sizes, linear=frozenset({0}))
 
 
 def _matched_groups(
@@ -127,6 +129,7 @@ def _products(
     "aten.permute.default",
     "aten.movedim.int",
     "aten.movedim.intlist",
+    keeps=KEEPS_NOTHING,
 )
 def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     shape = inputs[0].shape
@@ -141,7 +144,12 @@ def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
         order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
-    return builder.build([layout(*dims)], [layout(*(dims[d] for d in order))], clean=dims)
+    return builder.build(
+        [layout(*dims)],
+        [layout(*(dims[d] for d in order))],
+        clean=dims,
+        linear=frozenset({0}),
+    )
 
 
 def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
@@ -153,7 +161,7 @@ def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
     return [placed[d] if d in placed else next(others) for d in range(rank)]
 
 
-@register("aten.expand.default", lower=_expand_local)
+@register("aten.expand.default", lower=_expand_local, keeps=KEEPS_NOTHING)
 def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """A repeated dimension is one that only the output has."""
     source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
@@ -164,7 +172,7 @@ def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
         (dims[offset + i],) if size == target[offset + i] else () for i, size in enumerate(source)
     )
     kept = {name for factors in left for name in factors}
-    return builder.build([left], [layout(*dims)], padded=dims, clean=kept)
+    return builder.build([left], [layout(*dims)], padded=dims, clean=kept, linear=frozenset({0}))
 
 
 def _one_dim_apart(
@@ -174,7 +182,8 @@ def _one_dim_apart(
     *,
     keeps_dim: bool = True,
     keeps_zeros: bool = True,
-) -> Space | None:
+    is_linear: bool = False,
+) -> Space:
     """Free in all dimensions but ``dim``, which stays whole (or is dropped from the outputs)."""
     shape = inputs[0].shape
     builder = SpaceBuilder()
@@ -193,6 +202,7 @@ def _one_dim_apart(
         kept,
         padded=free.values(),
         clean=free.values() if keeps_zeros else (),
+        linear=frozenset(range(len(inputs)) if is_linear else ()),
     )
     return _ignore_unused(result, outputs)
 
@@ -204,10 +214,8 @@ def _ignore_unused(space: Space, outputs: Outputs) -> Space:
     return replace(space, outputs=outs)
 
 
+@register("aten.slice.Tensor", "aten.narrow.default", "aten.cumsum.default", keeps=KEEPS_NOTHING)
 @register(
-    "aten.slice.Tensor",
-    "aten.narrow.default",
-    "aten.cumsum.default",
     "aten.cumprod.default",
     "aten.logcumsumexp.default",
     "aten.glu.default",
@@ -229,33 +237,45 @@ def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
         "aten.sort.default",
         "aten.logcumsumexp.default",
     )
-    return _one_dim_apart(inputs[:1], outputs, dim % len(inputs[0].shape), keeps_zeros=keeps_zeros)
+    return _one_dim_apart(
+        inputs[:1],
+        outputs,
+        dim % len(inputs[0].shape),
+        keeps_zeros=keeps_zeros,
+        is_linear=op.target_name in ("aten.slice.Tensor", "aten.narrow.default"),
+    )
 
 
 def _index_select_space(
     op: Op, inputs: Sequence[Value], outputs: Outputs, dim: int
 ) -> Space | None:
     space = _one_dim_apart(inputs[:1], outputs, dim)
-    if space is None:
-        return None
     return replace(space, inputs=(space.inputs[0], ((),)))
 
 
-@register("aten.select.int", "aten.unbind.int")
+@register("aten.select.int", "aten.unbind.int", keeps=KEEPS_NOTHING)
 def select_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     dim = op.args[1] if len(op.args) > 1 else 0
-    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), keeps_dim=False)
+    return _one_dim_apart(
+        inputs,
+        outputs,
+        dim % len(inputs[0].shape),
+        keeps_dim=False,
+        is_linear=op.target_name == "aten.select.int",
+    )
 
 
-@register("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
+@register(
+    "aten.cat.default", "aten.concat.default", "aten.concatenate.default", keeps=KEEPS_NOTHING
+)
 def cat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
     if any(len(v.shape) != len(inputs[0].shape) for v in inputs):
         return None
-    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape))
+    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), is_linear=True)
 
 
-@register("aten.stack.default")
+@register("aten.stack.default", keeps=KEEPS_NOTHING)
 def stack_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     shape = inputs[0].shape
     dim = (op.args[1] if len(op.args) > 1 else 0) % (len(shape) + 1)
@@ -266,10 +286,11 @@ def stack_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
         [layout(*dims) for _ in inputs],
         [layout(*dims[:dim], stacked, *dims[dim:])],
         clean=dims,
+        linear=frozenset(range(len(inputs))),
     )
 
 
-@register("aten.flip.default", "aten.roll.default")
+@register("aten.flip.default", "aten.roll.default", keeps=KEEPS_NOTHING)
 def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     shape = inputs[0].shape
     position = 1 if op.target_name == "aten.flip.default" else 2
@@ -283,7 +304,7 @@ def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     return builder.build([layout(*dims)], [layout(*dims)], clean=dims)
 
 
-@register("aten.pad.default", "aten.constant_pad_nd.default")
+@register("aten.pad.default", "aten.constant_pad_nd.default", keeps=KEEPS_NOTHING)
 def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Padded dimensions stay whole; ``pad`` counts pairs from the last dimension."""
     shape, padding = inputs[0].shape, op.args[1]
@@ -307,7 +328,7 @@ def _split_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str,
     return x.split(x.shape[dim] // len(context.output_shapes), dim)
 
 
-@register("aten.split.Tensor", "aten.chunk.default", lower=_split_local)
+@register("aten.split.Tensor", "aten.chunk.default", lower=_split_local, keeps=KEEPS_NOTHING)
 def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Equal parts: the dimension is (part, rest); the parts are the digit that stays whole."""
     shape = inputs[0].shape
@@ -326,7 +347,7 @@ def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     return builder.build([source], [target for _ in outputs], clean=free)
 
 
-@register("aten.split_with_sizes.default", "aten.split.sizes")
+@register("aten.split_with_sizes.default", "aten.split.sizes", keeps=KEEPS_NOTHING)
 def split_with_sizes_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     dim = (op.args[2] if len(op.args) > 2 else 0) % len(inputs[0].shape)
     return _one_dim_apart(inputs, outputs, dim)

@@ -6,7 +6,7 @@ accumulated. `Microbatches.cut` adds this axis to a strategy that was found with
 
 - what has the batch is split on it, what does not is *varying*: computed anew for each micro-batch,
   its gradient a partial sum, so that every gradient becomes a sum over micro-batches by itself;
-- sums over the batch are partial, and stay so through ops that are linear (`linear_operands`), so
+- sums over the batch are partial, and stay so through ops that are linear (`Space.linear`), so
   the loss is the sum of the micro-batches' shares of it;
 - what a mean divides by (how many targets are not ignored, or the sum of a mask) must be known
   before the first micro-batch is finished: `with_explicit_totals` makes it a value of its own,

@@ -1,0 +1,40 @@
+"""What the derivative of an op reads of its forward pass, which stays in memory until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from autopar.ir.graph import Op, Value
+
+BytesFn = Callable[[Op, Value], float]
+"""Of an op and its first output: bytes kept for each byte of that output."""
+
+
+class Operands(Enum):
+    """Which operands a derivative reads."""
+
+    NONE = "none"
+    FLOATING = "floating-point ones"
+    FACTORS = "those of a product: one for the gradient of another"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeps:
+    """What a derivative reads; by default every floating-point operand.
+
+    ``copies``: bytes kept for each byte of such an operand. ``output``: whether the first output
+    is read too. ``further``: what the op makes for its derivative alone (a mask, indices, gates).
+    """
+
+    operands: Operands = Operands.FLOATING
+    copies: float = 1.0
+    output: bool = False
+    further: BytesFn | None = None
+
+
+KEEPS_OPERANDS = Keeps()
+KEEPS_FACTORS = Keeps(operands=Operands.FACTORS)
+KEEPS_OUTPUT = Keeps(operands=Operands.NONE, output=True)
+KEEPS_NOTHING = Keeps(operands=Operands.NONE)
