@@ -34,7 +34,7 @@ from runtime import timed
 from setting import num_cores, setting
 from torch import Tensor, nn
 
-from autopar.comm.transports.shared_memory import direct_messages
+from autopar.comm.transports.shared_memory import SharedMemoryMessages
 from autopar.schedules import Action, Durations, Kind, Links, simulate
 from autopar.schedules.action import SEND_KINDS
 
@@ -209,7 +209,7 @@ def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
 def message_s(num: int = 50) -> float:
     """Median seconds from one process to the other of a message of one number, as ours sends them:
     what is left of a message besides the handling of its bytes, which is in the actions."""
-    messages, peer = direct_messages(dist.group.WORLD), 1 - dist.get_rank()
+    messages, peer = SharedMemoryMessages.open(dist.group.WORLD), 1 - dist.get_rank()
     assert messages is not None
     tensor, taken = torch.zeros(1), []
     for _ in range(num):

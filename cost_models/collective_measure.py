@@ -5,8 +5,8 @@ are made so that they tile the world, as the groups of a mesh axis do, and all o
 collective at once: what is measured is what a plan will meet, shared links included. On CPUs the
 ranks also compute before each collective, as in a step: threads that a collective needs sleep, or
 find every core taken. Each collective has other memory than the ones before it, as long as a cache
-could hold that. Where the runtime makes collectives over sockets
-(`autopar.comm.transports.direct_exchange`), so are they here.
+could hold that. They use the transport that the runtime would use
+(`autopar.comm.transports.registry`).
 """
 
 import itertools
@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.comm.transports.direct_exchange import DirectExchange, direct_exchange
-from autopar.comm.transports.reduce_scatter import start_reduce_scatter
-from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
+from autopar.comm.transports.base import Collectives, Messages, done
+from autopar.comm.transports.registry import open_collectives, open_messages
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.communication import (
     Collective,
@@ -197,9 +196,8 @@ class _Sweep:
         self.store, self.backend, self.shape = store, cluster.backend, shape
         self.group, self.ranks = group, ranks
         self.device, self.max_s = torch.device(cluster.device.kind), max_s
-        on_cpu = cluster.device.kind == "cpu"
-        self.direct = direct_exchange(group) if on_cpu else None
-        self.messages = direct_messages(group) if on_cpu else None
+        self.collectives = open_collectives(group, cluster.device.kind)
+        self.messages = open_messages(group, cluster.device.kind)
         most_bytes = MAX_POOL_BYTES, cluster.device.memory_bytes // 8
         self.pool = Pool(min(2 * cluster.device.cache_bytes, *most_bytes), self.device)
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
@@ -207,10 +205,12 @@ class _Sweep:
     def measure(self, kind: Collective, size_bytes: int) -> None:
         """Into the store from the last round on, as the median of all and how far they differ."""
         found = self.found.setdefault((kind, size_bytes), [])
-        if kind is Collective.SEND_RECV and self.messages is not None:
-            run = _messages_on(size_bytes, self.messages, self.ranks, self.pool)
+        if kind is Collective.SEND_RECV:
+            run = _shift(size_bytes, self.messages, self.ranks, self.pool)
+        elif kind is Collective.BROADCAST:
+            run = _broadcast(size_bytes, self.group, self.ranks, self.pool)
         else:
-            run = _operation(kind, size_bytes, self.group, self.direct, self.ranks, self.pool)
+            run = _operation(kind, size_bytes, self.collectives, len(self.ranks), self.pool)
         found.append(_measure(kind, size_bytes, run, self.device, self.max_s))
         if len(found) >= ROUNDS:
             middle = sorted(found, key=operator.attrgetter("time_s"))[len(found) // 2]
@@ -230,9 +230,8 @@ class _Sweep:
         return (high - low) / median_s if median_s else 0.0
 
     def close(self) -> None:
-        for sockets in (self.direct, self.messages):
-            if sockets is not None:
-                sockets.close()
+        self.collectives.close()
+        self.messages.close()
 
 
 def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
@@ -377,72 +376,46 @@ class Pool:
 
 
 def _operation(
-    kind: Collective,
-    size_bytes: int,
-    group: dist.ProcessGroup,
-    direct: DirectExchange | None,
-    ranks: tuple[int, ...],
-    pool: Pool,
+    kind: Collective, size_bytes: int, collectives: Collectives, num_ranks: int, pool: Pool
 ) -> Callable[[], object]:
     """The collective on float32 buffers of ``size_bytes`` in full, rounded up to whole shards."""
-    count = len(ranks)
-    shard = max(1, -(-size_bytes // (4 * count)))
+    shard = max(1, -(-size_bytes // (4 * num_ranks)))
 
     def full() -> torch.Tensor:
-        return pool.take(shard * count)
-
-    def part() -> torch.Tensor:
-        return pool.take(shard)
+        return pool.take(shard * num_ranks)
 
     match kind:
-        case Collective.ALL_REDUCE if direct is not None:
-            return lambda: direct.all_reduce(full())
-        case Collective.ALL_GATHER if direct is not None:
-            return lambda: direct.all_gather(full(), part())
-        case Collective.REDUCE_SCATTER if direct is not None:
-            return lambda: direct.reduce_scatter(full())
-        case Collective.ALL_TO_ALL if direct is not None:
-            return lambda: direct.all_to_all(full(), full())
         case Collective.ALL_REDUCE:
-            return lambda: dist.all_reduce(full(), group=group)
+            return lambda: collectives.all_reduce(full())()
         case Collective.ALL_GATHER:
-            return lambda: dist.all_gather_into_tensor(full(), part(), group=group)
+            return lambda: collectives.all_gather(full(), pool.take(shard))()
         case Collective.REDUCE_SCATTER:
-            return lambda: start_reduce_scatter(full(), group, count)()
-        case Collective.ALL_TO_ALL:
-            return lambda: dist.all_to_all_single(full(), full(), group=group)
-        case Collective.BROADCAST:
-            return lambda: dist.broadcast(full(), src=ranks[0], group=group)
-        case Collective.SEND_RECV:
-            return lambda: _shift(full(), full(), group, ranks)
+            return lambda: collectives.reduce_scatter(full())()
+        case _:
+            assert kind is Collective.ALL_TO_ALL
+            return lambda: collectives.all_to_all(full(), full())
 
 
-def _messages_on(
-    size_bytes: int, messages: DirectMessages, ranks: tuple[int, ...], pool: Pool
+def _broadcast(
+    size_bytes: int, group: dist.ProcessGroup, ranks: tuple[int, ...], pool: Pool
 ) -> Callable[[], object]:
-    """As `_shift`, through shared memory."""
+    numel = len(ranks) * max(1, -(-size_bytes // (4 * len(ranks))))
+    return lambda: dist.broadcast(pool.take(numel), src=ranks[0], group=group)
+
+
+def _shift(
+    size_bytes: int, messages: Messages, ranks: tuple[int, ...], pool: Pool
+) -> Callable[[], object]:
+    """Every rank sends to the next and receives from the one before, the ends open."""
     numel = max(1, size_bytes // 4)
     position = ranks.index(dist.get_rank())
 
     def run() -> None:
+        sent = done
         if position + 1 < len(ranks):
-            messages.send(position + 1, [pool.take(numel)])
+            sent = messages.send(position + 1, [pool.take(numel)])
         if position > 0:
             messages.receive(position - 1, [pool.take(numel)])()
+        sent()
 
     return run
-
-
-def _shift(
-    full: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
-) -> None:
-    """Every rank sends to the next and receives from the one before, the ends open."""
-    position = ranks.index(dist.get_rank())
-    work = []
-    if position + 1 < len(ranks):
-        work.append(dist.isend(full, ranks[position + 1], group=group))
-    if position > 0:
-        work.append(dist.irecv(other, ranks[position - 1], group=group))
-    for request in work:
-        if request is not None:
-            request.wait()

@@ -44,7 +44,7 @@ _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
 _STANDS_STILL = 1e3
 """A CPU computes nothing beside a collective on its host, which the thread that computes makes
-itself (`autopar.comm.transports.direct_exchange`): a slow-down so large that nothing is hidden."""
+itself (`autopar.comm.transports.sockets`): a slow-down so large that nothing is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

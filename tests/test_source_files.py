@@ -65,10 +65,9 @@ def test_the_places_that_wait_for_peers_exist() -> None:
     """A file that moves must take its place in the list along."""
     for place in WAITING:
         assert place.exists()
-    from autopar.comm.transports import direct_exchange, shared_memory, sockets
-    from autopar.runtime.machine import links
+    from autopar.comm.transports import c10d, shared_memory, sockets, unix_sockets
     from autopar.runtime.step import executor
 
-    for module in (direct_exchange, shared_memory, sockets, links):
+    for module in (c10d, shared_memory, sockets, unix_sockets):
         assert waits_for_peers(str(module.__file__))
     assert not waits_for_peers(str(executor.__file__))

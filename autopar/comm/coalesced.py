@@ -1,47 +1,47 @@
-"""Collectives of several tensors as one, which travel beside what is computed next.
+"""Collectives of several tensors as one, which run while the next blocks compute.
 
-In: tensors of one dtype, the digit of each (see `autopar.ir.placement`), their process group and
-its size. Out: a call that waits for the results. One collective of a block's small parameters costs
-a fraction of one for each: what a collective costs however small it is counts once. Where a group
-has a `DirectExchange`, the collective is over when it has begun: its messages would take the cores
-that compute, and handing them to other threads costs more.
+In: tensors of one dtype, how each is split (see `autopar.ir.placement`), and the collectives of
+their group. Out: a call that waits for the results. The fixed cost of a collective is paid once for
+all small parameters of a block. Over a transport that does not overlap
+(`autopar.comm.transports.base.Traits`) the collective is over when the call returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.comm.ops import assemble, disassemble
-from autopar.comm.transports.direct_exchange import DirectExchange
-from autopar.comm.transports.reduce_scatter import start_reduce_scatter
+from autopar.comm.transports.base import Collectives
 
-# torch 2.13 gave it this name, and warns of the old one.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+ALONE_BYTES = 4 << 20
+"""A tensor of which a rank sends more than this is gathered or scattered alone: joining copies."""
+MAX_SCATTERS = 2
+"""How many reduce-scatters are in flight at most, so that whole gradients do not pile up."""
 
 Wait = Callable[[], Sequence[Tensor]]
 Digits = Sequence[tuple[int, int]]
-"""Of each tensor the dimension that is split, and the sizes of the splits outside of it."""
+"""For each tensor the dimension that is split, and the sizes of the splits outside of it."""
 
 
-def start_sum(
-    parts: Sequence[Tensor], process_group: Any, direct: DirectExchange | None = None
-) -> Wait:
+def travels_alone(size_bytes: int, *, is_sum: bool) -> bool:
+    """Whether a tensor of which a rank sends so many bytes is not joined with others.
+
+    A sum is copied in any case, and so always joined.
+    """
+    return not is_sum and size_bytes > ALONE_BYTES
+
+
+def start_sum(parts: Sequence[Tensor], collectives: Collectives) -> Wait:
     """Begin to sum each tensor over the group.
 
     The results are views of one new buffer: an operand may be read elsewhere, as where one tensor
     is the gradient of two parameters.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
-    if direct is None:
-        arrive = dist.all_reduce(flat, group=process_group, async_op=True).wait
-    else:
-        direct.all_reduce(flat)
-        arrive = _nothing
+    arrive = collectives.all_reduce(flat, overlapped=True)
     shapes = [part.shape for part in parts]
 
     def wait() -> Sequence[Tensor]:
@@ -53,21 +53,12 @@ def start_sum(
 
 
 def start_gather(
-    parts: Sequence[Tensor],
-    digits: Digits,
-    process_group: Any,
-    num: int,
-    direct: DirectExchange | None = None,
+    parts: Sequence[Tensor], digits: Digits, collectives: Collectives, num: int
 ) -> Wait:
-    """Begin to make tensors whole of which each of ``num`` ranks has a part."""
+    """Begin to gather whole tensors, of which each of ``num`` ranks has a shard."""
     flat = _flat([part.reshape(1, -1) for part in parts])
     gathered = flat.new_empty(num * flat.numel())
-    if direct is None:
-        own = flat.view(-1)
-        arrive = all_gather_single(gathered, own, group=process_group, async_op=True).wait
-    else:
-        direct.all_gather(gathered, flat.view(-1))
-        arrive = _nothing
+    arrive = collectives.all_gather(gathered, flat.view(-1), overlapped=True)
     shapes = [part.shape for part in parts]
 
     def wait() -> Sequence[Tensor]:
@@ -82,34 +73,27 @@ def start_gather(
 
 
 def start_scatter(
-    wholes: Sequence[Tensor],
-    digits: Digits,
-    process_group: Any,
-    num: int,
-    direct: DirectExchange | None = None,
+    wholes: Sequence[Tensor], digits: Digits, collectives: Collectives, num: int
 ) -> Wait:
-    """Begin to sum tensors over the group; each of ``num`` ranks gets its part of the sums.
+    """Begin to sum tensors over the group; each of ``num`` ranks gets its shard of the sums.
 
     The results are views of one new buffer.
     """
     parts = [disassemble(whole, num, *digit) for whole, digit in zip(wholes, digits)]
     flat = _flat([part.view(num, -1) for part in parts])
     shapes = [part.shape[1:] for part in parts]
+    own_part = collectives.reduce_scatter(flat.view(-1), overlapped=True)
 
-    def split(own: Tensor) -> Sequence[Tensor]:
-        pieces = own.split([shape.numel() for shape in shapes])
+    def wait() -> Sequence[Tensor]:
+        pieces = own_part().split([shape.numel() for shape in shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
-    if direct is not None:
-        results = split(direct.reduce_scatter(flat.view(-1)))
-        return lambda: results
-    own_part = start_reduce_scatter(flat.view(-1), process_group, num)
-    return lambda: split(own_part())
+    return wait
 
 
 class Once:
-    """Waits the first time it is called; from then on it holds the results alone, and none of what
-    was sent and received for them."""
+    """A wait that is called any number of times; after the first it holds nothing but the results,
+    and no buffer of the collective."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait: Wait | None = wait
@@ -121,10 +105,6 @@ class Once:
         return self._results
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 def _flat(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors of equally many rows side by side; a single one is not copied."""
+    """Concatenate tensors of equally many rows along their rows; a single one is not copied."""
     return rows[0].contiguous() if len(rows) == 1 else torch.cat(list(rows), dim=1)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.base.errors import DeviceError
-from autopar.comm.coalesced import all_gather_single
 from autopar.comm.ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -34,10 +33,9 @@ from autopar.comm.ops import (
     digit_slice,
     disassemble,
 )
-from autopar.comm.transports.direct_exchange import DirectExchange, direct_exchange
+from autopar.comm.transports.base import Collectives, Messages, Reduction
 from autopar.comm.transports.ports import sealed
-from autopar.comm.transports.reduce_scatter import start_reduce_scatter
-from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
+from autopar.comm.transports.registry import open_collectives, open_messages
 from autopar.ir.mesh import MICROBATCH, Mesh
 
 LocalFunction = Callable[[Tensor], Tensor]
@@ -45,22 +43,16 @@ LocalFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The process group over some axes that this rank is in, and its position there.
+    """The ranks along some axes of the mesh, this rank's position there, and their collectives."""
 
-    ``direct`` makes all collectives on CPUs of one host.
-    """
-
-    process_group: Any
     size: int
     index: int
     label: str
-    direct: DirectExchange | None
+    collectives: Collectives
 
 
 class TimedGroup:
     """Positions on the axis in time, and on device axes behind it; it never communicates."""
-
-    process_group = direct = None
 
     def __init__(self, communicator: Communicator, label: str) -> None:
         axes = label.partition(",")[2]
@@ -118,17 +110,16 @@ class Communicator:
         self.microbatch = 0
         self.reduces_late = reduces_late
         self._groups: dict[str, AnyGroup] = {}
-        self._device_groups: dict[tuple[int, ...], Any] = {}
-        self._directed: tuple[Any, Any] = (None, None)
-        self.messages: DirectMessages | None = None
+        self._over_devices: dict[tuple[int, ...], Collectives] = {}
+        self.messages: Messages | None = None
         for label in sorted(set(labels)):
             self.group(label)
         if num_devices > 1:
-            for devices in sorted({tuple(range(num_devices)), *device_sets}):
-                self._device_groups[devices] = self._make_device_group(devices)
-            self._directed = _directed_groups(device.type)
-            if device.type == "cpu":
-                self.messages = _messages()
+            every = tuple(range(num_devices))
+            for devices in sorted({every, *device_sets}):
+                group = self._device_group(devices)
+                self._over_devices[devices] = _collectives(group, device.type, must_overlap=True)
+            self.messages = _messages(self._device_group(every), device.type)
 
     def group(self, label: str) -> AnyGroup:
         """The group of a label; collective where it is new."""
@@ -141,41 +132,37 @@ class Communicator:
             else:
                 process_group = _joint_group(self.world.groups(axes), dist.get_rank())
             self._groups[label] = Group(
-                process_group=process_group,
                 size=self.world.size(axes),
                 index=self.world.index(dist.get_rank(), axes),
                 label=label,
-                direct=_direct(process_group) if self.device.type == "cpu" else None,
+                collectives=_collectives(process_group, self.device.type),
             )
         return self._groups[label]
 
-    def gradient_group(self, label: str) -> Any:
-        """The process group for reductions of gradients; collective where it is new."""
-        if not self.reduces_late:
-            return self.group(label).process_group
-        groups = self.world.groups(self.world.axes_of(label))
-        return _new_group(groups, dist.get_rank(), "gradients")
+    def collectives(self, label: str) -> Collectives:
+        """The collectives over the axes of a label; collective where they are new."""
+        group = self.group(label)
+        assert isinstance(group, Group), "nothing is communicated along the axis in time"
+        return group.collectives
 
-    def _make_device_group(self, devices: tuple[int, ...]) -> Any:
+    def gradient_collectives(self, label: str) -> Collectives:
+        """The collectives for reductions of gradients; collective where they are new."""
+        usual = self.collectives(label)
+        if not self.reduces_late or not usual.traits.overlaps:
+            return usual
+        groups = self.world.groups(self.world.axes_of(label))
+        process_group = _new_group(groups, dist.get_rank(), "gradients")
+        return _collectives(process_group, self.device.type, must_overlap=True)
+
+    def _device_group(self, devices: tuple[int, ...]) -> Any:
+        """The process group of this mesh position on some devices of the pipeline."""
         size = self.mesh.num_devices
         groups = tuple(tuple(d * size + rank for d in devices) for rank in range(size))
         return _joint_group(groups, dist.get_rank())
 
-    def device_group(self, devices: tuple[int, ...]) -> Any:
-        """The group of the ranks of this mesh position on some devices of the pipeline."""
-        return self._device_groups[devices]
-
-    def peer(self, device: int) -> int:
-        """The rank of this mesh position on another device of the pipeline."""
-        return device * self.mesh.num_devices + self.rank
-
-    def link_to(self, device: int) -> Any:
-        """The group for messages to another device; None is that of all processes."""
-        return self._directed[device > self.pipeline_device]
-
-    def link_from(self, device: int) -> Any:
-        """The group for messages from another device."""
-        return self._directed[self.pipeline_device > device]
+    def over_devices(self, devices: tuple[int, ...]) -> Collectives:
+        """The collectives between the ranks of this mesh position on some pipeline devices."""
+        return self._over_devices[devices]
 
     def bind(self, op: Any, label: str, *static: int) -> LocalFunction:
         """A raw op with its static arguments (after ``num``) as a function of a local tensor."""
@@ -201,9 +188,8 @@ class _Known:
         self.world: Any = None
         self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
         self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {}
-        self.direct: dict[Any, DirectExchange | None] = {}
-        self.directed: tuple[Any, Any] | None = None
-        self.messages: list[DirectMessages | None] = []
+        self.collectives: dict[tuple[Any, str, bool], Collectives] = {}
+        self.messages: dict[tuple[Any, str], Messages] = {}
 
     def of_this_world(self) -> _Known:
         if self.world is not dist.group.WORLD:
@@ -247,28 +233,23 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> 
     return known[purpose, groups]
 
 
-def _direct(process_group: Any) -> DirectExchange | None:
-    known = _KNOWN.of_this_world().direct
-    if process_group not in known:
-        known[process_group] = direct_exchange(process_group)
-    return known[process_group]
+def _collectives(
+    process_group: Any, device_type: str, *, must_overlap: bool = False
+) -> Collectives:
+    known, key = _KNOWN.of_this_world().collectives, (process_group, device_type, must_overlap)
+    if key not in known:
+        known[key] = open_collectives(process_group, device_type, must_overlap=must_overlap)
+    return known[key]
 
 
-def _messages() -> DirectMessages | None:
-    known = _KNOWN.of_this_world().messages
-    if not known:
-        known.append(direct_messages(dist.group.WORLD))
-    return known[0]
-
-
-def _directed_groups(device_type: str) -> tuple[Any, Any]:
-    """Groups of all processes for messages down and up a pipeline; gloo needs none of its own."""
-    if device_type == "cpu":
-        return None, None
-    known = _KNOWN.of_this_world()
-    if known.directed is None:
-        known.directed = (dist.new_group(), dist.new_group())
-    return known.directed
+def _messages(process_group: Any, device_type: str) -> Messages:
+    """The messages of a group; the buffers of earlier programs' messages are released."""
+    known, key = _KNOWN.of_this_world().messages, (process_group, device_type)
+    for messages in known.values():
+        messages.drop_unused()
+    if key not in known:
+        known[key] = open_messages(process_group, device_type)
+    return known[key]
 
 
 @dataclass(slots=True)
@@ -307,20 +288,17 @@ def release_process_group() -> None:
         _MEMBERSHIP.joined_here = False
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
-    """Sum in place over the group."""
-    if group.direct is not None:
-        group.direct.all_reduce(x)
-    else:
-        dist.all_reduce(x, group=group.process_group)
+def _reduced(x: Tensor, group: Group, reduction: Reduction = Reduction.SUM) -> Tensor:
+    """Reduce in place over the group."""
+    group.collectives.all_reduce(x, reduction)()
     return x
 
 
 def _all_reduce(group: Group) -> LocalFunction:
     def all_reduce(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:  # a sum of truth values is "any"; as bytes it would be 2
-            return _maximum(_as_bytes(x), group).to(torch.bool)
-        return _summed(x.clone(memory_format=torch.contiguous_format), group)
+            return _reduced(_as_bytes(x), group, Reduction.MAX).to(torch.bool)
+        return _reduced(x.clone(memory_format=torch.contiguous_format), group)
 
     return all_reduce
 
@@ -330,33 +308,22 @@ def _all_reduce_in_place(group: Group) -> LocalFunction:
 
     def all_reduce(x: Tensor) -> Tensor:
         if x.is_contiguous() and x.dtype is not torch.bool:
-            return _summed(x, group)
+            return _reduced(x, group)
         return copying(x)
 
     return all_reduce
-
-
-def _maximum(x: Tensor, group: Group) -> Tensor:
-    if group.direct is not None:
-        group.direct.all_reduce(x, _larger)
-    else:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
-    return x
 
 
 def _as_bytes(x: Tensor) -> Tensor:
     return x.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
-def _larger(x: Tensor, other: Tensor) -> Tensor:
-    return torch.maximum(x, other, out=x)
-
-
 def _all_reduce_max(group: Group) -> LocalFunction:
     def all_reduce_max(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:
-            return _maximum(_as_bytes(x), group).to(torch.bool)
-        return _maximum(x.clone(memory_format=torch.contiguous_format), group)
+            return _reduced(_as_bytes(x), group, Reduction.MAX).to(torch.bool)
+        copy = x.clone(memory_format=torch.contiguous_format)
+        return _reduced(copy, group, Reduction.MAX)
 
     return all_reduce_max
 
@@ -370,18 +337,15 @@ def _all_gather(group: Group, dim: int, outer: int) -> LocalFunction:
     num = group.size
 
     def gather(whole: Tensor, own: Tensor) -> None:
-        if group.direct is not None:
-            group.direct.all_gather(whole, own)
-        else:
-            all_gather_single(whole, own, group=group.process_group)
+        group.collectives.all_gather(_wire(whole), _wire(own))()
 
     def all_gather(x: Tensor) -> Tensor:
         if dim == 0 and outer == 1:
             whole = x.new_empty((num * x.shape[0], *x.shape[1:]))
-            gather(_wire(whole), _wire(x.contiguous()))
+            gather(whole, x.contiguous())
             return whole
         parts = x.new_empty((num, *x.shape))
-        gather(_wire(parts), _wire(x.contiguous()).unsqueeze(0))
+        gather(parts, x.contiguous().unsqueeze(0))
         return assemble(parts, dim, outer)
 
     return all_gather
@@ -394,11 +358,7 @@ def _reduce_scatter(group: Group, dim: int, outer: int) -> LocalFunction:
         if x.dtype is torch.bool:
             return reduce_scatter(x.to(torch.int32)).to(torch.bool)
         parts = disassemble(x, num, dim, outer)
-        if group.direct is not None:
-            own_part = group.direct.reduce_scatter(parts.view(-1))
-        else:
-            own_part = start_reduce_scatter(parts.view(-1), group.process_group, num)()
-        return own_part.view(parts.shape[1:])
+        return group.collectives.reduce_scatter(parts.view(-1))().view(parts.shape[1:])
 
     return reduce_scatter
 
@@ -411,10 +371,7 @@ def _all_to_all(
     def all_to_all(x: Tensor) -> Tensor:
         sent = disassemble(x, num, dst_dim, dst_outer)
         received = torch.empty_like(sent)
-        if group.direct is not None:
-            group.direct.all_to_all(_wire(received), _wire(sent))
-        else:
-            dist.all_to_all_single(_wire(received), _wire(sent), group=group.process_group)
+        group.collectives.all_to_all(_wire(received), _wire(sent))
         return assemble(received, src_dim, src_outer)
 
     return all_to_all

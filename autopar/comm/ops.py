@@ -31,12 +31,6 @@ from autopar.base.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, State, Step, StepKind, redistribute
 
-ALONE_BYTES = 4 << 20
-"""Tensors of which a rank has more than this to send are gathered and scattered alone: joining
-copies them."""
-MAX_SCATTERS = 2
-"""How many reduce-scatters are on their way at most, so that whole gradients do not pile up."""
-
 _UNBOUND = (
     "an axis-named collective was called outside a bound program; run programs through "
     "autopar.runtime (or autopar.testing.lockstep in tests)"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from autopar.comm.footprint import workspace_bytes
 from autopar.comm.ops import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
-from autopar.comm.transports.sockets import MAX_RANKS
+from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
 from autopar.ir.fused_lstm import scratch_bytes
@@ -53,9 +54,9 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
 
     def working(node: fx.Node) -> int:
         if device.kind != "cpu":
-            return _collective_bytes(node, is_cpu=False)
+            return _collective_bytes(node, device.kind)
         copies = _convolution_bytes(node, device.num_threads) + _lstm_bytes(node)
-        return copies + _batch_norm_bytes(node) or _collective_bytes(node, is_cpu=True)
+        return copies + _batch_norm_bytes(node) or _collective_bytes(node, device.kind)
 
     memory = KernelMemory()
     graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
@@ -184,30 +185,15 @@ def _lstm_bytes(node: fx.Node) -> int:
     return scratch_bytes(*sizes, is_backward=is_backward)
 
 
-def _collective_bytes(node: fx.Node, *, is_cpu: bool) -> int:
-    """What a collective inside a graph needs besides its operand and its result.
-
-    Parts that do not lie one behind the other are brought there, and back; a reduce-scatter on
-    gloo, of more ranks than have sockets, receives as much as it sends
-    (`autopar.comm.transports.reduce_scatter`).
-    """
+def _collective_bytes(node: fx.Node, device_kind: str) -> int:
+    """What a collective inside a graph needs besides its operand and its result."""
     if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
         return 0
     operand, _, num, *digits = node.args
     assert isinstance(operand, fx.Node)
     assert isinstance(num, int)
-    sent_bytes, made_bytes = _size(operand), _size(node)
-    if node.target is ALL_GATHER:
-        return 0 if _is_outermost(digits) else made_bytes
-    rearranged_bytes = 0 if _is_outermost(digits[-2:]) else sent_bytes
-    if node.target is REDUCE_SCATTER:
-        return rearranged_bytes + (sent_bytes if is_cpu and num > MAX_RANKS else 0)
-    return rearranged_bytes + (0 if _is_outermost(digits[:2]) else made_bytes)
-
-
-def _is_outermost(digit: Sequence[Any]) -> bool:
-    dim, outer = digit
-    return dim == 0 and outer == 1
+    traits = traits_of(device_kind, num)
+    return workspace_bytes(node.target, digits, _size(operand), _size(node), traits)
 
 
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.comm.ops import (
-    ALONE_BYTES,
-    MAX_SCATTERS,
-)
-from autopar.comm.transports.sockets import MAX_RANKS
+from autopar.comm.coalesced import travels_alone
+from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
@@ -26,6 +22,8 @@ from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import ParameterProgram, RankProgram, Role
 from autopar.memory.kernel import InputGradient, KernelMemory, kernel_memory, made_bytes
+from autopar.memory.reductions import ReductionMemory
+from autopar.memory.tally import Tally
 from autopar.schedules.action import Kind
 
 Key = tuple[int, int]
@@ -129,15 +127,15 @@ class _Play:
         self.kernels = kernels
         self.parameter_bytes = parameter_bytes
         self.allocator = allocator_of(device)
-        self.live: Counter[Category] = Counter()
-        self.peak: Counter[Category] = Counter()
-        self.peak_at = "start"
+        self.tally = Tally()
+        self.live = self.tally.live
+        traits = traits_of(device.kind, program.mesh.num_devices)
+        self.reductions = ReductionMemory(self.tally, traits)
         self.holders: dict[Key, set[object]] = {}
         self.sizes: dict[Key, int] = {}
         self.gradients: dict[Key, _Gradient] = {}
         self.late: dict[tuple[int, int], list[_Buffer]] = {}
         self.remaining = self.route.contributions.copy()
-        self.scattering: deque[tuple[int, int]] = deque()
         self.joined: dict[int, int] = {}
         self.updated: set[int] = set()
         self.parameter_of = {p.value: p for p in program.parameters}
@@ -165,12 +163,6 @@ class _Play:
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
         self.rounds: list[list[int]] = [[]]
         """Gradients that come together: first those that are not communicated."""
-
-    def _at(self, where: str, working: int) -> None:
-        now = self.live.copy()
-        now[Category.WORKSPACE] += working
-        if sum(now.values()) > sum(self.peak.values()):
-            self.peak, self.peak_at = now, where
 
     def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
         holders = self.holders.setdefault(key, set())
@@ -223,10 +215,10 @@ class _Play:
                         self._drop(sent.buffer)
         for values in self._last_updates():
             self._update(values)
-        by_category = {str(c): v for c, v in sorted(self.peak.items()) if v}
+        by_category = {str(c): v for c, v in sorted(self.tally.peak.items()) if v}
         return ProgramMemory(
             by_category=by_category,
-            peak_at=self.peak_at,
+            peak_at=self.tally.peak_at,
             device_bytes=device_bytes(by_category, self.device),
         )
 
@@ -247,7 +239,7 @@ class _Play:
         due = [v for v in here if v not in self.updated]
         self.updated.update(due)
         sizes = [self.parameter_bytes[value].stored for value in due]
-        self._at("update", self.optimizer.workspace_bytes(sizes))
+        self.tally.check("update", self.optimizer.workspace_bytes(sizes))
 
     # --- forward ---------------------------------------------------------------------------
     def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:
@@ -285,7 +277,7 @@ class _Play:
                 self._fetch(following)  # beside the computation of this block
             if position in self.joined:
                 name = self.program.blocks[position].name
-                self._at(f"F {name}", self.joined.pop(position))
+                self.tally.check(f"F {name}", self.joined.pop(position))
             self._run(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)
@@ -295,7 +287,7 @@ class _Play:
     def _run(self, position: int, microbatch: int, keep: bool) -> None:
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
-        self._at(f"F {block.name}", memory.workspace["F"])
+        self.tally.check(f"F {block.name}", memory.workspace["F"])
         for value, meta in zip(block.interface.outputs, kernel.output_metas):
             size = self.allocator.rounded(meta.size_bytes)
             self._hold((microbatch, value), "env", size, Category.ACTIVATIONS)
@@ -337,7 +329,7 @@ class _Play:
                 continue
             size = self.parameter_bytes[value]
             self._hold(key, "env", size.used, Category.COMMUNICATION)
-            if size.stored <= ALONE_BYTES:
+            if not travels_alone(size.stored, is_sum=False):
                 joined.append(size.used)
         if len(joined) > 1:
             self.joined[position] = sum(joined)
@@ -351,7 +343,7 @@ class _Play:
             self._take((microbatch, block.interface.outputs[i]), kernel.output_metas[i].size_bytes)
             for i in kernel.cotangents
         ]
-        self._at(f"I {block.name}", memory.workspace.get("I", 0))
+        self.tally.check(f"I {block.name}", memory.workspace.get("I", 0))
         made: dict[int, _Buffer] = {}
         for operand, gradient in zip(kernel.input_grads, memory.input_grads):
             if gradient.cotangent is None:
@@ -381,8 +373,8 @@ class _Play:
             return
         num_inputs = len(block.interface.inputs)
         values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
-        self._at(f"W {block.name}", memory.workspace["W"])
-        self._at(f"W {block.name}", self._first_sums(values))
+        self.tally.check(f"W {block.name}", memory.workspace["W"])
+        self.tally.check(f"W {block.name}", self._first_sums(values))
         for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
             self._release(key, (microbatch, position), category)
         self._release_outputs(position, microbatch, for_weight=True)
@@ -394,7 +386,8 @@ class _Play:
             communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
             self.rounds[0] += [v for v in complete if v not in communicated]
             self.rounds.append(communicated)
-            self._reduce(communicated, block.name)
+            sizes = [self.parameter_bytes[v] for v in communicated]
+            self.reductions.start([(s.used, s.stored) for s in sizes], f"G {block.name}")
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Outputs that the block had saved, once I is done or, those that W needs, W."""
@@ -427,52 +420,6 @@ class _Play:
             self.live[Category.GRADIENTS] += stored - used
         return True
 
-    def _reduce(self, values: Sequence[int], name: str) -> None:
-        """Reductions send copies, or whole gradients for the parts that are stored; of the latter
-        a few are on their way at a time. Small ones are joined, which copies them.
-
-        Over sockets they are sent one after the other, and each is let go before the next. On gloo
-        each has as much that is received, and the part is made in the end; elsewhere the part is
-        what is received.
-        """
-        found = [self.parameter_bytes[v] for v in values]
-        copied = sum(size.used for size in found if size.used <= size.stored)
-        whole = [size for size in found if size.used > size.stored]
-        joined = [size for size in whole if size.used <= ALONE_BYTES]
-        alone = [[size] for size in whole if size.used > ALONE_BYTES]
-        on_cpu = self.device.kind == "cpu"
-        groups = [joined, *alone] if joined else alone
-        if on_cpu and self.program.mesh.num_devices <= MAX_RANKS:
-            self._reduce_in_turn(copied, groups, name)
-            return
-        for sizes in groups:
-            sent, made = sum(size.used for size in sizes), 0
-            if on_cpu:
-                sent, made = 2 * sent, sum(size.stored for size in sizes)
-            self.scattering.append((sent, made))
-            self.live[Category.COMMUNICATION] += sent
-            self.live[Category.GRADIENTS] -= made
-        beside = sum(size.used for size in joined) if len(joined) > 1 else 0
-        self._at(f"G {name}", copied + beside)
-        while len(self.scattering) > MAX_SCATTERS:
-            sent, made = self.scattering.popleft()
-            self.live[Category.GRADIENTS] += made
-            self._at(f"G {name}", copied)
-            self.live[Category.COMMUNICATION] -= sent
-
-    def _reduce_in_turn(
-        self, copied: int, groups: Sequence[Sequence[_ParameterBytes]], name: str
-    ) -> None:
-        every = list(itertools.chain(*groups))
-        self.live[Category.COMMUNICATION] += sum(size.used for size in every)
-        self.live[Category.GRADIENTS] -= sum(size.stored for size in every)
-        self._at(f"G {name}", copied)
-        for sizes in groups:
-            sent = sum(size.used for size in sizes)
-            self.live[Category.GRADIENTS] += sum(size.stored for size in sizes)
-            self._at(f"G {name}", sent if len(sizes) > 1 else 0)
-            self.live[Category.COMMUNICATION] -= sent
-
     def _take(self, key: Key, size_bytes: int) -> _Buffer:
         """The gradient of a block's output, as the block's I reads it.
 
@@ -492,7 +439,7 @@ class _Play:
         known, new = self.gradients.get(key), _Gradient(self._keep(buffer), made.is_contiguous)
         if known is not None:
             total = _Gradient(self._keep(_Buffer(made.size_bytes)))
-            self._at(where, 0)
+            self.tally.check(where, 0)
             self._drop(known.buffer)
             self._drop(new.buffer)
             new = total

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.comm.ops import ALONE_BYTES
+from autopar.comm.coalesced import travels_alone
 from autopar.cost_models import Cluster, CommunicationModel
 from autopar.cost_models.estimate import Estimate
 from autopar.ir.graph import Graph, Value, ValueKind
@@ -204,8 +204,7 @@ class Moves:
         of one. A large value that is not summed travels alone.
         """
         found = self.communication.joined(kind, size_bytes, group, num_joined)
-        is_alone = kind != "all_reduce" and size_bytes > ALONE_BYTES
-        if num_joined == 1 or is_alone:
+        if num_joined == 1 or travels_alone(size_bytes, is_sum=kind == "all_reduce"):
             return found
         copied = size_bytes
         if kind == "all_gather":

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.comm.ops import ALONE_BYTES
+from autopar.comm.coalesced import ALONE_BYTES
 from autopar.ir.mesh import Mesh
 from autopar.testing.lockstep import LockstepMachine
 from tests.runtime.conftest import Groups

@@ -1,1 +1,1 @@
-"""What carries messages between processes: sockets and shared memory beside torch.distributed."""
+"""What carries collectives and messages between processes, behind one protocol (`base`)."""

@@ -1,16 +1,12 @@
-"""Messages between processes of one host, for which a sender does not wait for the receiver.
+"""The transport of shared memory: messages between processes of one host, sent without waiting.
 
-gloo's threads move a message when the scheduler lets them, beside threads that compute on all
-cores. Here the sender's own thread copies it into memory that both processes share and tells the
-receiver so over a socket; the receiver's own thread copies it out when it is needed and tells the
-sender that the memory is free. There is up to twice as much of it as messages of each size were
-under way at once, of which only what was used takes pages.
+gloo's threads move a message when the scheduler lets them run, beside threads that compute on all
+cores. Here the sender's own thread copies it into memory that both processes share and announces it
+over a socket; the receiver's own thread copies it out when it is needed and reports the memory as
+free. There is up to twice as much shared memory as messages of each size were under way at once, of
+which only what was used takes pages.
 
-A socket holds hundreds of such words; only a sender who is so far ahead waits.
-
-In: the process group that would do it otherwise. Out: a `DirectMessages`, or None where its ranks
-are not all on one host. From one rank to another, messages are received in the order in which they
-were sent.
+A socket holds hundreds of announcements; a sender waits only when it is that far ahead.
 """
 
 from __future__ import annotations
@@ -25,14 +21,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from autopar.comm.transports.sockets import (
+from autopar.comm.transports.base import PeerGone, Wait, done
+from autopar.comm.transports.segments import new_segment, receive_with_fd, send_with_fd
+from autopar.comm.transports.unix_sockets import (
     LIMIT_S,
-    PeerGone,
+    MAX_RANKS,
     Peers,
     byte_tensor,
     close_in_children,
@@ -40,17 +38,8 @@ from autopar.comm.transports.sockets import (
 )
 
 
-def direct_messages(process_group: Any) -> DirectMessages | None:
-    """Between the ranks of a gloo group; None for all where not all can have them.
-
-    Collective over the group.
-    """
-    peers = connected(process_group, able=hasattr(os, "memfd_create"))
-    return None if peers is None else DirectMessages(peers)
-
-
-class DirectMessages:
-    """Messages of this rank, on contiguous tensors in the memory of CPUs."""
+class SharedMemoryMessages:
+    """`Messages` of one group, on tensors in the memory of CPUs."""
 
     def __init__(self, peers: Peers) -> None:
         self._links = {
@@ -58,17 +47,30 @@ class DirectMessages:
         }
         close_in_children(self)
 
-    def send(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """One message with all of them, which may be changed at once."""
+    @classmethod
+    def serves(cls, device_kind: str, num_ranks: int) -> bool:
+        return device_kind == "cpu" and num_ranks <= MAX_RANKS
+
+    @classmethod
+    def open(cls, process_group: Any) -> Self | None:
+        peers = connected(process_group, able=hasattr(os, "memfd_create"))
+        return None if peers is None else cls(peers)
+
+    def send(self, rank: int, tensors: Sequence[Tensor]) -> Wait:
         self._links[rank].send([byte_tensor(tensor) for tensor in tensors])
+        return done  # they have been copied
 
     def receive(self, rank: int, into: Sequence[Tensor]) -> Callable[[], float]:
-        """The next message of that rank. What is returned waits until it is in these tensors, and
-        says when it had come: from then on it was copied (seconds of ``time.perf_counter``)."""
         return self._links[rank].receive([byte_tensor(tensor) for tensor in into])
 
+    def broadcast(self, x: Tensor, root: int) -> None:
+        if root in self._links:
+            self.receive(root, [x])()
+        else:
+            for rank in self._links:
+                self.send(rank, [x])
+
     def drop_unused(self) -> None:
-        """Let go of the shared memory that no message is in: the next ones have other sizes."""
         for link in self._links.values():
             link.drop_unused()
 
@@ -78,8 +80,8 @@ class DirectMessages:
 
 
 class _What(IntEnum):
-    """Of a record: a slot of the writer's is full, one of the reader's is free, a slot of the
-    writer's is no more."""
+    """What a record announces: a slot of the writer's is full, a slot of the reader's is free, or a
+    slot of the writer's is no more."""
 
     FULL = 0
     FREE = 1
@@ -87,19 +89,16 @@ class _What(IntEnum):
 
 
 _RECORD = struct.Struct("=IIQ")
-"""What, the number of a slot, and its bytes. With the first of new slots comes their memory."""
-
+"""A `_What`, the number of a slot, and its bytes; the first of new slots brings their memory."""
 _ALIGNMENT = 64
-_FD = struct.Struct("@i")
-_FD_BYTES = socket.CMSG_LEN(_FD.size)
 
 
 class _Posted:
-    """A receive that a message is awaited for."""
+    """A receive whose message has not arrived yet."""
 
     def __init__(self, pieces: list[Tensor]) -> None:
         self.pieces = pieces
-        self.came_s: float | None = None
+        self.arrived_s: float | None = None
 
 
 class _Link:
@@ -134,11 +133,11 @@ class _Link:
         self._posted.append(posted)
 
         def wait() -> float:
-            asked_s = time.perf_counter()
+            called_s = time.perf_counter()
             with self._whole_or_closed():
-                while posted.came_s is None:
+                while posted.arrived_s is None:
                     self._fill_next()
-            return max(asked_s, posted.came_s)
+            return max(called_s, posted.arrived_s)
 
         return wait
 
@@ -155,12 +154,11 @@ class _Link:
         self._peer.close()
 
     def _new(self, size: int) -> tuple[int, int]:
-        """As many slots of a size as there are, at first one, in one piece of memory: the number of
-        the first of them, and the file that the memory is of."""
+        """Double the slots of a size, or make the first, in one segment; the number of the first
+        new one, and the segment's descriptor."""
         num = max(1, sum(slot is not None and len(slot) == size for slot in self._own))
-        fd = os.memfd_create("autopar")
+        fd = new_segment(num * _stride(size), reserved=False)
         try:
-            os.ftruncate(fd, num * _stride(size))
             slots = _slots(fd, size)
         except BaseException:
             os.close(fd)
@@ -171,10 +169,10 @@ class _Link:
         return first, fd
 
     def _fill_next(self) -> None:
-        """The oldest receive from the oldest message."""
+        """Copy the oldest message into the oldest receive."""
         while not self._full:
             self._read(0)
-        came_s = time.perf_counter()
+        arrived_s = time.perf_counter()
         number, posted = self._full.popleft(), self._posted.popleft()
         slot, room = self._theirs[number], sum(map(len, posted.pieces))
         if len(slot) != room:
@@ -184,29 +182,28 @@ class _Link:
             )
         for piece, part in zip(posted.pieces, slot.split([len(p) for p in posted.pieces])):
             piece.copy_(part)
-        posted.came_s = came_s
+        posted.arrived_s = arrived_s
         self._note(_What.FREE, number, room)
 
     def _read_all(self) -> None:
-        """What has come, without waiting."""
+        """Read the records that have arrived, without waiting."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._read(socket.MSG_DONTWAIT)
 
     def _read(self, flags: int) -> None:
         try:
-            record, beside, *_ = self._peer.recvmsg(_RECORD.size, _FD_BYTES, flags)
+            record, fd = receive_with_fd(self._peer, _RECORD.size, flags)
         except BlockingIOError:
             if flags:
                 raise
-            raise PeerGone.because(self._rank, f"nothing came for {LIMIT_S} s") from None
+            raise PeerGone.because(self._rank, f"nothing arrived for {LIMIT_S} s") from None
         except OSError as error:
             raise PeerGone.because(self._rank, error) from error
         if not record:
             raise PeerGone.because(self._rank, "connection closed by peer")
         what, number, size = _RECORD.unpack(record)
-        for _, _, packed in beside:
-            (fd,) = _FD.unpack(packed)
+        if fd is not None:
             try:
                 self._theirs.update(enumerate(_slots(fd, size), number))
             finally:
@@ -219,19 +216,17 @@ class _Link:
             del self._theirs[number]
 
     def _write(self, number: int, size: int, fd: int | None) -> None:
-        """That a slot is full. While there is no room for it, what comes is read: the other rank
-        may be waiting for room too."""
+        """Announce a full slot. While the socket has no room, incoming records are read: the other
+        rank may be waiting for room too."""
         self._write_notes()
         record = _RECORD.pack(_What.FULL, number, size)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-        beside = [] if fd is None else [(*rights, _FD.pack(fd))]
-        while not self._wrote(record, beside):
+        while not self._wrote(record, fd):
             if not self._ready.poll(LIMIT_S * 1000):
                 raise PeerGone.because(self._rank, f"took nothing for {LIMIT_S} s")
             self._read_all()
 
     def _note(self, what: _What, number: int, size: int) -> None:
-        """What the other rank need not know soon, and may no longer read."""
+        """Announce what the other rank need not learn soon, and may no longer be there to read."""
         self._notes.append(_RECORD.pack(what, number, size))
         self._write_notes()
 
@@ -239,13 +234,13 @@ class _Link:
         try:
             while self._notes and self._wrote(self._notes[0]):
                 self._notes.popleft()
-        except PeerGone:  # it may have done all that it had to; who waits for it will learn it
+        except PeerGone:  # it may have finished; a rank that still needs it will notice
             self._notes.clear()
 
-    def _wrote(self, record: bytes, beside: Sequence[tuple[int, int, bytes]] = ()) -> bool:
-        """Whether there was room for a record."""
+    def _wrote(self, record: bytes, fd: int | None = None) -> bool:
+        """Write a record if the socket has room for it, and say whether it had."""
         try:
-            self._peer.sendmsg([record], beside, socket.MSG_DONTWAIT)
+            send_with_fd(self._peer, [record], fd, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -254,7 +249,8 @@ class _Link:
 
     @contextlib.contextmanager
     def _whole_or_closed(self) -> Iterator[None]:
-        """What is broken off (by Ctrl-C, say) is the end: nobody knows how far it came."""
+        """Close the connection if an operation is interrupted (by Ctrl-C, say), at an unknown
+        point."""
         try:
             yield
         except BaseException:
@@ -263,13 +259,13 @@ class _Link:
 
 
 def _slots(fd: int, size: int) -> Sequence[Tensor]:
-    """The parts of a file's memory, of so many bytes each."""
+    """Map a segment and cut it into slots of ``size`` bytes."""
     memory = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
     return [part[:size] for part in memory.split(_stride(size))]
 
 
 def _stride(size: int) -> int:
-    """From one slot to the next; a slot of nothing has an address too."""
+    """Bytes from one slot to the next; an empty slot has an address too."""
     return max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT
 
 

@@ -1,167 +1,159 @@
-"""Sockets between the processes of one host, for what goes past the process group's own threads.
+"""The transport of Unix sockets: collectives between processes of one host.
 
-In: a process group. Out: a connected Unix socket to each other rank, or None where its ranks are
-not all on one host. Nobody listens once they are connected, and before only to who knows the key
-that travelled in the group (`autopar.comm.transports.handshake`). Who waits at one waits for the
-other rank: where that ends, `PeerGone` says so.
+gloo hands every collective to threads of its own. Where all cores compute, each hand-over waits for
+the scheduler, for longer than small collectives take. Here the calling thread sends and receives
+over a socket to each other process, without a hand-over. That holds for reductions of gradients
+too: gloo would run them beside the computation, but on the cores that compute.
+
+A sum is bit-identical on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import shutil
-import socket
-import struct
-import tempfile
-import weakref
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.comm.transports import handshake
+from autopar.comm.transports.base import Reduction, Traits, Wait, done
+from autopar.comm.transports.unix_sockets import (
+    MAX_RANKS,
+    Peers,
+    byte_tensor,
+    close_in_children,
+    connected,
+    receive,
+    send,
+)
 
-MAX_RANKS = 16
-"""Beyond, as many sockets as pairs of ranks are too many."""
-LIMIT_S = 24 * 3600
-"""Like the limit of gloo's collectives in workers: whoever watches over the job ends it sooner."""
-_CONNECT_S = 60.0
-
-Peers = Sequence[socket.socket | None]
-"""By rank of the group; None is this rank's own place."""
+WHOLE_BYTES = 1 << 17
+"""An all-reduce of up to so many bytes is an all-gather of the operands, which every rank sums; a
+larger one is a reduce-scatter and an all-gather."""
+_CHUNK_BYTES = 1 << 16
+"""What is sent before as much is received: a rank is at most two chunks ahead of another, which a
+socket's buffer holds."""
 
 
-class PeerGone(RuntimeError):
-    """A process of the group ended, or closed its end, before it sent what is due."""
+def _add(x: Tensor, other: Tensor) -> None:
+    x.add_(other)
+
+
+def _maximum(x: Tensor, other: Tensor) -> None:
+    torch.maximum(x, other, out=x)
+
+
+_REDUCE: dict[Reduction, Callable[[Tensor, Tensor], None]] = {
+    Reduction.SUM: _add,
+    Reduction.MAX: _maximum,
+}
+"""Each reduces its second tensor into the first."""
+
+
+class SocketCollectives:
+    """`Collectives` of one group, on tensors in the memory of CPUs."""
+
+    traits: ClassVar[Traits] = Traits(overlaps=False, receives_whole=False)
+
+    def __init__(self, peers: Peers, index: int) -> None:
+        self.index, self.num = index, len(peers)
+        self._peers = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
+        close_in_children(self)
 
     @classmethod
-    def because(cls, rank: int, why: object) -> PeerGone:
-        return cls(f"rank {rank} of the group sends and receives no more: {why}")
+    def serves(cls, device_kind: str, num_ranks: int) -> bool:
+        return device_kind == "cpu" and num_ranks <= MAX_RANKS
 
+    @classmethod
+    def open(cls, process_group: Any) -> Self | None:
+        peers = connected(process_group)
+        return None if peers is None else cls(peers, dist.get_rank(process_group))
 
-def connected(process_group: Any, *, able: bool = True) -> Peers | None:
-    """Sockets between the ranks of a gloo group; None for all where not all can have them.
-
-    Collective over the group. A rank that is not ``able`` to use them has none, nor have others.
-    """
-    num, index = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if not 1 < num <= MAX_RANKS:
-        return None
-    with contextlib.ExitStack() as stack:
-        listener, offer = None, None
-        with contextlib.suppress(OSError):
-            if not able:
-                raise OSError("this rank has no use for sockets")
-            host = Path("/proc/sys/kernel/random/boot_id").read_text()
-            folder = tempfile.mkdtemp(prefix="autopar-")  # nobody else may enter it
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(f"{folder}/{index}")
-            listener.listen(num)
-            key = handshake.new_key()
-            offer = host, f"{folder}/{index}", key
-        offers: list[Any] = [None] * num
-        dist.all_gather_object(offers, offer, group=process_group)
-        if None in offers or len({host for host, *_ in offers}) > 1:
-            return None
-        assert listener is not None
-        peers = _connected(listener, [offer[1:] for offer in offers], index)
-        answers: list[Any] = [None] * num
-        dist.all_gather_object(answers, peers is not None, group=process_group)
-        if peers is not None and not all(answers):
-            _close(peers)
-        return peers if all(answers) else None
-
-
-def _connected(
-    listener: socket.socket, offers: Sequence[tuple[str, bytes]], index: int
-) -> Peers | None:
-    """To lower ranks by connecting, from higher ones by accepting; each listener has its key."""
-    peers: list[socket.socket | None] = [None] * len(offers)
-    try:
-        for other, (path, key) in enumerate(offers[:index]):
-            make = functools.partial(_unix_connection, path)
-            peers[other] = handshake.connect(make, key, index, _CONNECT_S)
-        higher = range(index + 1, len(offers))
-        accepted = handshake.accept(listener, offers[index][1], higher, _CONNECT_S)
-        for other, made in accepted.items():
-            peers[other] = made
-        if len(accepted) < len(higher):
-            raise TimeoutError("not all ranks have come")
-        limit = struct.pack("@ll", LIMIT_S, 0)  # by the kernel: Python would poll each time
-        for peer in peers:
-            if peer is not None:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    except OSError:
-        _close(peers)
-        return None
-    return peers
-
-
-def _unix_connection(path: str, limit_s: float) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
-    try:
-        made.settimeout(limit_s)
-        made.connect(path)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _close(peers: Peers) -> None:
-    for peer in peers:
-        if peer is not None:
+    def close(self) -> None:
+        for _, peer in self._peers:
             peer.close()
 
+    def all_reduce(
+        self, x: Tensor, reduction: Reduction = Reduction.SUM, *, overlapped: bool = False
+    ) -> Wait:
+        flat, reduce = x.view(-1), _REDUCE[reduction]
+        if x.nbytes <= WHOLE_BYTES:
+            whole = flat.new_empty((self.num, flat.numel()))
+            self.all_gather(whole, flat)
+            first, *others = whole.unbind()
+            for other in others:
+                reduce(first, other)
+            flat.copy_(first)
+            return done
+        shards = list(flat.tensor_split(self.num))
+        own = shards[self.index]
+        self._reduce_into(own, shards, reduction)
+        self._exchange([own] * self.num, shards)
+        return done
 
-def send(rank: int, peer: socket.socket, out: memoryview) -> None:
-    """All of it; waits where the other rank does not receive."""
-    try:
-        peer.sendall(out)
-    except OSError as error:
-        raise PeerGone.because(rank, error) from error
+    def all_gather(self, whole: Tensor, own: Tensor, *, overlapped: bool = False) -> Wait:
+        shards = self._shards(whole)
+        shards[self.index].copy_(own.view(-1))
+        self._exchange([own] * self.num, shards)
+        return done
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        into, out = self._shards(received), self._shards(sent)
+        into[self.index].copy_(out[self.index])
+        self._exchange(out, into)
 
-def receive(rank: int, peer: socket.socket, into: memoryview) -> None:
-    """As much as there is room for."""
-    while len(into):
+    def reduce_scatter(self, whole: Tensor, *, overlapped: bool = False) -> Callable[[], Tensor]:
+        shards = self._shards(whole)
+        own = shards[self.index].clone()
+        self._reduce_into(own, shards, Reduction.SUM)
+        return lambda: own
+
+    def _shards(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.view(self.num, whole.numel() // self.num).unbind()
+
+    def _reduce_into(self, own: Tensor, shards: Sequence[Tensor], reduction: Reduction) -> None:
+        """Send each shard to its rank and reduce those received into ``own``, chunk by chunk."""
+        size, reduce = own.element_size(), _REDUCE[reduction]
+        step = _CHUNK_BYTES // size
+        sent = [(rank, peer, _bytes_of(shards[rank])) for rank, peer in self._peers]
+        scratch = own.new_empty(min(step, own.numel()))
+        into = _bytes_of(scratch)
+        with self._all_or_closed():
+            for start in range(0, max(shard.numel() for shard in shards), step):
+                for rank, peer, out in sent:
+                    send(rank, peer, out[start * size : (start + step) * size])
+                target = own[start : start + step]
+                for rank, peer, _ in sent:
+                    receive(rank, peer, into[: target.nbytes])
+                    reduce(target, scratch[: target.numel()])
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send a tensor to and receive one from each other rank, chunk by chunk."""
+        ends = [
+            (rank, peer, _bytes_of(sent[rank]), _bytes_of(received[rank]))
+            for rank, peer in self._peers
+        ]
+        most = max(max(len(out), len(into)) for *_, out, into in ends)
+        with self._all_or_closed():
+            for start in range(0, most, _CHUNK_BYTES):
+                stop = start + _CHUNK_BYTES
+                for rank, peer, out, _ in ends:
+                    send(rank, peer, out[start:stop])
+                for rank, peer, _, into in ends:
+                    receive(rank, peer, into[start:stop])
+
+    @contextlib.contextmanager
+    def _all_or_closed(self) -> Iterator[None]:
+        """Close the connections if an operation is interrupted (by Ctrl-C, say): the next one would
+        be taken for the rest of it."""
         try:
-            num = peer.recv_into(into)
-        except OSError as error:
-            raise PeerGone.because(rank, error) from error
-        if not num:
-            raise PeerGone.because(rank, "connection closed by peer")
-        into = into[num:]
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
-def byte_tensor(x: Tensor) -> Tensor:
-    """The bytes of contiguous memory; the stride of a single number may be any."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_OPEN: weakref.WeakSet[_Closable] = weakref.WeakSet()
-
-
-def close_in_children(user: _Closable) -> None:
-    """A process that is forked is no rank: its copies would keep connections of a dead one open."""
-    _OPEN.add(user)
-
-
-def _forget() -> None:
-    for user in _OPEN:
-        user.close()
-
-
-os.register_at_fork(after_in_child=_forget)
+def _bytes_of(x: Tensor) -> memoryview:
+    return byte_tensor(x).numpy().data

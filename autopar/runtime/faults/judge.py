@@ -22,13 +22,7 @@ from autopar.base.errors import WorkerError
 from autopar.base.source_files import PACKAGE, lies_in
 from autopar.runtime.faults.whereabouts import START
 
-WAITING = (
-    Path(torch.distributed.__file__).parent,
-    PACKAGE / "comm" / "groups.py",
-    PACKAGE / "comm" / "transports",
-    PACKAGE / "runtime" / "machine" / "links.py",
-    PACKAGE / "runtime" / "step" / "reductions.py",
-)
+WAITING = (Path(torch.distributed.__file__).parent, PACKAGE / "comm" / "transports")
 """Files and folders whose code waits for other processes."""
 _MAX_LISTED = 8
 

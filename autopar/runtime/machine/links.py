@@ -1,23 +1,20 @@
-"""Point-to-point messages between the devices of a pipeline.
+"""Messages between the devices of a pipeline.
 
 In: tensors and the device they go to. Out: on the rank of the same mesh position there, the same
-tensors, whose shapes it knows. Between CPU processes of one host they go through memory that both
-share (`autopar.comm.transports.shared_memory`), else over ``torch.distributed``. There, messages up
-and down the pipeline travel in groups of their own, so that on NCCL, where the messages of a group
-between two ranks are in one queue, a receive that waits never holds up a send.
+tensors, whose shapes it knows. They travel by the transport that
+`autopar.comm.transports.registry` chooses.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.comm.coalesced import start_sum
 from autopar.comm.groups import Communicator
+from autopar.comm.transports.base import Messages
 from autopar.lowering.types import TensorMeta
 from autopar.runtime.machine.protocols import Received
 
@@ -27,55 +24,34 @@ class ProcessLinks:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self.messages = communicator.messages
-        if self.messages is not None:
-            self.messages.drop_unused()
+
+    @property
+    def _messages(self) -> Messages:
+        assert self.communicator.messages is not None, "there is one device"
+        return self.communicator.messages
 
     def send(self, device: int, values: Sequence[Tensor]) -> Callable[[], None]:
-        communicator = self.communicator
-        peer, group = communicator.peer(device), communicator.link_to(device)
-        sent = [_on_wire(value.contiguous()) for value in values]
-        if self.messages is not None:
-            self.messages.send(peer, sent)
-            return _nothing
-        works = [dist.isend(tensor, peer, group=group) for tensor in sent]
-
-        def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
-            sent.clear()
-
-        return wait
+        return self._messages.send(device, [value.contiguous() for value in values])
 
     def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[Tensor]]:
-        communicator = self.communicator
-        peer, group = communicator.peer(device), communicator.link_from(device)
-        tensors = [torch.empty(m.shape, dtype=m.dtype, device=communicator.device) for m in metas]
-        if self.messages is not None:
-            arrive = self.messages.receive(peer, tensors)
-            return lambda: Received(tensors, arrive())
-        works = [dist.irecv(_on_wire(tensor), peer, group=group) for tensor in tensors]
+        tensors = [self._empty(meta) for meta in metas]
+        arrive = self._messages.receive(device, tensors)
+        return lambda: Received(tensors, arrive())
 
-        def wait() -> Received[Tensor]:
-            for work in works:
-                if work is not None:
-                    work.wait()
-            return Received(tensors, time.perf_counter())
-
-        return wait
+    def _empty(self, meta: TensorMeta) -> Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self.communicator.device)
 
     def start_sum(
         self, devices: tuple[int, ...], values: Sequence[Tensor]
     ) -> Callable[[], Sequence[Tensor]]:
         if len(devices) == 1:
             return lambda: values
-        group = self.communicator.device_group(devices)
+        collectives = self.communicator.over_devices(devices)
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, value in enumerate(values):
             by_dtype.setdefault(value.dtype, []).append(place)
         started = [
-            (places, start_sum([values[place] for place in places], group))
+            (places, start_sum([values[place] for place in places], collectives))
             for places in by_dtype.values()
         ]
 
@@ -86,34 +62,13 @@ class ProcessLinks:
         return wait
 
     def share(self, devices: tuple[int, ...], value: Tensor | None, meta: TensorMeta) -> Tensor:
-        communicator = self.communicator
+        communicator, first = self.communicator, devices[0]
         if communicator.num_devices == 1:
             assert value is not None
             return value
-        first, own = devices[0], communicator.pipeline_device
-        if own == first:
+        shared = self._empty(meta)
+        if communicator.pipeline_device == first:
             assert value is not None
             shared = value.contiguous()
-        elif self.messages is not None:
-            return self.receive(first, [meta])().values[0]
-        else:
-            shared = torch.empty(meta.shape, dtype=meta.dtype, device=communicator.device)
-        if self.messages is not None:
-            for device in range(communicator.num_devices):
-                if device != own:
-                    self.send(device, [shared])
-            return shared
-        group = communicator.device_group(tuple(range(communicator.num_devices)))
-        dist.broadcast(_on_wire(shared), communicator.peer(first), group=group)
+        self._messages.broadcast(shared, first)
         return shared
-
-
-def _nothing() -> None:
-    """Nothing is waited for: the message has been copied."""
-
-
-def _on_wire(tensor: Tensor) -> Tensor:
-    """Truth values and complex numbers as what every backend moves; the same memory."""
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -18,18 +18,24 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_private import returns_views
-from autopar.comm.coalesced import Once, start_gather, start_scatter, start_sum
+from autopar.comm.coalesced import (
+    MAX_SCATTERS,
+    Once,
+    start_gather,
+    start_scatter,
+    start_sum,
+    travels_alone,
+)
 from autopar.comm.groups import Communicator
 from autopar.comm.ops import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALONE_BYTES,
     MASK,
-    MAX_SCATTERS,
     RAW_OPS,
     REDUCE_SCATTER,
     SHARD,
 )
+from autopar.comm.transports.base import Collectives
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
@@ -130,17 +136,17 @@ class ProcessMachine:
     def start_moves(
         self, moves: list[tuple[fx.GraphModule, Tensor]]
     ) -> Callable[[], Sequence[Tensor]]:
-        return self._start(moves, lambda label: self.communicator.group(label).process_group)
+        return self._start(moves, self.communicator.collectives)
 
     def start_gradients(
         self, moves: list[tuple[fx.GraphModule, Tensor]]
     ) -> Callable[[], Sequence[Tensor]]:
-        return self._start(moves, self.communicator.gradient_group, own_memory=True)
+        return self._start(moves, self.communicator.gradient_collectives, own_memory=True)
 
     def _start(
         self,
         moves: list[tuple[fx.GraphModule, Tensor]],
-        group_of: Callable[[str], Any],
+        collectives_of: Callable[[str], Collectives],
         *,
         own_memory: bool = False,
     ) -> Callable[[], Sequence[Tensor]]:
@@ -161,22 +167,20 @@ class ProcessMachine:
                 del operand, result
                 continue
             size_bytes = operand.numel() * operand.element_size()
-            is_alone = call.op is not ALL_REDUCE and size_bytes > ALONE_BYTES
+            is_alone = travels_alone(size_bytes, is_sum=call.op is ALL_REDUCE)
             key = (call.op, call.label, operand.dtype, place if is_alone else -1)
             joined.setdefault(key, _Joined()).add(place, operand, call.digit)
             del operand
         pending = []
         for (op, label, _, _), together in joined.items():
-            over = self.communicator.group(label)
-            num, direct = over.size, over.direct
-            group = None if direct is not None else group_of(label)
+            num, collectives = self.communicator.group(label).size, collectives_of(label)
             operands, digits = together.let_go(), together.digits
             if op is ALL_REDUCE:
-                wait = start_sum(operands, group, direct)
+                wait = start_sum(operands, collectives)
             elif op is ALL_GATHER:
-                wait = start_gather(operands, digits, group, num, direct)
+                wait = start_gather(operands, digits, collectives, num)
             else:
-                wait = start_scatter(operands, digits, group, num, direct)
+                wait = start_scatter(operands, digits, collectives, num)
                 wait = Once(wait)
                 self._scatters.append(wait)
             del operands

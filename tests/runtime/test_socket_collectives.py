@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.errors import WorkerError
-from autopar.comm.transports.direct_exchange import WHOLE_BYTES, DirectExchange, direct_exchange
-from autopar.comm.transports.sockets import MAX_RANKS, PeerGone
+from autopar.comm.transports import sockets
+from autopar.comm.transports.base import PeerGone, Reduction
+from autopar.comm.transports.sockets import WHOLE_BYTES, SocketCollectives
+from autopar.comm.transports.unix_sockets import MAX_RANKS
 from autopar.runtime.workers.group import WorkerGroup
 
 SIZES = (0, 1, 7, 1000, WHOLE_BYTES // 4, WHOLE_BYTES // 4 + 1, 300_001)
@@ -33,9 +35,9 @@ class Peer:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.num = rank, world_size
-        found = direct_exchange(dist.group.WORLD)
+        found = SocketCollectives.open(dist.group.WORLD)
         assert found is not None
-        self.exchange: DirectExchange = found
+        self.exchange: SocketCollectives = found
 
     def sums(self, size: int, dtype: torch.dtype) -> Tensor:
         x = part(self.rank, size, dtype)
@@ -44,7 +46,7 @@ class Peer:
 
     def largest(self, size: int) -> Tensor:
         x = part(self.rank, size, torch.float32)
-        self.exchange.all_reduce(x, lambda a, b: torch.maximum(a, b, out=a))
+        self.exchange.all_reduce(x, Reduction.MAX)
         return x
 
     def gathered(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +59,7 @@ class Peer:
         sent = torch.cat([part(self.rank + 10 * to, size, dtype) for to in range(self.num)])
         received = torch.empty_like(sent)
         self.exchange.all_to_all(received, sent)
-        return received, self.exchange.reduce_scatter(sent)
+        return received, self.exchange.reduce_scatter(sent)()
 
     def single(self) -> list[Tensor]:
         """No dimension; and one number whose stride is not 1, which counts as contiguous."""
@@ -125,24 +127,27 @@ def test_a_dead_peer_is_noticed_and_named() -> None:
 @pytest.mark.parametrize("size", [3, 1 << 20])
 def test_the_rank_that_is_gone_is_named(size: int) -> None:
     here, there = socket.socketpair()
-    exchange = DirectExchange([here, None], index=1)
+    exchange = SocketCollectives([here, None], index=1)
     there.close()
     with pytest.raises(PeerGone, match="rank 0 of the group"):
         exchange.all_reduce(torch.ones(size))
     exchange.close()
 
 
-def test_what_is_broken_off_is_the_end() -> None:
+def test_what_is_broken_off_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody takes the next message for the rest of this one."""
     here, there = socket.socketpair()
-    exchange, other = DirectExchange([None, here], index=0), DirectExchange([there, None], index=1)
+    exchange = SocketCollectives([None, here], index=0)
+    other = SocketCollectives([there, None], index=1)
 
     def interrupted(own: Tensor, _: Tensor) -> None:
         raise KeyboardInterrupt
 
     there.sendall(bytes(1 << 16))
-    with pytest.raises(KeyboardInterrupt):
-        exchange.all_reduce(torch.ones(1 << 16), interrupted)
+    with monkeypatch.context() as patch:
+        patch.setitem(sockets._REDUCE, Reduction.SUM, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exchange.all_reduce(torch.ones(1 << 16))
     for each in (exchange, other):
         with pytest.raises(PeerGone):
             each.all_reduce(torch.ones(1 << 16))
@@ -167,7 +172,7 @@ class Alone:
         if self.rank == without:
             tempfile.mkdtemp = refuse  # type: ignore[assignment]
         try:
-            return direct_exchange(dist.group.WORLD) is not None
+            return SocketCollectives.open(dist.group.WORLD) is not None
         finally:
             tempfile.mkdtemp = usual
 
@@ -186,4 +191,4 @@ def test_all_or_none_have_it() -> None:
 def test_too_many_ranks_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group: MAX_RANKS + 1)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    assert direct_exchange(None) is None
+    assert SocketCollectives.open(None) is None

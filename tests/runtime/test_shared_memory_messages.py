@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.errors import WorkerError
-from autopar.comm.transports.shared_memory import DirectMessages, direct_messages
-from autopar.comm.transports.sockets import PeerGone
+from autopar.comm.transports.base import PeerGone
+from autopar.comm.transports.shared_memory import SharedMemoryMessages
 from autopar.runtime.workers.group import WorkerGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -30,9 +30,9 @@ class Peer:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.num = rank, world_size
-        found = direct_messages(dist.group.WORLD)
+        found = SharedMemoryMessages.open(dist.group.WORLD)
         assert found is not None
-        self.messages: DirectMessages = found
+        self.messages: SharedMemoryMessages = found
 
     def round_about(self, size: int, dtype: torch.dtype) -> bool:
         """To each other rank two tensors, from each what it sent."""
@@ -119,9 +119,9 @@ def test_a_dead_peer_is_noticed_and_named() -> None:
         assert caught.value.rank == 1
 
 
-def pair() -> tuple[DirectMessages, DirectMessages]:
+def pair() -> tuple[SharedMemoryMessages, SharedMemoryMessages]:
     here, there = socket.socketpair()
-    return DirectMessages([None, here]), DirectMessages([there, None])
+    return SharedMemoryMessages([None, here]), SharedMemoryMessages([there, None])
 
 
 def test_the_rank_that_is_gone_is_named() -> None:

@@ -1,0 +1,23 @@
+"""Bytes that are live on one device while a step is played, and the peak so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autopar.cost_models.memory import Category
+
+
+class Tally:
+    """Live bytes by category; `check` compares them with the peak."""
+
+    def __init__(self) -> None:
+        self.live: Counter[Category] = Counter()
+        self.peak: Counter[Category] = Counter()
+        self.peak_at = "start"
+
+    def check(self, where: str, working_bytes: int) -> None:
+        """Note the peak if this moment, with the workspace of what runs, is one."""
+        now = self.live.copy()
+        now[Category.WORKSPACE] += working_bytes
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak, self.peak_at = now, where
