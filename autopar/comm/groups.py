@@ -8,7 +8,6 @@ laid out for the wire by ``disassemble`` and read back by ``assemble``; the plai
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -250,42 +249,6 @@ def _messages(process_group: Any, device_type: str) -> Messages:
     if key not in known:
         known[key] = open_messages(process_group, device_type)
     return known[key]
-
-
-@dataclass(slots=True)
-class _Membership:
-    """Whether the process group was joined here, and how many runners use it."""
-
-    joined_here: bool = False
-    num_users: int = 0
-
-
-_MEMBERSHIP = _Membership()
-
-
-def initialize(device: torch.device, timeout: datetime.timedelta) -> None:
-    """Join the process group that ``torchrun`` describes, unless the user has done it."""
-    if not dist.is_initialized():
-        is_cuda = device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            timeout=timeout,
-            device_id=device if is_cuda else None,
-        )
-        _MEMBERSHIP.joined_here = True
-
-
-def use_process_group() -> None:
-    """Count one more user of the process group."""
-    _MEMBERSHIP.num_users += 1
-
-
-def release_process_group() -> None:
-    """Leave the process group with its last user, if `initialize` joined it."""
-    _MEMBERSHIP.num_users -= 1
-    if _MEMBERSHIP.num_users == 0 and _MEMBERSHIP.joined_here and dist.is_initialized():
-        dist.destroy_process_group()
-        _MEMBERSHIP.joined_here = False
 
 
 def _reduced(x: Tensor, group: Group, reduction: Reduction = Reduction.SUM) -> Tensor:

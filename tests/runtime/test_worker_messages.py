@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from autopar.runtime.workers.transport import Channel, Message, packed, unpack
+from autopar.runtime.workers.messages import Channel, Message, packed, unpack
 
 
 def sent_through_socket(value: object) -> tuple[object, int, int]:

@@ -156,7 +156,7 @@ class TestCalls:
     def test_ranks_map_the_same_shared_memory(self, group: WorkerGroup) -> None:
         first, second = group.call("mapping_of", torch.zeros(1 << 20))
         assert first == second
-        assert "autopar-message" in first[1]
+        assert "memfd:autopar" in first[1]
 
     def test_what_a_worker_writes_is_seen_by_nobody_else(self, group: WorkerGroup) -> None:
         batch = torch.zeros(10_000)

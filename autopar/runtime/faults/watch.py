@@ -21,7 +21,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -246,36 +245,3 @@ def _warn_of(reason: str, rank: int) -> None:
             RuntimeWarning,
             stacklevel=5,
         )
-
-
-@dataclass(slots=True)
-class _Membership:
-    """The watch over the present process group, and how many runners use it."""
-
-    watch: Watch | None = None
-    num_users: int = 0
-
-
-_MEMBERSHIP = _Membership()
-
-
-def join() -> Watch:
-    """The watch over the present process group; collective, as every runner of it is."""
-    watch = _MEMBERSHIP.watch
-    if watch is None or watch.world is not dist.group.WORLD:
-        if watch is not None:  # of a process group that the user has destroyed
-            watch.stop()
-        watch, _MEMBERSHIP.num_users = Watch(), 0
-        _MEMBERSHIP.watch = watch
-    _MEMBERSHIP.num_users += 1
-    return watch
-
-
-def leave(watch: Watch) -> None:
-    """End the watch with its last runner; one that saw a fault goes on until the process ends."""
-    if watch is not _MEMBERSHIP.watch or watch.has_fault:
-        return
-    _MEMBERSHIP.num_users -= 1
-    if _MEMBERSHIP.num_users == 0:
-        _MEMBERSHIP.watch = None
-        watch.stop()

@@ -7,7 +7,6 @@ In: a program and the model's whole state, which every rank has. Out: a runner w
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,16 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.errors import DeviceError, InputError
-from autopar.comm.groups import (
-    initialize,
-    release_process_group,
-    use_process_group,
-)
 from autopar.lowering.types import RankProgram
-from autopar.runtime.faults import watch
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.runners import membership
 from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state import checkpoint
 from autopar.runtime.state.shards import local_part
@@ -86,13 +80,12 @@ def watched_compile(device_type: str, timeout_s: float) -> Iterator[None]:
     if not is_spmd():
         yield
         return
-    initialize(rank_device(device_type), datetime.timedelta(seconds=timeout_s))
-    over_all = watch.join()
+    watch = membership.join(rank_device(device_type), timeout_s)
     try:
-        with over_all.call(COMPILE):
+        with watch.call(COMPILE):
             yield
     finally:
-        watch.leave(over_all)
+        membership.leave(watch)
 
 
 class SpmdRunner:
@@ -109,8 +102,7 @@ class SpmdRunner:
         device = rank_device(program.device_type)
         if device.type == "cpu":
             keep_freed_memory()
-        initialize(device, datetime.timedelta(seconds=timeout_s))
-        self.watch = watch.join()
+        self.watch = membership.join(device, timeout_s)
         self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
@@ -118,11 +110,10 @@ class SpmdRunner:
                 parts = own_parts(program, state, device)
                 self.runtime = RankRuntime(program, parts, agreed(options, device), device)
         except BaseException:
-            watch.leave(self.watch)
+            membership.leave(self.watch)
             raise
         self.peak_memory.forget_peak()
         self._closed = False
-        use_process_group()
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
         with self.watch.call("train_step()", self.step_limit):
@@ -200,13 +191,9 @@ class SpmdRunner:
             return _of_all_ranks(self.runtime.action_times())
 
     def close(self) -> None:
-        """Leave the process group with the last runner, if autopar joined it.
-
-        After a fault the group is left to the end of the process: its members would wait.
-        """
-        if not self._closed and not self.watch.has_fault:
-            watch.leave(self.watch)
-            release_process_group()
+        """Leave the job, and with the last runner the process group, if autopar joined it."""
+        if not self._closed:
+            membership.leave(self.watch, destroy_group=True)
         self._closed = True
 
 

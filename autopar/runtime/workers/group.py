@@ -30,13 +30,13 @@ from autopar.cost_models.detect import usable_cores
 from autopar.runtime.host.heap import with_heap_settings
 from autopar.runtime.workers.failures import Trouble, hang_error, root_cause
 from autopar.runtime.workers.main import Build, Call, Reply, Start, Stop
+from autopar.runtime.workers.messages import Message, Spare, packed, unpack
 from autopar.runtime.workers.process import (
     WorkerProcess,
     end_processes,
     open_store_file,
     path_of_store,
 )
-from autopar.runtime.workers.transport import Message, Spare, packed, unpack
 from autopar.runtime.workers.watchdog import Watchdog
 
 _POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
@@ -53,7 +53,7 @@ class WorkerGroup:
     (`cores_by_worker`). Raises ``WorkerError`` if the workers are not ready in time, and
     ``InputError`` if the service or its arguments cannot be sent.
 
-    Functions and classes from ``__main__`` are sent by value, see ``transport``.
+    Functions and classes from ``__main__`` are sent by value (`autopar.runtime.workers.pickling`).
     Calls from several threads take turns. With ``with``, at exit, and when the last reference to
     the group is gone, the workers are ended.
     """
@@ -177,7 +177,7 @@ class WorkerGroup:
             what = f"{what}, within timeout_s={limit_s:g}"
             answers = self._replies(deadline_s, what, idle_limit_s)
             if common.segment_fd is not None:
-                self._spare.free = all(answer.let_go for answer in answers)
+                self._spare.free = all(answer.released for answer in answers)
             return [answer.value for answer in answers]
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -339,7 +339,7 @@ class _Answer:
     """A worker's result, and whether it uses the arguments' memory no more."""
 
     value: Any
-    let_go: bool
+    released: bool
 
 
 def _outcome(worker: WorkerProcess, deadline_s: float) -> _Answer | Trouble:
@@ -353,7 +353,7 @@ def _outcome(worker: WorkerProcess, deadline_s: float) -> _Answer | Trouble:
         return Trouble.of_unreadable_result(worker.rank, error)
     if reply.failure is not None:
         return Trouble.of_failure(worker, reply.failure)
-    return _Answer(value=reply.value, let_go=message.let_go)
+    return _Answer(value=reply.value, released=message.released)
 
 
 @contextlib.contextmanager

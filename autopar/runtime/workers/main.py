@@ -34,7 +34,7 @@ import torch.distributed as dist
 from autopar.comm.transports.ports import sealed
 from autopar.runtime.faults import whereabouts
 from autopar.runtime.host.heap import keep_freed_memory
-from autopar.runtime.workers.transport import Channel, Message, packed, unpack, unpack_watched
+from autopar.runtime.workers.messages import Channel, Message, packed, unpack, unpack_watched
 
 # The parent limits every call and ends its workers; a collective's own limit, reached earlier in
 # a rank that only waits, would put the blame on that rank.
@@ -134,9 +134,9 @@ def _serve(channel: Channel) -> None:
         whereabouts.say(_IN_CALL)
         with packed(Reply(value=value)) as reply:
             del request, rank_args, value  # a batch is not kept while waiting for the next
-            let_go = common() is own() is None
+            released = common() is own() is None
             whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
-            channel.send(dataclasses.replace(reply, let_go=let_go), deadline_s=math.inf)
+            channel.send(dataclasses.replace(reply, released=released), deadline_s=math.inf)
     _leave()
 
 

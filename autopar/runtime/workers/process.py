@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from autopar.runtime.faults import whereabouts
-from autopar.runtime.workers.transport import Channel
+from autopar.runtime.workers.messages import Channel
 
 # Before anything is imported: the stack can be asked for from the first moment, and modules come
 # from where the parent finds them (-P keeps the working directory from coming first).

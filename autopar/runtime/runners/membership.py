@@ -1,0 +1,71 @@
+"""This process's membership in a job under ``torchrun``: the process group, and the watch over it.
+
+In: each compilation and each runner, as they begin and end. Out: one process group and one watch,
+which all of them share. A process group that the user made is left to the user.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.faults.watch import Watch
+
+
+@dataclass(slots=True)
+class _Membership:
+    """The watch over the default process group, how many users it has, and the process group that
+    was joined here, None where the user has joined it."""
+
+    watch: Watch | None = None
+    num_users: int = 0
+    joined_here: Any = None
+
+
+_MEMBERSHIP = _Membership()
+
+
+def join(device: torch.device, timeout_s: float) -> Watch:
+    """Become one more user of the process group and the watch; collective.
+
+    The process group that ``torchrun`` describes is joined unless there is one.
+    """
+    membership = _MEMBERSHIP
+    if not dist.is_initialized():
+        is_cuda = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if is_cuda else None,
+        )
+        membership.joined_here = dist.group.WORLD
+    watch = membership.watch
+    if watch is None or watch.world is not dist.group.WORLD:
+        if watch is not None:  # over a process group that the user has destroyed
+            watch.stop()
+        watch, membership.num_users = Watch(), 0
+        membership.watch = watch
+    membership.num_users += 1
+    return watch
+
+
+def leave(watch: Watch, *, destroy_group: bool = False) -> None:
+    """End the watch with its last user, and with ``destroy_group`` a process group joined here.
+
+    After a fault both are left to the end of the process: the other ranks would wait.
+    """
+    membership = _MEMBERSHIP
+    if watch is not membership.watch or watch.has_fault:
+        return
+    membership.num_users -= 1
+    if membership.num_users:
+        return
+    membership.watch = None
+    watch.stop()
+    if destroy_group and dist.is_initialized() and membership.joined_here is dist.group.WORLD:
+        dist.destroy_process_group()
+        membership.joined_here = None
