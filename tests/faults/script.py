@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.base.errors import AutoparError
-from autopar.runtime.faults import life, step_limit, whereabouts
+from autopar.runtime.faults import liveness, progress, step_limit
 from tests.faults.draw import OP_FAULTS, SCRIPT_FAULTS, Injection, draw
 from tests.faults.model import batch, make_model, optimizer, order
 
@@ -46,7 +46,10 @@ class Script:
         self.over = threading.Event()
 
     def run(self, plan: str, num_ranks: int, num_steps: int) -> None:
-        life.SILENT_S, step_limit.STALL_S = 4.0, 5.0  # a test need not wait as long as a user would
+        liveness.SILENT_S, step_limit.STALL_S = (
+            4.0,
+            5.0,
+        )  # a test need not wait as long as a user would
         self.note("pid", os.getpid())
         if self.rank >= 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
             dist.init_process_group("gloo")
@@ -187,7 +190,7 @@ class Script:
     def doing(self) -> Callable[[], str]:
         assert self.injection is not None
         if self.rank >= 0 or self.injection.victim < 0:
-            return whereabouts.current
+            return progress.current
         return self.compiled._runner.group._workers[self.injection.victim].doing
 
     # --- what is written down --------------------------------------------------------------

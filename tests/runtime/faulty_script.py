@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import WorkerError
-from autopar.runtime.faults import life, whereabouts
+from autopar.runtime.faults import liveness, progress
 
 NUM_STEPS = 3
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
@@ -69,7 +69,7 @@ class Fault:
 
 
 def main(folder: Path, place: str, kind: str, at: int) -> None:
-    life.SILENT_S = 5.0  # a test need not wait for what a user would
+    liveness.SILENT_S = 5.0  # a test need not wait for what a user would
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -109,7 +109,7 @@ def when_doing(text: str, do: Callable[[], None]) -> None:
     """``do`` as soon as this process is doing that."""
 
     def watch() -> None:
-        while text not in whereabouts.current():
+        while text not in progress.current():
             time.sleep(5e-5)
         do()
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import autopar
 from autopar.comm.transports import handshake
-from autopar.runtime.faults.lines import Lines, listen
+from autopar.runtime.faults.json_lines import JsonLines, listen
 
 LIMIT_S = 30.0
 DEEP = b"[" * 200_000 + b"\n"
@@ -141,7 +141,7 @@ def test_who_listens_must_know_the_key_too() -> None:
 def test_a_rank_that_speaks_noise_has_ended(noise: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        lines = Lines(ours)
+        lines = JsonLines(ours)
         sender = threading.Thread(target=theirs.sendall, args=(b'{"kind": "status"}\n' + noise,))
         sender.start()
         received = []

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import autopar
 from autopar.base.errors import WorkerError
-from autopar.runtime.faults import life, step_limit
+from autopar.runtime.faults import liveness, step_limit
 from autopar.schedules import Durations, with_recomputation, with_reductions
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
@@ -135,7 +135,7 @@ def test_a_killed_rank_ends_all_and_training_resumes(
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_stopped_rank_is_named(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step, which has no limit of its own, as in a later one."""
-    monkeypatch.setattr(life, "SILENT_S", 3.0)
+    monkeypatch.setattr(liveness, "SILENT_S", 3.0)
     _, batches = prepared()
     compiled = pipeline()
     for batch in batches[:num_steps]:
@@ -155,7 +155,7 @@ def test_a_stopped_rank_is_named(num_steps: int, monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_is_stopped_before_its_first_step_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(life, "SILENT_S", 3.0)
+    monkeypatch.setattr(liveness, "SILENT_S", 3.0)
     compiled = pipeline()
     pids = [worker.pid for worker in workers_of(compiled)]
     os.kill(pids[1], signal.SIGSTOP)
@@ -196,7 +196,7 @@ def test_a_rank_that_does_nothing_in_its_first_step_is_named(
 
 def test_a_first_step_that_only_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_limit, "STALL_S", 3.0)
-    monkeypatch.setattr(life, "SILENT_S", 3.0)
+    monkeypatch.setattr(liveness, "SILENT_S", 3.0)
     compiled, model, x = held_up("compute", 9.0)
     with compiled:
         loss = compiled.train_step(x)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import autopar
 from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
-from autopar.runtime.faults import life
+from autopar.runtime.faults import liveness
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.workers.failures import Trouble, root_cause
 from autopar.runtime.workers.group import WorkerGroup
@@ -353,7 +353,7 @@ class TestFailures:
     def test_a_stopped_rank_is_not_waited_for(
         self, begun: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(life, "SILENT_S", 2.0)
+        monkeypatch.setattr(liveness, "SILENT_S", 2.0)
         group = WorkerGroup(2, service=Service)
         workers = processes_of(group)
         if not begun:
@@ -382,7 +382,7 @@ class TestFailures:
     def test_a_rank_that_is_slow_is_waited_for(
         self, how: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(life, "_ALONE_S", 1.0)
+        monkeypatch.setattr(liveness, "_CHILDREN_S", 1.0)
         with WorkerGroup(2, service=Service) as group:
             assert group.call("fail", 1, how, idle_limit_s=3.0) == [None, None]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.base.errors import StepError, WorkerError
-from autopar.runtime.faults import life, step_limit, whereabouts
+from autopar.runtime.faults import liveness, progress, step_limit
 from tests.models.zoo import build
 from tests.oracles import to_double
 from tests.runtime.held_up import hold_up
@@ -42,7 +42,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         dist.init_process_group("gloo")
     (folder / f"pid{rank}").write_text(str(os.getpid()))
-    life.SILENT_S, step_limit.STALL_S = 5.0, 6.0  # a test need not wait for what a user would
+    liveness.SILENT_S, step_limit.STALL_S = 5.0, 6.0  # a test need not wait for what a user would
     model, make_batch = build("gpt2")
     batches = [to_double(make_batch(seed)) for seed in range(4)]
     compiled = autopar.compile(
@@ -95,7 +95,7 @@ def when_doing(pattern: str, do: Callable[[], None]) -> None:
     """``do`` as soon as this process is in such an action."""
 
     def watch() -> None:
-        while not re.search(pattern, whereabouts.current()):
+        while not re.search(pattern, progress.current()):
             time.sleep(5e-5)
         do()
 

@@ -1,7 +1,8 @@
-"""A process of a job dies, hangs or raises: all others stop in time, with an error that names it.
+"""Fault handling: when a process of a job dies, hangs or raises, all others stop with its name.
 
-`watch` is what a run holds; `watchers` are its threads, which speak in `lines`; `here` is this
-process's part, `whereabouts` what others can read of it, `neighbours` reads that of dead ones;
-`life` tells of one that does not speak; `step_limit` says when a step has hung; `judge` finds the
-culprit.
+`watch` is what a runner holds, and `watchers` are its threads, which exchange messages as
+`json_lines`. `own_rank` is the state of this process, `progress` the page in which it publishes
+what it does, `host_peers` reads the pages of the other processes on the host, also of dead ones.
+`liveness` tells whether a process is stopped or idle, `step_limit` when a step has taken too long,
+and `judge` which rank is at fault.
 """

@@ -1,8 +1,8 @@
-"""Which rank is at fault, when several processes of one job are in trouble together.
+"""The diagnosis of a job in trouble: which rank is at fault.
 
-In: the condition of each rank, as far as it is known: from the watch that ranks keep over each
-other, or from the parent of local workers. Out: the one that the others suffer from, and the words
-of the error that ranks raise; or nothing, where nobody waits in vain. It exists because one failure
+In: the condition of each rank, as far as it is known, from the watch that ranks keep over each
+other or from the parent of local workers. Out: the rank that caused the trouble, and the message of
+the error that the others raise; or nothing, if no rank is blocked. It exists because one failure
 soon looks like many: the peers of a dead rank report broken connections, and the peers of a rank
 that hangs hang with it.
 """
@@ -20,15 +20,15 @@ import torch.distributed
 
 from autopar.base.errors import WorkerError
 from autopar.base.source_files import PACKAGE, lies_in
-from autopar.runtime.faults.whereabouts import START
+from autopar.runtime.faults.progress import START
 
 WAITING = (Path(torch.distributed.__file__).parent, PACKAGE / "comm" / "transports")
-"""Files and folders whose code waits for other processes."""
+"""Folders whose code waits for other processes."""
 _MAX_LISTED = 8
 
 
 class State(StrEnum):
-    """How a rank fares. Only what is ``OUTSIDE`` is in the user's own code."""
+    """The state of a rank. Only one that is ``OUTSIDE`` runs the user's own code."""
 
     OUTSIDE = "is outside of autopar"
     WAITING = "waits for other ranks"
@@ -53,21 +53,21 @@ class CallNumber:
 
     @classmethod
     def parse(cls, text: str) -> CallNumber | None:
-        """From its text; None where it is none."""
+        """The call that ``str`` wrote; None if the text is none."""
         name, is_one, number = text.rpartition(" number ")
         return cls(name=name, number=int(number)) if is_one and number.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """How one rank fares: ``call`` is the method that it is in, ``doing`` the action there.
+    """What is known of one rank: ``call`` is the method that it is in, ``doing`` the action there.
 
-    ``late``: it is in that call for longer than it should be; ``idle``: it does nothing there for
-    so long that it hangs, unless it waits; ``waited``: it is in it for long enough that another
-    rank that has failed in the same call will not come back to it. ``begun`` has the number of the
-    last call of each method, None where that is not known for certain; ``failed_call`` raised
-    ``error``. ``fatal``: its process ends because of the error; ``told_to_end``: by SIGTERM.
-    ``time_s`` orders errors and ends.
+    ``late``: it has been in that call for longer than it should. ``idle``: it has done nothing
+    there for so long that it hangs, unless it waits. ``waited``: it has been in it for so long that
+    a rank which failed in the same call will not call it again. ``begun`` is the number of the last
+    call of each method, None if that is not certain. ``failed_call`` raised ``error``. ``fatal``:
+    its process ends because of the error. ``told_to_end``: it received SIGTERM. ``time_s`` orders
+    errors and deaths.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Condition:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """What the rank is in, for messages."""
         if not self.doing and not self.call:
             return "outside of a step"
         if not self.doing or self.doing.startswith(START):
@@ -126,7 +126,7 @@ def waits_for_peers(filename: str) -> bool:
 
 
 def raised_by_peers(trace: TracebackType | None) -> bool:
-    """Whether an exception comes out of a wait for other processes."""
+    """Whether an exception was raised by a wait for other processes."""
     frames = traceback.extract_tb(trace)
     return bool(frames) and waits_for_peers(frames[-1].filename)
 
@@ -137,7 +137,7 @@ def in_wait(frame: FrameType | None) -> bool:
 
 
 def diagnose(conditions: Sequence[Condition], *, num_ranks: int) -> Diagnosis | None:
-    """`culprit_of` a job's ranks, with the words of the error that all others raise."""
+    """Find the rank at fault, as `culprit_of`, with the message of the error to raise."""
     culprit = culprit_of(conditions)
     if culprit is None:
         return None
@@ -147,15 +147,18 @@ def diagnose(conditions: Sequence[Condition], *, num_ranks: int) -> Diagnosis | 
 
 
 def culprit_of(conditions: Sequence[Condition]) -> Condition | None:
-    """The rank at fault, None while nobody is held up by it. Of some ranks nothing may be known.
+    """The condition of the rank at fault, None while no rank is blocked.
 
-    First who died, is stopped, fell silent or raised in the middle of a call without being told to
-    end; who is stopped is at fault outside of one too, if others are in one. Then whose process is
-    gone and cannot come to what others do: it ended in an error, is missed in a call, or others are
-    told to end because of it. Then, if a rank is cut off or late, or if nobody does anything though
-    not all wait: who is no longer there; who never came, once a rank is cut off; who computes; who
-    was cut off first; the lowest of those that wait for each other. Last who raised in a call that
-    the others wait in.
+    ``conditions`` need not have all ranks. These causes are looked for in this order:
+
+    - A rank died, is stopped, is silent or raised in the middle of a call, without SIGTERM. A
+      stopped rank is at fault outside of a call too, if others are in one.
+    - A process is gone and needed: it ended in an error, it has not begun a call that others are
+      in, or the others received SIGTERM because of it.
+    - A rank is cut off or late, or all are idle and not all wait: then a rank that is gone; one
+      that has not begun the call, once another is cut off; one that computes; the first that was
+      cut off; the lowest of those that wait for each other.
+    - A rank raised in a call that the others wait in.
     """
     unasked = [c for c in conditions if not c.told_to_end]
     return (
@@ -192,7 +195,7 @@ def _gone_for_good(conditions: Sequence[Condition]) -> Condition | None:
 
 
 def _broken_off(conditions: Sequence[Condition]) -> Condition | None:
-    """Who raised in a call, and has not come back to it, while others are still in it."""
+    """A rank that raised in a call and has not called it again while others are still in it."""
     waiting = {c.call for c in conditions if c.call is not None and c.waited}
     found = [c for c in conditions if c.call is None and c.failed_call in waiting]
     return min(found, key=lambda c: c.time_s, default=None)
@@ -202,15 +205,15 @@ def _behind_a_delay(conditions: Sequence[Condition]) -> Condition | None:
     cut_off = [c for c in conditions if c.state is State.CUT_OFF]
     busy = [c for c in conditions if c.state is State.BUSY]
     waiting = [c for c in conditions if c.state is State.WAITING]
-    # Where all of them wait for each other, a slow link may carry a message.
-    nobody_moves = bool(busy) and all(c.idle for c in [*busy, *waiting])
-    if not cut_off and not nobody_moves and not any(c.late for c in conditions):
+    # If all of them wait for each other, a slow link may be carrying a message.
+    all_are_idle = bool(busy) and all(c.idle for c in [*busy, *waiting])
+    if not cut_off and not all_are_idle and not any(c.late for c in conditions):
         return None
     gone = [c for c in conditions if c.state in (State.ENDED, State.LEFT)]
     outside = [c for c in conditions if c.state in (State.OUTSIDE, State.STOPPED, State.SILENT)]
     if gone:
         return gone[0]
-    if outside:  # they may only be slow to come: loading data, writing a file
+    if outside:  # they may only be slow: loading data, writing a file
         return outside[0] if cut_off else None
     first = sorted(cut_off, key=lambda c: c.time_s)
     return next(iter([*busy, *first, *waiting]), None)

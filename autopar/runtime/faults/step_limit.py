@@ -1,4 +1,4 @@
-"""When a training step has hung: it takes far longer than all before it, or nothing moves."""
+"""When a training step counts as hung: far slower than all before it, or without any progress."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 STALL_S, STALL_FACTOR = 20.0, 5.0
 """After the first step, one that takes longer than both (seconds; the longest step so far times the
-factor) is taken to hang; so is any step in which nothing moves for ``STALL_S``. Where steps take up
-to 4 s, and in those that use no processor, every process is ended within 30 s."""
+factor) counts as hung; so does any step without progress for ``STALL_S``. Where steps take up to
+4 s, and in those that use no processor, every process is ended within 30 s."""
 
 
 class StepLimit:
-    """The limit of the next step, from the times of those before; ``ceiling_s`` for the first.
+    """The time limit of the next step, from those before; ``ceiling_s`` for the first.
 
-    ``on_cpu``: the processors show whether ranks compute; beside a GPU they do not.
+    ``on_cpu``: whether ranks compute on processors, so that idle processors mean idle ranks.
     """
 
     def __init__(self, ceiling_s: float, *, on_cpu: bool) -> None:
@@ -22,7 +22,7 @@ class StepLimit:
         self.longest_s: float | None = None
 
     def note(self, time_s: float) -> None:
-        """A step has ended well."""
+        """Record a step that succeeded."""
         self.longest_s = max(self.longest_s or 0.0, time_s)
 
     @property
@@ -33,5 +33,5 @@ class StepLimit:
 
     @property
     def idle_limit_s(self) -> float:
-        """For how long all ranks may do nothing, in the first step too."""
+        """For how long all ranks may be idle, also in the first step."""
         return STALL_S if self.on_cpu else math.inf

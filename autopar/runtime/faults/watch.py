@@ -1,10 +1,10 @@
-"""A watch over the processes of a job: a fault of one ends all, with an error that names it.
+"""A watch over the processes of a job: a fault of one stops all, with an error that names it.
 
 In: the process group, and each call that communicates. Out: a `WorkerError` in every other process
-when one dies, hangs or raises in the middle of a call. It exists because without a parent of ours
-nobody else does this: a collective of gloo fails where the dead rank was its neighbour and waits
-where it was not, no collective says who is at fault, and ``torchrun`` ends the other processes
-before they can speak.
+when one dies, hangs or raises in the middle of a call. It exists because nothing else does this
+under ``torchrun``: a collective of gloo fails if the dead rank was its neighbour and otherwise
+waits, no collective says which rank is at fault, and ``torchrun`` kills the other processes before
+they can report anything.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ import torch.distributed as dist
 
 from autopar.base.errors import AutoparError
 from autopar.comm.transports import handshake
-from autopar.runtime.faults import whereabouts
-from autopar.runtime.faults.here import Call, Here
+from autopar.runtime.faults import progress
+from autopar.runtime.faults.host_peers import HostPeers, Location, new_location
+from autopar.runtime.faults.json_lines import JsonLines, listen
 from autopar.runtime.faults.judge import CallNumber, Diagnosis, raised_by_peers
-from autopar.runtime.faults.lines import Lines, listen
-from autopar.runtime.faults.neighbours import Neighbours, Place, new_place
+from autopar.runtime.faults.own_rank import Call, OwnRank
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.faults.watchers import Hub, Member, Watcher
 
 _CONNECT_S = 20.0
-_DIAGNOSIS_S = 6.0  # how long a rank that failed, or is told to end, waits to hear why
-_REFUSAL_S = 1.5  # how long one that failed before any action does
+_DIAGNOSIS_S = 6.0  # how long a rank that failed, or is told to end, waits for the diagnosis
+_REFUSAL_S = 1.5  # the same for one that failed before any action
 _EXIT_S = 10.0  # how long the exit of a process may take after a fault
 
 
 class Watch:
-    """Over the present default process group. Making it is collective."""
+    """The watch over the present default process group. Making it is collective."""
 
     def __init__(self) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.world = dist.group.WORLD
         self._watcher: Watcher | None = None
-        place = new_place()
+        location = new_location()
         try:
-            places = _of_all(place)
-            self.here = Here(rank, Neighbours(places, rank))
-            lines, reason = _connected(places, rank)
+            locations = _of_all(location)
+            self.own_rank = OwnRank(rank, HostPeers(locations, rank))
+            lines, reason = _connected(locations, rank)
             reasons = [text for text in _of_all(reason) if text]
         finally:
-            os.unlink(place.page_path)
-        names = [place.name for place in places]
+            os.unlink(location.page_path)
+        names = [location.name for location in locations]
         if reasons:
             for line in lines.values():
                 line.close()
             _warn_of(reasons[0], rank)
         elif num_ranks > 1:
             kind = Hub if rank == 0 else Member
-            self._watcher = kind(self.here, lines, names)
+            self._watcher = kind(self.own_rank, lines, names)
             os.register_at_fork(after_in_child=self._in_child)
             self._watcher.start()
         self._was_raised = False
@@ -77,77 +77,77 @@ class Watch:
     @property
     def has_fault(self) -> bool:
         """Whether there was a fault, after which nothing can be communicated."""
-        return self.here.diagnosis is not None
+        return self.own_rank.diagnosis is not None
 
     @contextlib.contextmanager
     def call(self, name: str, limit: StepLimit | None = None) -> Iterator[None]:
-        """Raise the fault of another rank from within; ``limit`` for a call that may hang."""
-        here = self.here
-        if here.call is not None and here.call.thread == threading.get_ident():
-            yield  # a part of a call
+        """Run a call in which a fault of another rank is raised; ``limit`` if it may hang."""
+        own = self.own_rank
+        if own.call is not None and own.call.thread == threading.get_ident():
+            yield  # inside another call
             return
-        here.begun[name] = here.begun.get(name, 0) + 1
-        number = CallNumber(name=name, number=here.begun[name])
-        whereabouts.say(whereabouts.padded(f"{whereabouts.START}{number}"))
-        here.call = Call(
+        own.begun[name] = own.begun.get(name, 0) + 1
+        number = CallNumber(name=name, number=own.begun[name])
+        progress.report(progress.encoded(f"{progress.START}{number}"))
+        own.call = Call(
             number=number,
             thread=threading.get_ident(),
             since_s=time.monotonic(),
             limit=limit,
         )
         try:
-            if here.diagnosis is not None:
-                raise self._raised(here.diagnosis)
+            if own.diagnosis is not None:
+                raise self._raised(own.diagnosis)
             yield
             if limit is not None:
-                limit.note(time.monotonic() - here.call.since_s)
+                limit.note(time.monotonic() - own.call.since_s)
         except BaseException as error:
             self._judge(error)
             raise
         finally:
-            here.call = None
-            whereabouts.say(whereabouts.padded(f"{whereabouts.AFTER}{number}"))
+            own.call = None
+            progress.report(progress.encoded(f"{progress.AFTER}{number}"))
 
     def stop(self) -> None:
-        """Leave the others; not collective."""
-        if self._watcher is not None and self.here.diagnosis is None:
+        """Leave the watch; not collective."""
+        if self._watcher is not None and self.own_rank.diagnosis is None:
             self._watcher.stop()
-        self.here.neighbours.close()
-        self._let_go()
+        self.own_rank.peers.close()
+        self._restore_interpreter()
 
     def _judge(self, error: BaseException) -> None:
-        """Raise the fault of another rank if it is behind ``error``; note one of this rank."""
-        here, doing = self.here, whereabouts.current()
+        """Raise another rank's fault if it caused ``error``; report an error of this rank."""
+        own, doing = self.own_rank, progress.current()
         if self._watcher is None or self._was_raised:
             return
         by_peers = isinstance(error, RuntimeError) and raised_by_peers(error.__traceback__)
         summary = traceback.format_exception_only(error)[0].strip()  # without its notes
-        assert here.call is not None
-        has_begun = doing and not doing.startswith(whereabouts.START)
+        assert own.call is not None
+        has_begun = doing and not doing.startswith(progress.START)
         if not by_peers and not has_begun:  # the job may go on, if that is all
-            here.last_error, here.failed_call = summary, str(here.call.number)
+            own.last_error, own.failed_call = summary, str(own.call.number)
             diagnosis = None
             if not isinstance(error, AutoparError):
-                diagnosis = here.diagnosis_within(_REFUSAL_S)
+                diagnosis = own.diagnosis_within(_REFUSAL_S)
             if diagnosis is not None:
                 raise self._raised(diagnosis) from error
             return
-        call = str(here.call.number)
+        call = str(own.call.number)
         told = {"text": summary, "by_peers": by_peers, "doing": doing, "call": call}
-        self._watcher.post({"kind": "error", "error": told, "status": here.status()})
-        here.error = told
-        diagnosis = here.diagnosis_within(_DIAGNOSIS_S)
-        if diagnosis is not None and diagnosis.rank != here.rank and by_peers:
+        self._watcher.post({"kind": "error", "error": told, "status": own.status()})
+        own.error = told
+        diagnosis = own.diagnosis_within(_DIAGNOSIS_S)
+        if diagnosis is not None and diagnosis.rank != own.rank and by_peers:
             raise self._raised(diagnosis) from error
-        error.add_note(f"on rank {here.rank} in {doing} of {call}: all ranks stop")
+        error.add_note(f"on rank {own.rank} in {doing} of {call}: all ranks stop")
 
     def _raised(self, diagnosis: Diagnosis) -> BaseException:
-        """The diagnosis's error; from now on the process must end, whatever is left to wait for."""
+        """The diagnosis's error; from now on the process must end, whatever it still waits for."""
         self._was_raised = True
         return diagnosis.error()
 
     def _handle_termination(self) -> bool:
-        """Let SIGTERM, with which ``torchrun`` follows up a fault, raise it first."""
+        """Raise a fault before SIGTERM, which ``torchrun`` sends after one, ends the process."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             return False
@@ -156,13 +156,13 @@ class Watch:
 
     def _on_termination(self, _number: int, _frame: Any) -> None:
         assert self._watcher is not None
-        self.here.told_to_end = True
-        self._watcher.post({"kind": "status", **self.here.status()})
-        diagnosis = self.here.diagnosis_within(_DIAGNOSIS_S)
-        if self._was_raised:  # on its way out: let it speak, but not for ever
+        self.own_rank.told_to_end = True
+        self._watcher.post({"kind": "status", **self.own_rank.status()})
+        diagnosis = self.own_rank.diagnosis_within(_DIAGNOSIS_S)
+        if self._was_raised:  # it is exiting: let it print its error, but not for ever
             faulthandler.dump_traceback_later(_EXIT_S, exit=True)
             return
-        if diagnosis is not None and diagnosis.rank != self.here.rank:
+        if diagnosis is not None and diagnosis.rank != self.own_rank.rank:
             raise self._raised(diagnosis)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -170,19 +170,22 @@ class Watch:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Tell the others at once why this process ends; the interpreter may take its time."""
-        diagnosis = self.here.diagnosis
-        if diagnosis is None and self.here.error is None:
+        """Tell the others at once why this process ends: the interpreter may take long to exit."""
+        own = self.own_rank
+        diagnosis = own.diagnosis
+        if diagnosis is None and own.error is None:
             assert self._watcher is not None
             text = traceback.format_exception_only(error)[0].strip()
-            status = {**self.here.status(), "last_error": text, "fatal": True}
+            status = {**own.status(), "last_error": text, "fatal": True}
             self._watcher.post({"kind": "dying", **status})
-        elif diagnosis is not None and diagnosis.rank != self.here.rank and not self._was_raised:
+        elif (
+            diagnosis is not None and diagnosis.rank != self.own_rank.rank and not self._was_raised
+        ):
             error.add_note(f"before it, {diagnosis.text}")
         self._hook(kind, error, trace)
 
-    def _let_go(self) -> None:
-        """Take back what was asked of the interpreter."""
+    def _restore_interpreter(self) -> None:
+        """Remove the hooks and handlers that were installed."""
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._hook
@@ -191,10 +194,10 @@ class Watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _in_child(self) -> None:
-        """A process that the user's script forks is no rank, and holds no connection open."""
+        """In a process that the user's script forks, which is no rank: close all connections."""
         if self._watcher is not None:
             self._watcher.forget_connections()
-        self._let_go()
+        self._restore_interpreter()
 
     def _at_exit(self) -> None:
         if self.has_fault:
@@ -205,33 +208,33 @@ class Watch:
 
 
 def _of_all(own: Any) -> list[Any]:
-    """What every rank has, by rank."""
+    """Every rank's ``own``, by rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return gathered
 
 
-def _connected(places: Sequence[Place], rank: int) -> tuple[dict[int, Lines], str]:
-    """Connections between rank 0 and all others; on rank 0 to each, else to rank 0. Or why not."""
-    on_one_host = len({place.host for place in places}) == 1
+def _connected(locations: Sequence[Location], rank: int) -> tuple[dict[int, JsonLines], str]:
+    """Connect rank 0 with all others: the connections by rank, and the reason of a failure."""
+    on_one_host = len({location.host for location in locations}) == 1
     if rank == 0:
         with contextlib.closing(listen(everywhere=not on_one_host)) as listener:
             key = handshake.new_key()
             dist.broadcast_object_list([listener.getsockname()[1], key], src=0)
-            made = handshake.accept(listener, key, range(1, len(places)), _CONNECT_S)
-            lines = {other: Lines(connected) for other, connected in made.items()}
-        absent = [other for other in range(1, len(places)) if other not in lines]
+            made = handshake.accept(listener, key, range(1, len(locations)), _CONNECT_S)
+            lines = {other: JsonLines(connected) for other, connected in made.items()}
+        absent = [other for other in range(1, len(locations)) if other not in lines]
         return lines, f"ranks {absent} did not reach rank 0" if absent else ""
     offer: list[Any] = [None, None]
     dist.broadcast_object_list(offer, src=0)
     port, key = offer
-    # torchrun's master is where rank 0 is; without it, gloo also goes by the host's name.
-    host = "127.0.0.1" if on_one_host else os.environ.get("MASTER_ADDR", places[0].host[0])
+    # torchrun's master address is rank 0's host; without it use the host name, as gloo does.
+    host = "127.0.0.1" if on_one_host else os.environ.get("MASTER_ADDR", locations[0].host[0])
     try:
         made_here = handshake.connect(
             lambda limit_s: socket.create_connection((host, port), limit_s), key, rank, _CONNECT_S
         )
-        return {0: Lines(made_here)}, ""
+        return {0: JsonLines(made_here)}, ""
     except OSError as error:
         return {}, f"rank {rank} did not reach rank 0 at {host}:{port}: {error}"
 

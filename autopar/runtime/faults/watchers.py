@@ -1,9 +1,9 @@
-"""The threads that watch over a job: one in each process, that of rank 0 is the hub.
+"""The threads that watch over a job, one in each process; that of rank 0 is the hub.
 
 In: connections between rank 0 and every other rank. Out: a diagnosis in every process when one of
-them dies, hangs or raises. Each rank sends its status once a second, and whether it does anything.
-A connection that breaks is a death, at once and across hosts; one that is silent is a process that
-has stopped. On any sign of trouble the hub asks all ranks how they fare, and `judge` decides. If
+them dies, hangs or raises. Each rank sends a heartbeat with its status once a second. A connection
+that breaks means that the process has died, also on another host; one that is silent means that it
+is stopped. On any sign of trouble the hub asks all ranks for their state, and `judge` decides. If
 the hub itself is gone, each rank decides for itself.
 """
 
@@ -18,23 +18,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.runtime.faults import life, whereabouts
-from autopar.runtime.faults.here import Here, as_message, from_message
+from autopar.runtime.faults import liveness, progress
+from autopar.runtime.faults.json_lines import JsonLines
 from autopar.runtime.faults.judge import CallNumber, Condition, State, diagnose
-from autopar.runtime.faults.lines import Lines
+from autopar.runtime.faults.own_rank import OwnRank, as_message, from_message
 
-BEAT_S = 1.0
-SETTLE_S = 0.5  # how long after one rank's fault that of another, its cause, may show up
+HEARTBEAT_S = 1.0
+SETTLE_S = 0.5  # how long after one rank's fault its cause, another's, may show up
 ANSWER_S = 2.0  # how long the hub waits for answers
-REFUSED_S = 10.0  # how long others may be in a call before one that raised there is at fault
-TAIL_S = 15.0  # how long others may take to end the step that one who left has ended
+REFUSED_S = 10.0  # how long others stay in a call before one that raised in it is at fault
+TAIL_S = 15.0  # how long others may take to finish a step after a rank has left
 
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one rank: its last words, and when they came."""
+    """What is known of one rank: its last messages, and when they arrived."""
 
     heard_s: float
     status: Message = field(default_factory=dict)
@@ -44,19 +44,22 @@ class _Known:
 
     @property
     def is_silent(self) -> bool:
-        return self.gone is None and time.monotonic() - self.heard_s > life.SILENT_S
+        return self.gone is None and time.monotonic() - self.heard_s > liveness.SILENT_S
 
     def go(self, how: State) -> None:
+        """Note that the rank is gone."""
         if self.gone is None:
             self.gone, self.gone_s = how, time.monotonic()
 
 
 class Watcher(threading.Thread):
-    """Sends this rank's status and receives from others until there is a diagnosis, or a stop."""
+    """Sends this rank's status and receives others' until there is a diagnosis, or a stop."""
 
-    def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
+    def __init__(
+        self, own_rank: OwnRank, lines: Mapping[int, JsonLines], names: Sequence[str]
+    ) -> None:
         super().__init__(name="autopar-watch", daemon=True)
-        self.here = here
+        self.own_rank = own_rank
         self.lines = dict(lines)
         self.names = names
         self.known = {rank: _Known(heard_s=time.monotonic()) for rank in lines}
@@ -67,7 +70,7 @@ class Watcher(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for rank, line in self.lines.items():
             self._selector.register(line, selectors.EVENT_READ, rank)
-        self._next_beat_s = 0.0
+        self._next_heartbeat_s = 0.0
         self._stopping = False
 
     # --- called by the user's thread ---------------------------------------------------------
@@ -80,33 +83,33 @@ class Watcher(threading.Thread):
     def stop(self) -> None:
         """Say goodbye and end."""
         self._stopping = True
-        self.post({"kind": "bye", **self.here.status()})
+        self.post({"kind": "bye", **self.own_rank.status()})
         self.join(2 * ANSWER_S)
 
     def forget_connections(self) -> None:
-        """In a child process, which must not hold them open."""
+        """Close the connections in a forked process, which must not hold them open."""
         for line in self.lines.values():
             line.close()
 
     # --- the thread --------------------------------------------------------------------------
 
     def run(self) -> None:
-        while self.here.diagnosis is None:
+        while self.own_rank.diagnosis is None:
             self._receive()
             while self._posted:
                 self.send_own(self._posted.popleft())
             if self._stopping:
                 break
-            if time.monotonic() >= self._next_beat_s:
-                self._next_beat_s = time.monotonic() + BEAT_S
-                self.here.feel_pulse()
-                self.send_own({"kind": "status", **self.here.status()})
+            if time.monotonic() >= self._next_heartbeat_s:
+                self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
+                self.own_rank.sample_activity()
+                self.send_own({"kind": "status", **self.own_rank.status()})
             self.look()
-        if self.here.diagnosis is not None:
-            self.here.enforce()
+        if self.own_rank.diagnosis is not None:
+            self.own_rank.enforce()
 
     def _receive(self) -> None:
-        limit_s = min(max(self._next_beat_s - time.monotonic(), 0.0), self.patience_s())
+        limit_s = min(max(self._next_heartbeat_s - time.monotonic(), 0.0), self.patience_s())
         for key, _ in self._selector.select(limit_s):
             if key.data is None:
                 self._woken.recv(4096)
@@ -120,25 +123,26 @@ class Watcher(threading.Thread):
                 self.known[key.data].go(State.ENDED)
 
     def patience_s(self) -> float:
-        """How long the next look can wait."""
-        return BEAT_S
+        """How long the next `look` can wait."""
+        return HEARTBEAT_S
 
     def send_own(self, message: Message) -> None:
-        """This rank's own message to where it is needed."""
+        """Send this rank's own message to whoever needs it."""
         raise NotImplementedError
 
     def take(self, rank: int, message: Message) -> None:
-        """A message from another rank."""
+        """Take in a message from another rank."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """Decide whether there is trouble."""
+        """Look for trouble, and decide on a diagnosis."""
         raise NotImplementedError
 
     def condition(
         self, rank: int, known: _Known, doing: str | None, *, stopped: bool, any_gone: bool
     ) -> Condition:
-        """``doing`` is what its host knows of it, None if nothing; so is ``stopped``."""
+        """A rank's condition for the judge; ``doing`` (None: unknown) and ``stopped`` come from its
+        host."""
         status = known.answer or known.status
         error: Message = status.get("error") or {}
         call: str = status.get("call", "")
@@ -148,11 +152,11 @@ class Watcher(threading.Thread):
         if doing is None:
             doing = status.get("doing", "")
             if known.gone is State.ENDED:
-                begun = None  # it may have gone on since its last words
-        elif doing.startswith(whereabouts.START):
-            call = doing.removeprefix(whereabouts.START)
-        elif not doing or doing.startswith(whereabouts.AFTER):
-            last = CallNumber.parse(doing.removeprefix(whereabouts.AFTER))
+                begun = None  # it may have gone on since its last message
+        elif doing.startswith(progress.START):
+            call = doing.removeprefix(progress.START)
+        elif not doing or doing.startswith(progress.AFTER):
+            last = CallNumber.parse(doing.removeprefix(progress.AFTER))
             if last is not None:
                 begun[last.name] = max(begun.get(last.name, 0), last.number)
             call = doing = ""
@@ -192,7 +196,7 @@ def _state(
 
 
 class Member(Watcher):
-    """On every rank but 0: reports to the hub, and watches the hub."""
+    """The watcher of every rank but 0: reports to the hub, and watches the hub."""
 
     def send_own(self, message: Message) -> None:
         self.lines[0].send(message)
@@ -203,9 +207,9 @@ class Member(Watcher):
             return
         match message["kind"]:
             case "ask":
-                self.send_own({"kind": "answer", **self.here.status(asked=True)})
+                self.send_own({"kind": "answer", **self.own_rank.status(asked=True)})
             case "diagnosis":
-                self.here.conclude(from_message(message))
+                self.own_rank.conclude(from_message(message))
             case "bye" | "dying":
                 hub.status = {**message, "call": "", "doing": ""}
                 hub.go(State.LEFT)
@@ -214,32 +218,35 @@ class Member(Watcher):
 
     def look(self) -> None:
         hub = self.known[0]
-        if (hub.gone is None and not hub.is_silent) or self.here.diagnosis is not None:
+        if (hub.gone is None and not hub.is_silent) or self.own_rank.diagnosis is not None:
             return
-        own = _Known(heard_s=time.monotonic(), status=self.here.status())
+        own = _Known(heard_s=time.monotonic(), status=self.own_rank.status())
         any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
-        doing = self.here.neighbours.doing().get(0)
-        stopped = 0 in self.here.neighbours.stopped()
+        doing = self.own_rank.peers.doing().get(0)
+        stopped = 0 in self.own_rank.peers.stopped()
         conditions = [
             self.condition(0, hub, doing, stopped=stopped, any_gone=any_gone),
-            self.condition(self.here.rank, own, None, stopped=False, any_gone=any_gone),
+            self.condition(self.own_rank.rank, own, None, stopped=False, any_gone=any_gone),
         ]
         diagnosis = diagnose(conditions, num_ranks=len(self.names))
         if diagnosis is not None:
-            self.here.conclude(diagnosis)
+            self.own_rank.conclude(diagnosis)
 
 
 class Hub(Watcher):
-    """On rank 0: hears of all, asks when something looks wrong, and tells all the diagnosis."""
+    """The watcher of rank 0: receives all reports, asks when something looks wrong, and sends all
+    ranks the diagnosis."""
 
-    def __init__(self, here: Here, lines: Mapping[int, Lines], names: Sequence[str]) -> None:
-        super().__init__(here, lines, names)
+    def __init__(
+        self, own_rank: OwnRank, lines: Mapping[int, JsonLines], names: Sequence[str]
+    ) -> None:
+        super().__init__(own_rank, lines, names)
         self.own = _Known(heard_s=time.monotonic())
         self._asked_s: float | None = None
         self._quiet_until_s = 0.0
 
     def patience_s(self) -> float:
-        return BEAT_S if self._asked_s is None else 0.05
+        return HEARTBEAT_S if self._asked_s is None else 0.05
 
     def send_own(self, message: Message) -> None:
         self.own.heard_s = time.monotonic()
@@ -320,10 +327,10 @@ class Hub(Watcher):
 
     def _decide(self) -> None:
         self._asked_s = None
-        self._quiet_until_s = time.monotonic() + BEAT_S
+        self._quiet_until_s = time.monotonic() + HEARTBEAT_S
         own_error = self.own.status.get("error")
         if self.own.gone is None:
-            self.own.status = {**self.here.status(asked=True), "error": own_error}
+            self.own.status = {**self.own_rank.status(asked=True), "error": own_error}
         everyone = {0: self.own, **self.known}
         doing: dict[int, str] = {}
         stopped: set[int] = set()
@@ -340,4 +347,4 @@ class Hub(Watcher):
         diagnosis = diagnose(conditions, num_ranks=len(self.names))
         if diagnosis is not None:
             self._tell_all(as_message(diagnosis))
-            self.here.conclude(diagnosis)
+            self.own_rank.conclude(diagnosis)

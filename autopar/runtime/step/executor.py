@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from autopar.lowering.route import Route, route_of
 from autopar.lowering.types import OutputProgram, RankProgram, Role
-from autopar.runtime.faults.whereabouts import padded, say
+from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.machine.protocols import Links, Machine, Phase
 from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
@@ -25,8 +25,8 @@ from autopar.runtime.step.reductions import Reductions, Updater
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")
-_SENT = padded("the last sends of its schedule")
-_REDUCED = padded("the reductions of gradients and of the loss")
+_SENT = encoded("the last sends of its schedule")
+_REDUCED = encoded("the reductions of gradients and of the loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Executor(Generic[T]):
         self.machine = machine
         self.links = links
         self.route = route_of(program, device)
-        self.labels = tuple(padded(f"action {action}") for action in self.route.actions)
+        self.labels = tuple(encoded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
         self.times: list[ActionTime] = []
 
@@ -110,7 +110,7 @@ class Executor(Generic[T]):
         run = self._computation(parameters, buffers, self._early(buffers, batches), agrees)
         play = _Play(self, run, updater)
         play.run()
-        say(_REDUCED)
+        report(_REDUCED)
         play.reductions.begin_rest()
         run.finish()
         device = self.route.device
@@ -222,7 +222,7 @@ class _Play(Generic[T]):
     def run(self) -> None:
         self.free_s = time.perf_counter()
         for label, action in zip(self.labels, self.route.actions):
-            say(label)
+            report(label)
             try:
                 self._do(action)
             except Exception as error:
@@ -231,7 +231,7 @@ class _Play(Generic[T]):
             end_s = time.perf_counter()
             self.times.append(ActionTime(action=action, start_s=self.free_s, end_s=end_s))
             self.free_s = end_s
-        say(_SENT)
+        report(_SENT)
         self.exchange.finish()
 
     def _do(self, action: Action) -> None:

@@ -20,7 +20,7 @@ from autopar.base.errors import InputError, OptimizerError
 from autopar.comm.groups import Communicator
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
-from autopar.runtime.faults.whereabouts import padded, say
+from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
@@ -47,8 +47,8 @@ from autopar.runtime.step.executor import ActionTime, Executor
 from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.updates import Updates
 
-_UPDATE = padded("the update of the weights")
-_DIAGNOSIS = padded("the search for the first value that is not finite")
+_UPDATE = encoded("the update of the weights")
+_DIAGNOSIS = encoded("the search for the first value that is not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class RankRuntime:
             )
         loss, reductions, buffers = result.loss.reshape(()), result.reductions, result.buffers
         del result
-        say(_UPDATE)
+        report(_UPDATE)
         if self.updates.end_step(reductions, loss):
             self.num_steps += 1
             if buffers:
@@ -238,7 +238,7 @@ class RankRuntime:
 
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
         """Play a step again that was not finite, as it was; the same on all ranks."""
-        say(_DIAGNOSIS)
+        report(_DIAGNOSIS)
         bound, probe = self._training, Probe(self.program, dist.get_rank())
         with self._dice(bound.is_random), self._run_by(probe):
             bound.executor.step(bound.parameters, bound.held(self._buffers), batches)

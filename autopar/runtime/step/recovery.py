@@ -24,7 +24,7 @@ from autopar.base.errors import AutoparError, StepError
 from autopar.base.torch_private import FakeTensor, FakeTensorMode, pytree
 from autopar.comm.ops import RAW_OPS
 from autopar.lowering.types import RankProgram
-from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults import progress
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.step.diagnosis import Found, RefusedStep, error_of, maker_of
 from autopar.runtime.step.updates import Updates
@@ -109,7 +109,7 @@ class Recovery:
         return Failure(
             rank=self.rank,
             summary=traceback.format_exception_only(error)[0].strip(),
-            doing=whereabouts.current(),
+            doing=progress.current(),
             found=found,
             traceback="".join(traceback.format_exception(error)),
         )

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.faults.whereabouts import padded, say
+from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.state.optimizers import is_elementwise, update
 from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.reductions import Reductions
 
-_LATE = padded("the last step's reductions and updates")
+_LATE = encoded("the last step's reductions and updates")
 
 
 class Updates:
@@ -127,7 +127,7 @@ class Updates:
             return
         self._due = self._loss = None
         if self.is_late:
-            say(_LATE)
+            report(_LATE)
         for arrived in gradients.arrivals():
             self._apply(arrived)
         self._step_scheduler(loss)

@@ -14,7 +14,7 @@ from typing import Self
 
 from autopar.base.errors import WorkerError
 from autopar.runtime.faults.judge import Condition, State, culprit_of, waits_for_peers
-from autopar.runtime.faults.life import is_stopped
+from autopar.runtime.faults.liveness import is_stopped
 from autopar.runtime.workers.main import Failure
 from autopar.runtime.workers.process import WorkerProcess, python_stacks
 

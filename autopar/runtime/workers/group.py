@@ -150,7 +150,7 @@ class WorkerGroup:
         of gradients must be detached. Raises ``InputError``, and stays usable, if the arguments
         cannot be sent; ``WorkerError``, closed from then on, if a worker dies or raises, or if
         the results are not there after ``timeout_s`` (by default the group's), if a worker has been
-        stopped for `life.SILENT_S`, or if for ``idle_limit_s`` no worker has done anything.
+        stopped for `liveness.SILENT_S`, or if for ``idle_limit_s`` no worker has done anything.
         """
         rank_args = list(per_rank_args or ())
         if per_rank_args is not None and len(rank_args) != self._world_size:

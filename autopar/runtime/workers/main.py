@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.comm.transports.ports import sealed
-from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults import progress
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.workers.messages import Channel, Message, packed, unpack, unpack_watched
 
@@ -40,7 +40,7 @@ from autopar.runtime.workers.messages import Channel, Message, packed, unpack, u
 # a rank that only waits, would put the blame on that rank.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
 _PARENT_POLL_S = 1.0
-_IN_CALL = whereabouts.padded(whereabouts.IN_CALL)
+_IN_CALL = progress.encoded(progress.IN_CALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ class Reply:
     failure: Failure | None = None
 
 
-def main(socket_fd: int, board_fd: int, parent_pid: int) -> None:
+def main(socket_fd: int, page_fd: int, parent_pid: int) -> None:
     """Serve the parent at the other end of the socket until it says stop, or is gone."""
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
-    whereabouts.join(board_fd)
-    whereabouts.say(_IN_CALL)
+    progress.publish_to(page_fd)
+    progress.report(_IN_CALL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.
@@ -123,7 +123,7 @@ def _serve(channel: Channel) -> None:
     build: Build = unpack(_next(channel))
     service = build.service(start.rank, start.world_size, *build.service_args)
     del build
-    whereabouts.say(whereabouts.NOTHING)
+    progress.report(progress.NOTHING)
     _reply(channel, Reply())
     while True:
         request, common = unpack_watched(_taken_up(channel))
@@ -131,11 +131,11 @@ def _serve(channel: Channel) -> None:
             break
         rank_args, own = unpack_watched(_next(channel)) if request.by_rank else ((), lambda: None)
         value = getattr(service, request.method)(*request.args, *rank_args)
-        whereabouts.say(_IN_CALL)
+        progress.report(_IN_CALL)
         with packed(Reply(value=value)) as reply:
             del request, rank_args, value  # a batch is not kept while waiting for the next
             released = common() is own() is None
-            whereabouts.say(whereabouts.NOTHING)  # before the parent may do anything next
+            progress.report(progress.NOTHING)  # before the parent may do anything next
             channel.send(dataclasses.replace(reply, released=released), deadline_s=math.inf)
     _leave()
 
@@ -151,7 +151,7 @@ def _leave() -> NoReturn:
 
 def _taken_up(channel: Channel) -> Message:
     message = _next(channel)
-    whereabouts.say(_IN_CALL)
+    progress.report(_IN_CALL)
     return message
 
 

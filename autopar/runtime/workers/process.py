@@ -20,19 +20,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults import progress
 from autopar.runtime.workers.messages import Channel
 
 # Before anything is imported: the stack can be asked for from the first moment, and modules come
 # from where the parent finds them (-P keeps the working directory from coming first).
 _BOOT = """
 import faulthandler, json, signal, sys
-socket_fd, stack_fd, board_fd, parent_pid, path = json.loads(sys.argv[1])
+socket_fd, stack_fd, page_fd, parent_pid, path = json.loads(sys.argv[1])
 faulthandler.enable(stack_fd, False)
 faulthandler.register(signal.SIGUSR1, stack_fd, False)
 sys.path[:] = path
 from autopar.runtime.workers.main import main
-main(socket_fd, board_fd, parent_pid)
+main(socket_fd, page_fd, parent_pid)
 """
 _STACK_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
@@ -49,15 +49,15 @@ class WorkerProcess:
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self._board = whereabouts.new_board()
-        stack_fd, board_fd = self._stack_file.fileno(), self._board.fileno()
+        self._page = progress.new_page()
+        stack_fd, page_fd = self._stack_file.fileno(), self._page.fileno()
         path = [os.path.abspath(entry) if entry == "" else entry for entry in sys.path]
-        boot_args = json.dumps([theirs.fileno(), stack_fd, board_fd, os.getpid(), path])
+        boot_args = json.dumps([theirs.fileno(), stack_fd, page_fd, os.getpid(), path])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, boot_args],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), stack_fd, board_fd, store_fd),
+                pass_fds=(theirs.fileno(), stack_fd, page_fd, store_fd),
                 env=env,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
             )
@@ -92,12 +92,12 @@ class WorkerProcess:
 
     def doing(self) -> str:
         """`` in action 2B5``: what it was doing in a training step; empty outside of one."""
-        text = whereabouts.read(self._board.fileno())
-        return f" in {text}" if text not in ("", whereabouts.IN_CALL) else ""
+        text = progress.read(self._page.fileno())
+        return f" in {text}" if text not in ("", progress.IN_CALL) else ""
 
     def has_begun(self) -> bool:
         """Whether it has taken up a call that it has not answered."""
-        return bool(whereabouts.read(self._board.fileno()))
+        return bool(progress.read(self._page.fileno()))
 
     def ask_for_stack(self) -> None:
         """Make the worker write down its main thread's Python stack, even one stuck in C code."""
@@ -122,7 +122,7 @@ class WorkerProcess:
         """Let go of the connection and the files."""
         self.channel.close()
         self._stack_file.close()
-        self._board.close()
+        self._page.close()
 
 
 def open_store_file() -> IO[bytes]:

@@ -1,7 +1,7 @@
-"""Small messages between the processes of a job: JSON objects over TCP, one a line.
+"""Small messages between the processes of a job: JSON objects over TCP, one per line.
 
 In: a socket that `autopar.comm.transports.handshake` has connected. Out: the objects that the other
-end sent. Nothing but plain data travels; an end that sends anything else has ended.
+end sent. Nothing but plain data travels; a peer that sends anything else counts as gone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _MAX_LINE_BYTES = 1 << 20
 _SEND_WAIT_S = 1.0
 
 
-class Lines:
-    """One end of a connection; ``ended`` once the other is gone or does not take part."""
+class JsonLines:
+    """One end of a connection; ``ended`` once the other is gone or breaks the protocol."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(_SEND_WAIT_S)
@@ -30,14 +30,14 @@ class Lines:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send, or find that the connection has ended."""
+        """Send a message, or note that the connection has ended."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             self.ended = True
 
     def receive(self) -> list[dict[str, Any]]:
-        """What is there, once the socket is readable; whole messages only."""
+        """The complete messages that have arrived; call it when the socket is readable."""
         try:
             data = self._socket.recv(1 << 16)
         except TimeoutError:

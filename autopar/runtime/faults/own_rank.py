@@ -1,7 +1,7 @@
-"""What this process of a job is doing, and what a diagnosis means for it.
+"""The state of this process of a job, and the end of it after a diagnosis.
 
-In: the calls that the user's thread makes, and the diagnosis that the watching thread brings. Out:
-status messages about this process; its end, where a diagnosis finds it stuck.
+In: the calls that the user's thread makes, and the diagnosis from the watcher's thread. Out: status
+messages about this process; and its exit, if it is stuck in a call when there is a diagnosis.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.runtime.faults import whereabouts
+from autopar.runtime.faults import progress
+from autopar.runtime.faults.host_peers import HostPeers
 from autopar.runtime.faults.judge import CallNumber, Diagnosis, State, in_wait
-from autopar.runtime.faults.life import Pulse
-from autopar.runtime.faults.neighbours import Neighbours
+from autopar.runtime.faults.liveness import Activity
 from autopar.runtime.faults.step_limit import StepLimit
 
 GRACE_S = 6.0
@@ -39,12 +39,12 @@ class Call:
         return self.limit is not None and time.monotonic() - self.since_s > self.limit.limit_s
 
 
-class Here:
-    """This process; written by the user's thread and read by the one that watches."""
+class OwnRank:
+    """The state of this process, written by the user's thread and read by the watcher's."""
 
-    def __init__(self, rank: int, neighbours: Neighbours) -> None:
+    def __init__(self, rank: int, peers: HostPeers) -> None:
         self.rank = rank
-        self.neighbours = neighbours
+        self.peers = peers
         self.call: Call | None = None
         self.begun: dict[str, int] = {}
         self.error: dict[str, Any] | None = None
@@ -52,30 +52,30 @@ class Here:
         self.failed_call = ""
         self.told_to_end = False
         self.diagnosis: Diagnosis | None = None
-        self._pulse = Pulse(os.getpid())
-        self._felt: Call | None = None
+        self._activity = Activity(os.getpid())
+        self._sampled: Call | None = None
 
-    def feel_pulse(self) -> None:
-        """Look whether this process does anything in its call; by the thread that watches."""
+    def sample_activity(self) -> None:
+        """Note whether this process does anything in its call; for the watcher's thread."""
         call = self.call
-        if call is not self._felt:
-            self._pulse.restart()
-            self._felt = call
+        if call is not self._sampled:
+            self._activity.restart()
+            self._sampled = call
         elif call is not None and call.limit is not None:
-            self._pulse.look(whereabouts.current())
+            self._activity.sample(progress.current())
 
     def _is_idle(self, call: Call) -> bool:
-        if call is not self._felt or call.limit is None:
+        if call is not self._sampled or call.limit is None:
             return False
-        return self._pulse.idle_s > call.limit.idle_limit_s
+        return self._activity.idle_s > call.limit.idle_limit_s
 
     def status(self, *, asked: bool = False) -> dict[str, Any]:
-        """How this rank fares; if asked, also its stack and what its neighbours do."""
+        """The state of this rank; if asked, also its stack and what its peers on the host do."""
         call, diagnosis = self.call, self.diagnosis
         status = {
             "call": "" if call is None else str(call.number),
             "begun": dict(self.begun),
-            "doing": whereabouts.current() if call is not None else "",
+            "doing": progress.current() if call is not None else "",
             "in_call_s": 0.0 if call is None else time.monotonic() - call.since_s,
             "late": call is not None and call.is_late,
             "idle": call is not None and self._is_idle(call),
@@ -90,29 +90,30 @@ class Here:
             stack = [] if frame is None else traceback.format_stack(frame)
             status["stack"] = "".join(stack[-_MAX_STACK_FRAMES:])
             status["waits"] = in_wait(frame)
-            status["doing_of"] = {str(r): text for r, text in self.neighbours.doing().items()}
-            status["stopped"] = self.neighbours.stopped()
+            status["doing_of"] = {str(r): text for r, text in self.peers.doing().items()}
+            status["stopped"] = self.peers.stopped()
         return status
 
     def conclude(self, diagnosis: Diagnosis) -> None:
         self.diagnosis = diagnosis
 
     def diagnosis_within(self, limit_s: float) -> Diagnosis | None:
-        """Without any lock: a signal handler may wait while the thread that it interrupts does."""
+        """Wait for the diagnosis. There is no lock: this may run in a signal handler that has
+        interrupted a wait of the same thread."""
         deadline_s = time.monotonic() + limit_s
         while self.diagnosis is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
         return self.diagnosis
 
     def enforce(self) -> None:
-        """See the rank at fault and this process end, once there is a diagnosis.
+        """Kill the rank at fault if it cannot exit, and end this process if it stays in its call.
 
-        A thread that waits in a collective is woken by the end of its peers; where all of them
-        live on, nothing but the end of this process stops it. The rank that hangs goes first.
+        A thread that waits in a collective is woken by the end of its peers; while all of them are
+        alive, only the end of the process stops it. The rank that hangs goes first.
         """
         assert self.diagnosis is not None
         if self.diagnosis.state in (State.STOPPED, State.SILENT):
-            self.neighbours.kill(self.diagnosis.rank)
+            self.peers.kill(self.diagnosis.rank)
         hangs = self.diagnosis.rank == self.rank and self.error is None
         deadline_s = time.monotonic() + (0.0 if hangs else GRACE_S)
         while self.call is not None and time.monotonic() < deadline_s:
