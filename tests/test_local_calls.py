@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autopar.cost_models import Cluster, OpCall
+from autopar.cost_models.shapes import outputs
 from autopar.frontend.capture import Captured, capture
 from autopar.ir.graph import Op
 from autopar.planning.constraints import Force, Pin
@@ -108,6 +109,27 @@ def test_an_op_that_is_not_split_is_priced_as_itself() -> None:
     (call,) = priced(planned, op)
     assert (call.call.target, call.phase) == (op.target_name, Phase.BOTH)
     assert call.call.tensors()[0].shape == (4, 4, 3, 3)  # half of the batch
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.repeat(4, 1)).square().mean()
+
+
+def test_a_repeat_that_is_split_is_priced_at_its_part() -> None:
+    captured = capture(Repeated(), (torch.randn(3, 6),))
+    planned = make_planned(
+        captured, CLUSTER, Space(mesh={"x": 2}), constraints=[Pin("repeat", "r0")]
+    )
+    repeat = next(op for op in captured.graph.ops if "repeat" in op.target_name)
+    (call,) = priced(planned, repeat)
+    graph = planned.program.kernels[0].forward.graph
+    (node,) = (node for node in graph.nodes if node.target is torch.ops.aten.repeat.default)
+    assert outputs(call.call)[0].shape == tuple(node.meta["val"].shape) == (6, 6)  # of 12 rows
 
 
 class Heads(nn.Module):

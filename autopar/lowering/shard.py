@@ -17,6 +17,7 @@ from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.types import BlockInterface
 from autopar.rules.context import LocalContext
 from autopar.rules.local import run_local
+from autopar.rules.space import NO_SPACE
 from autopar.sharding.strategy import Strategy
 
 
@@ -86,7 +87,7 @@ class _BlockMachine:
         )
         context = LocalContext(
             op=op,
-            space=space,  # type: ignore[arg-type]
+            space=space or NO_SPACE,
             choice=strategy.assignment.choices[op.index],
             mesh=strategy.mesh,
             output_shapes=shapes,

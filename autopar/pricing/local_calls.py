@@ -18,7 +18,10 @@ from autopar.ir.graph import Graph, Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, State, is_valid, local_shape
 from autopar.rules import Choice, enumerate_choices, rule_of
+from autopar.rules.context import LocalContext
 from autopar.rules.kernels import LocalCall, Phase
+from autopar.rules.local import shard_call
+from autopar.rules.space import NO_SPACE
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Analysis
 
@@ -64,17 +67,6 @@ def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
                 yield update_call(num_elements, value.dtype)
 
 
-_RESHAPES = frozenset(
-    {
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-    }
-)
-
-
 def local_calls(
     analysis: Analysis,
     op: Op,
@@ -109,9 +101,21 @@ def local_call(
         for i, need, grad in zip(op.inputs, needs, flows)
     ]
     args, kwargs = op.bind(specs)
-    args = _local_arguments(analysis, op, choice, supplies, mesh, args)
-    target = "aten.reshape.default" if op.target_name in _RESHAPES else op.target
-    return OpCall.of(target, args, kwargs)
+    rule = rule_of(op)
+    if rule is None or (rule.arguments is None and rule.runs_as is None):
+        return OpCall.of(op.target, args, kwargs)
+    shapes = (
+        () if o is None else local_shape(values[o].shape, supply, mesh)
+        for o, supply in zip(op.outputs, supplies)
+    )
+    context = LocalContext(
+        op=op,
+        space=analysis.spaces[op.index] or NO_SPACE,
+        choice=choice,
+        mesh=mesh,
+        output_shapes=tuple(shapes),
+    )
+    return OpCall.of(*shard_call(context, args, kwargs))
 
 
 def _local_spec(value: Value, shape: tuple[int, ...], requires_grad: bool) -> TensorSpec:
@@ -127,34 +131,6 @@ def _local_spec(value: Value, shape: tuple[int, ...], requires_grad: bool) -> Te
             strides[dim], step = step, step * max(shape[dim], 1)
     spec = replace(plain, stride=tuple(strides))
     return plain if spec.is_contiguous else spec
-
-
-def _local_arguments(
-    analysis: Analysis,
-    op: Op,
-    choice: Choice,
-    supplies: tuple[Placements, ...],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    """Arguments that speak of whole shapes, made to speak of local ones."""
-    values, space = analysis.graph.values, analysis.spaces[op.index]
-    name = op.target_name
-    if name in _RESHAPES or name == "aten.expand.default":
-        assert op.outputs[0] is not None
-        return (args[0], local_shape(values[op.outputs[0]].shape, supplies[0], mesh))
-    if space is None or choice.is_redundant:
-        return args
-    if name.startswith("aten.conv") and "g" in space.sizes:
-        position = 8 if name == "aten.convolution.default" else 6
-        if len(args) > position:
-            groups = args[position] // mesh.size(choice.axes_of("g"))
-            return (*args[:position], groups, *args[position + 1 :])
-    if name == "aten.split.Tensor" and "rest" in space.sizes:
-        return (args[0], args[1] // mesh.size(choice.axes_of("rest")), *args[2:])
-    if name == "aten.group_norm.default":
-        return (args[0], args[1] // mesh.size(choice.axes_of("g")), *args[2:])
-    return args
 
 
 def split_placements(

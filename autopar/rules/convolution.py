@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_FACTORS, KEEPS_NOTHING, Keeps
-from autopar.rules.registry import register
+from autopar.rules.registry import Arguments, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
@@ -24,16 +22,17 @@ def _groups(op: Op) -> int:
     return int(groups)
 
 
-def _conv_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The same convolution with as many groups as this device holds."""
+def _local_groups(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """As many groups as this device holds."""
     position = _GROUPS.get(context.op.target_name, 6)
     groups = _groups(context.op) // context.num_shards("g")
     if len(args) > position:
         args = (*args[:position], groups, *args[position + 1 :])
     elif "groups" in kwargs:
         kwargs = {**kwargs, "groups": groups}
-    result: Tensor = context.op.target(*args, **kwargs)
-    return result
+    return args, kwargs
 
 
 @register(
@@ -44,7 +43,7 @@ def _conv_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     "aten.conv2d.padding",
     "aten.conv3d.padding",
     "aten.convolution.default",
-    lower=_conv_local,
+    arguments=_local_groups,
     keeps=KEEPS_FACTORS,
 )
 def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
@@ -76,7 +75,7 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     "aten.conv_transpose1d.default",
     "aten.conv_transpose2d.input",
     "aten.conv_transpose3d.input",
-    lower=_conv_local,
+    arguments=_local_groups,
     keeps=KEEPS_FACTORS,
 )
 def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:

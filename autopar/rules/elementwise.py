@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import (
@@ -16,7 +14,7 @@ from autopar.rules.derivative import (
     Keeps,
     Operands,
 )
-from autopar.rules.registry import Rule, register, register_pointwise
+from autopar.rules.registry import Arguments, Rule, register, register_pointwise
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
 
@@ -102,14 +100,15 @@ def _paddable(
     return (dims if name in _FINITE_AT_ZERO else shared), ()
 
 
-def _filled_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Filled at the local size."""
-    result: Tensor = context.op.target(args[0], context.output_shapes[0], *args[2:], **kwargs)
-    return result
+def _local_size(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (args[0], context.output_shapes[0], *args[2:]), kwargs
 
 
 @register(
-    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default", lower=_filled_local
+    "aten.new_zeros.default",
+    "aten.new_ones.default",
+    "aten.new_full.default",
+    arguments=_local_size,
 )
 def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
     """Of the operand nothing but its dtype is read, so any part of it gives the whole."""

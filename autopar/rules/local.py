@@ -21,17 +21,22 @@ def call_op(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return op.target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
 
 
-_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+def shard_call(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The operator that a device calls for an op, and its arguments on a shard."""
+    rule = rule_of(context.op)
+    if rule is None:
+        return context.op.target, args, kwargs
+    if rule.arguments is not None:
+        args, kwargs = rule.arguments(context, args, kwargs)
+    return rule.runs_as or context.op.target, args, kwargs
 
 
 def call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The lowering of most rules: the same operator on the local shards.
-
-    Views become reshapes: a shard may have other strides than the whole tensor had at capture.
-    """
-    if context.op.target_name in _RESHAPES:
-        return args[0].reshape(args[1])
-    return call_op(context.op, args, kwargs)
+    """The lowering of most rules: the same operator on the local shards."""
+    target, args, kwargs = shard_call(context, args, kwargs)
+    return target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
 
 
 def _lists(node: Any) -> Any:

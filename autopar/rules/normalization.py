@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
-from autopar.rules.registry import register
+from autopar.rules.registry import Arguments, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
@@ -40,12 +40,13 @@ def weight_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Spac
     return builder.build([v, g], [v, g][: len(outputs)])
 
 
-def _group_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    groups = int(context.space.sizes["g"]) // context.num_shards("g")
-    return context.op.target(args[0], groups, *args[2:], **kwargs)
+def _local_groups(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    return (args[0], args[1] // context.num_shards("g"), *args[2:]), kwargs
 
 
-@register("aten.group_norm.default", lower=_group_norm_local)
+@register("aten.group_norm.default", arguments=_local_groups)
 def group_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, (g c), ...]``: free in batch and groups."""
     shape, groups = inputs[0].shape, int(op.args[1])

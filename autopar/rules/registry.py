@@ -19,6 +19,9 @@ from autopar.rules.kernels import InternalCollective, LocalCall
 from autopar.rules.space import Space
 
 SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments; tensors are tensors, or their specs where a call is priced."""
+ArgumentsFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Arguments]
 LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
 CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
 KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | None]
@@ -26,13 +29,17 @@ KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The rule of one op family: its space, how it runs on shards, what it communicates inside.
+    """What the compiler knows of one op family; everything but the space has a default.
 
-    ``kernels`` gives the calls that ``lower`` makes where they are not the op's own, which it gets
-    at its local shapes; None where they are. ``keeps``: what its derivative reads.
+    On a shard a device calls the operator itself, or ``runs_as``, with the ``arguments`` made to
+    speak of the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` says
+    what it communicates inside, and ``kernels`` which calls it makes (None where they are the op's
+    own after all). ``keeps``: what the derivative reads.
     """
 
     space: SpaceFn
+    arguments: ArgumentsFn | None = None
+    runs_as: Any = None
     lower: LowerFn | None = None
     collectives: CollectivesFn | None = None
     kernels: KernelsFn | None = None
@@ -46,6 +53,8 @@ _RULES: dict[str, Rule] = {}
 
 def register(
     *targets: str,
+    arguments: ArgumentsFn | None = None,
+    runs_as: Any = None,
     lower: LowerFn | None = None,
     collectives: CollectivesFn | None = None,
     kernels: KernelsFn | None = None,
@@ -69,14 +78,15 @@ def register(
                 anchor=True,
             )
 
-    ``builder.whole(size)`` makes a dimension that cannot be split. Where the op needs other
-    arguments on a shard, ``lower(context, args, kwargs)`` runs it there:
-    ``context.num_shards("k")`` tells how many devices share a dimension, ``context.all_reduce``
-    adds over them. ``collectives`` lists such communication for the cost model, ``kernels`` what
-    ``lower`` calls where that is not the op itself. ``keeps`` tells the count of memory what the
-    derivative reads, where that is not every floating-point operand. The op itself needs a fake
-    implementation and, to be trained through, a registered derivative. Check a rule with
-    `check_rule`, which compares every choice with the unsplit op.
+    ``builder.whole(size)`` makes a dimension that cannot be split. Where arguments speak of whole
+    shapes, ``arguments(context, args, kwargs)`` returns those for a shard (the groups of a
+    convolution: ``context.num_shards("g")`` tells how many devices share a dimension). Where the
+    op has to do something else on a shard, ``lower(context, args, kwargs)`` runs it there, and
+    ``context.all_reduce`` adds over devices; ``collectives`` lists such communication for the cost
+    model, ``kernels`` what ``lower`` calls where that is not the op itself. ``keeps`` tells the
+    count of memory what the derivative reads, where that is not every floating-point operand. The
+    op itself needs a fake implementation and, to be trained through, a registered derivative. Check
+    a rule with `check_rule`, which compares every choice with the unsplit op.
 
     Raises RuleError for what is no such name, and PlanError for one that has a rule already.
     """
@@ -88,6 +98,8 @@ def register(
                 raise PlanError(f"operator {target} has a rule already")
             _RULES[target] = Rule(
                 space=space,
+                arguments=arguments,
+                runs_as=runs_as,
                 lower=lower,
                 collectives=collectives,
                 kernels=kernels,

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_NOTHING
-from autopar.rules.registry import register
+from autopar.rules.registry import Arguments, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 
 
-def _repeat_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    repeats = [n // context.num_shards(f"r{i}") for i, n in enumerate(args[1])]
-    result: Tensor = args[0].repeat(repeats)
-    return result
+def _local_repeats(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    return (args[0], tuple(n // context.num_shards(f"r{i}") for i, n in enumerate(args[1]))), {}
 
 
-@register("aten.repeat.default", lower=_repeat_local, keeps=KEEPS_NOTHING)
+@register("aten.repeat.default", arguments=_local_repeats, keeps=KEEPS_NOTHING)
 def repeat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[d] -> [(r d)]``: repeats are the outer digit, which only the output has."""
     shape, repeats = inputs[0].shape, op.args[1]
@@ -34,15 +32,13 @@ def repeat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     return builder.build([layout(*dims)], [layout(*out)])
 
 
-def _repeat_interleave_local(
+def _local_interleaved(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    repeats = args[1] // context.num_shards("r")
-    result: Tensor = args[0].repeat_interleave(repeats, args[2])
-    return result
+) -> Arguments:
+    return (args[0], args[1] // context.num_shards("r"), *args[2:]), kwargs
 
 
-@register("aten.repeat_interleave.self_int", lower=_repeat_interleave_local, keeps=KEEPS_NOTHING)
+@register("aten.repeat_interleave.self_int", arguments=_local_interleaved, keeps=KEEPS_NOTHING)
 def repeat_interleave_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[d] -> [(d r)]``: repeats are the inner digit."""
     shape = inputs[0].shape

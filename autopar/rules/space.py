@@ -66,6 +66,10 @@ class Space:
         )
 
 
+NO_SPACE = Space(sizes={}, inputs=(), outputs=())
+"""That of an op that cannot be split."""
+
+
 class SpaceBuilder:
     """Names the dimensions of a space one by one."""
 

@@ -8,25 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_NOTHING
-from autopar.rules.registry import register
+from autopar.rules.registry import Arguments, register
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 
 
-def _reshape_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    result: Tensor = args[0].reshape(context.output_shapes[0])
-    return result
-
-
-def _expand_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    result: Tensor = args[0].expand(context.output_shapes[0])
-    return result
+def _to_local_shape(
+    context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    return (args[0], context.output_shapes[0]), {}
 
 
 @register(
@@ -39,7 +35,8 @@ def _expand_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
     "aten.squeeze.default",
     "aten.squeeze.dim",
     "aten.squeeze.dims",
-    lower=_reshape_local,
+    arguments=_to_local_shape,
+    runs_as=torch.ops.aten.reshape.default,  # a shard may have other strides than at capture
     keeps=KEEPS_NOTHING,
 )
 def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
@@ -161,7 +158,7 @@ def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
     return [placed[d] if d in placed else next(others) for d in range(rank)]
 
 
-@register("aten.expand.default", lower=_expand_local, keeps=KEEPS_NOTHING)
+@register("aten.expand.default", arguments=_to_local_shape, keeps=KEEPS_NOTHING)
 def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """A repeated dimension is one that only the output has."""
     source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
@@ -320,15 +317,13 @@ def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
     return builder.build([sides[0]], [sides[1]], padded=free.values())
 
 
-def _split_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _local_parts(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Equal parts of what this device holds; unequal parts are those of a whole dimension."""
-    if "rest" not in context.space.sizes:
-        return context.op.target(*args, **kwargs)
-    x, dim = args[0], (args[2] if len(args) > 2 else 0)
-    return x.split(x.shape[dim] // len(context.output_shapes), dim)
+    return (args[0], args[1] // context.num_shards("rest"), *args[2:]), kwargs
 
 
-@register("aten.split.Tensor", "aten.chunk.default", lower=_split_local, keeps=KEEPS_NOTHING)
+@register("aten.chunk.default", keeps=KEEPS_NOTHING)
+@register("aten.split.Tensor", arguments=_local_parts, keeps=KEEPS_NOTHING)
 def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """Equal parts: the dimension is (part, rest); the parts are the digit that stays whole."""
     shape = inputs[0].shape
