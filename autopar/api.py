@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, capture, check_model
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
 from autopar.frontend.targets import LossFn
+from autopar.fusion.array import LEAVE, Array, check_array, members_of
 from autopar.ir.placement import Placements
 from autopar.lowering import RankProgram
 from autopar.lowering.stages import lower_staged_forward
@@ -47,11 +49,8 @@ from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
 from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
-from autopar.runtime.state.optimizers import (
-    MakeOptimizer,
-    MakeScheduler,
-    optimizer_spec,
-)
+from autopar.runtime.state.model_options import ArrayOptions
+from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
 
@@ -145,14 +144,22 @@ def plan(
         ).plan
 
 
-def compile(
-    model: nn.Module,
+@overload
+def compile(model: nn.Module, devices: Devices, **options: Any) -> Compiled: ...
+
+
+@overload
+def compile(model: Sequence[nn.Module], devices: Devices, **options: Any) -> Array: ...
+
+
+def compile(  # type: ignore[misc]
+    model: nn.Module | Sequence[nn.Module],
     devices: Devices,
     *,
     example_inputs: Any = None,
-    loss_fn: LossFn | None = None,
-    optimizer: MakeOptimizer | None = None,
-    lr_scheduler: MakeScheduler | None = None,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
     plan: Plan | str | Path | None = None,
     mesh: MeshSizes | None = None,
     constraints: Sequence[Constraint] | Constraint = (),
@@ -162,15 +169,15 @@ def compile(
     cuts: Sequence[str] | None = None,
     recompute: bool | None = None,
     batch_norm: str = "global",
-    max_grad_norm: float | None = None,
+    max_grad_norm: Any = None,
     check_gradients: bool = True,
     nonfinite: str = "raise",
     profile_limit_s: float = 60.0,
-    seed: int | None = None,
+    seed: Any = None,
     progress: bool = False,
     start_timeout_s: float = 120.0,
     call_timeout_s: float = 600.0,
-) -> Compiled:
+) -> Any:
     """Compile ``model`` for ``devices``: plan it (or replay ``plan``), lower it, and start it.
 
     Arguments beside those of `plan`:
@@ -206,31 +213,95 @@ def compile(
       Collectives between the devices are measured once too, in some seconds.
     * ``seed``: of dropout and every other random op.
 
+    A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
+    were alone: ``loss_fn``, ``optimizer``, ``lr_scheduler``, ``max_grad_norm`` and ``seed`` may
+    then be lists with one for each, and ``example_inputs`` a list with a batch for each. With
+    ``nonfinite="leave"`` a model whose loss or gradients are not finite leaves the array.
+
     Threads that compile or plan at once take turns; under ``torchrun`` the second is refused.
 
     Raises what `plan` raises, GradientError where that check fails, and DeviceError, PlanError,
     OptimizerError or WorkerError.
     """
+    options = functools.partial(
+        _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
+        num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
+        batch_norm=batch_norm, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+        plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
+    )  # fmt: skip
+    own = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "max_grad_norm": max_grad_norm,
+        "seed": seed,
+    }
+    if isinstance(model, list | tuple):
+        return _array(model, devices, example_inputs, own, nonfinite, options, progress=progress)
     check_model(model)
-    options = CompileOptions(
-        planning=PlanOptions(
-            loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_stages=num_stages,
-            num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
-            batch_norm=batch_norm, optimizer=optimizer,
-        ),
+    assert isinstance(model, nn.Module)
+    compiler = _Compiler(model, devices, options(nonfinite=nonfinite, **own), progress=progress)
+    if example_inputs is not None:
+        return compiler.compile(example_inputs)
+    return Deferred(compiler.compile, training=model.training)
+
+
+def _options(
+    *,
+    loss_fn: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    max_grad_norm: Any,
+    seed: Any,
+    nonfinite: str,
+    start_timeout_s: float,
+    call_timeout_s: float,
+    plan: Plan | str | Path | None,
+    check_gradients: bool,
+    profile_limit_s: float,
+    array: ArrayOptions | None = None,
+    **searched: Any,
+) -> CompileOptions:
+    return CompileOptions(
+        planning=PlanOptions(loss_fn=loss_fn, optimizer=optimizer, **searched),
         running=RunOptions(
             loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed,
+            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, array=array,
             start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         ),
         plan=plan,
         check_gradients=check_gradients,
         profile_limit_s=profile_limit_s,
     )  # fmt: skip
-    compiler = _Compiler(model, devices, options, progress=progress)
-    if example_inputs is not None:
-        return compiler.compile(example_inputs)
-    return Deferred(compiler.compile, training=model.training)
+
+
+def _array(
+    models: Sequence[nn.Module],
+    devices: Devices,
+    example_inputs: Any,
+    own: Mapping[str, Any],
+    nonfinite: str,
+    options: Callable[..., CompileOptions],
+    *,
+    progress: bool,
+) -> Array:
+    """Several models as one; each part of ``own`` is one for all, or a list with one for each."""
+    check_array(models, example_inputs, options.keywords)  # type: ignore[attr-defined]
+    members = members_of(models, **own)
+
+    def start(stacked: nn.Module, captured: Captured, inputs: Any, array: ArrayOptions) -> Compiled:
+        made = options(
+            loss_fn=None, optimizer=array.models[0].optimizer, lr_scheduler=None,
+            max_grad_norm=None, seed=None, array=array,
+            nonfinite="skip" if nonfinite == LEAVE else nonfinite,
+        )  # fmt: skip
+        compiler = _Compiler(stacked, devices, made, progress=progress)
+        return compiler.compile(inputs, captured)
+
+    return Array(
+        members, example_inputs, start, nonfinite_leaves=nonfinite == LEAVE,
+        raises=nonfinite == "raise",
+    )  # fmt: skip
 
 
 _TWO_THREADS = (
@@ -254,7 +325,8 @@ class _Compiler:
         self.space = self.planning.space(len(self.devices))
         self.progress = progress
 
-    def compile(self, inputs: Any) -> Compiled:
+    def compile(self, inputs: Any, captured: Captured | None = None) -> Compiled:
+        """With what was ``captured`` already, of a model that is a graph of several."""
         limit_s = self.options.running.call_timeout_s
         with (
             in_turn(_TWO_THREADS if is_spmd() else None),
@@ -262,7 +334,8 @@ class _Compiler:
             show_progress(self.progress) as say,
         ):
             say("capture")
-            captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
+            if captured is None:
+                captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
             if self.options.check_gradients:
                 say("check gradients")
                 self._check_gradients(captured, inputs)

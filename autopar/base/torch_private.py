@@ -51,6 +51,7 @@ __all__ = [
     "overloads_named",
     "pytree",
     "without_generated_code",
+    "without_vmap_loops",
 ]
 
 
@@ -290,3 +291,18 @@ def canonical_call(
         if not is_default:
             num_needed = len(positional)
     return tuple(positional[:num_needed]), keywords
+
+
+@contextlib.contextmanager
+def without_vmap_loops() -> Iterator[None]:
+    """Let ``torch.vmap`` raise where it would run an operator row by row.
+
+    torch._C._functorch: the switch of that fallback (2.11 to 2.13).
+    """
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)

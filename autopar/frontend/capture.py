@@ -14,7 +14,7 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,6 +129,21 @@ class Signature:
 @dataclass(frozen=True, slots=True)
 class _InputSlot:
     position: int
+
+
+def signature_of_tensors(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> Signature:
+    """The signature of a call with tensors alone, by position, whose output is one tensor."""
+    return Signature(
+        in_spec=pytree.tree_structure((tuple(names), {})),
+        leaves=tuple(_InputSlot(place) for place in range(len(names))),
+        input_names=tuple(names),
+        input_shapes=tuple(shapes),
+        input_dtypes=tuple(dtypes),
+        out_spec=pytree.tree_structure(0),
+        out_leaves=(_InputSlot(0),),
+    )
 
 
 CallKey = tuple[Any, tuple[Any, ...]]

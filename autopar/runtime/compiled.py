@@ -22,6 +22,7 @@ from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint import Path
+from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
@@ -60,6 +61,10 @@ class Runner(Protocol):
     def optimizer_state_dict(self) -> dict[str, Any]: ...
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def model_states(self) -> list[ModelState]: ...
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None: ...
 
     def save(self, path: Path, *, allow_nonfinite: bool = False) -> None: ...
 
@@ -124,6 +129,7 @@ class Compiled:
             seed=seed & (2**63 - 1),
             max_grad_norm=options.max_grad_norm,
             nonfinite=NonFinite(options.nonfinite),
+            array=options.array,
         )
         self._runner: Runner
         if is_spmd():
@@ -294,6 +300,14 @@ class Compiled:
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         self._runner.load_optimizer_state_dict(state)
+
+    def model_states(self) -> list[ModelState]:
+        """Of an array: optimizer, scheduler and count of steps of each model, whole."""
+        return self._runner.model_states()
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None:
+        """Go on from what `model_states` gave."""
+        self._runner.load_model_states(states)
 
     def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
         """Write model, optimizer, schedule and seed to a folder: safetensors and plain JSON.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopar.base.errors import InputError, OptimizerError
 from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
     MakeScheduler,
@@ -26,6 +27,7 @@ class RunOptions:
     * ``nonfinite``: what becomes of a step whose loss or gradients are not finite: ``"raise"``,
       ``"skip"`` or ``"ignore"``.
     * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
+    * ``array``: how each model trains, where several are compiled as one.
     * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
 
     Raises InputError or OptimizerError.
@@ -37,6 +39,7 @@ class RunOptions:
     max_grad_norm: float | None = None
     nonfinite: str = NonFinite.RAISE
     seed: int | None = None
+    array: ArrayOptions | None = None
     start_timeout_s: float = 120.0
     call_timeout_s: float = 600.0
 

@@ -36,6 +36,7 @@ from autopar.comm.ops import (
     SHARD,
 )
 from autopar.comm.transports.base import Collectives
+from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
@@ -221,6 +222,8 @@ class ProcessMachine:
             if node.target in RAW_OPS:
                 copied.target = self._bound_raw(node)
                 copied.args, copied.kwargs = (copied.args[0],), {}
+            elif node.target is MODEL_DROPOUT:
+                copied.target = self._seeded_by_model
             elif node in random:
                 copied.target = self._seeded(node, random[node])
             else:
@@ -244,6 +247,17 @@ class ProcessMachine:
 
         seeded.__name__ = f"seeded_{node.name}"
         return seeded
+
+    def _seeded_by_model(
+        self, x: Tensor, models: Tensor, p: float, block: int, place: int, axes: str
+    ) -> tuple[Tensor, Tensor]:
+        dice, rank = self.dice, self.communicator.rank
+        generator = _default_generator(self.device)
+
+        def begin(model: int) -> None:
+            generator.manual_seed(dice.seed_of_model(model, block, place, axes, rank))
+
+        return rows_dropped(x, models, p, begin)
 
 
 def labels_of(program: RankProgram) -> set[str]:

@@ -5,12 +5,15 @@ the micro-batch, the block and which of its graphs it is in, the operator's plac
 position of the rank along the axes that split the operator (``split_axes``, written on the node
 when it was traced). Ranks that hold the same shard draw the same numbers, others draw their own; a
 step can be repeated, and its numbers are the same in whatever order a schedule runs it.
+
+Models of an array draw from seeds of their own, those that each would have alone: its run's seed,
+its own count of steps, and the place of the operator in its own graph.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -62,6 +65,17 @@ class Dice:
         self.seed = seed
         self._step_seed = 0
         self._call = (0, 0, 0)
+        self._model_seeds: tuple[int, ...] = ()
+
+    def begin_models(self, seeds: Sequence[int], steps: Sequence[int]) -> None:
+        """Start a step of each model of an array."""
+        self._model_seeds = tuple(mixed(seed, step) for seed, step in zip(seeds, steps))
+
+    def seed_of_model(self, model: int, block: int, place: int, axes: str, rank: int) -> int:
+        """Of a draw of one model: ``block`` and ``place`` are those of the model alone."""
+        split = self.mesh.axes_of(axes) if axes else ()
+        shard = self.mesh.index(rank, split)
+        return mixed(self._model_seeds[model], self._call[0], block, 0, place, shard)
 
     def begin_step(self, step: int) -> None:
         self._step_seed = mixed(self.seed, step)

@@ -25,9 +25,11 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.state import checkpoint
 from autopar.runtime.state.checks import check_state
+from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.state.shards import gather, holder, local_part
 from autopar.runtime.state.wire import pack, unpack
+from autopar.runtime.step.array import array_of, make_runtime
 from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankOptions, RankRuntime, no_optimizer
@@ -77,7 +79,7 @@ class RankService:
             self._state[name] = tensor.detach().to(self.device, copy=True)
 
     def start(self, options: RankOptions) -> None:
-        self.runtime = RankRuntime(self.program, self._state, options, self.device)
+        self.runtime = make_runtime(self.program, self._state, options, self.device)
         self._state = {}
         self.peak_memory.forget_peak()
 
@@ -151,6 +153,13 @@ class RankService:
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """None, or why nothing was taken over; alike on all ranks."""
         return _refusal(self.running.load_optimizer_state_dict, state)
+
+    def model_states(self) -> list[ModelState] | None:
+        states = array_of(self.running).model_states()
+        return states if self.rank == 0 else None
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None:
+        array_of(self.running).load_model_states(states)
 
     def save_checkpoint(self, path: str, allow_nonfinite: bool) -> str | None:
         """None, or why nothing was written; alike on all ranks."""
@@ -297,6 +306,13 @@ class LocalRunner:
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         self._require_optimizer()
         self._taken_over("load_optimizer_state_dict", state)
+
+    def model_states(self) -> list[ModelState]:
+        states: list[ModelState] = self.group.call("model_states")[0]
+        return states
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None:
+        self.group.call("load_model_states", list(states))
 
     def _require_optimizer(self) -> None:
         if self.options.optimizer is None:

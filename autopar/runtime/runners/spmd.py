@@ -25,10 +25,12 @@ from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
 from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state import checkpoint
+from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.shards import local_part
+from autopar.runtime.step.array import array_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime
-from autopar.runtime.step.rank import RankOptions, RankRuntime
+from autopar.runtime.step.rank import RankOptions
 from autopar.runtime.step.recovery import error_of_step
 
 T = TypeVar("T")
@@ -108,7 +110,7 @@ class SpmdRunner:
         try:
             with self.watch.call(COMPILE):
                 parts = own_parts(program, state, device)
-                self.runtime = RankRuntime(program, parts, agreed(options, device), device)
+                self.runtime = make_runtime(program, parts, agreed(options, device), device)
         except BaseException:
             membership.leave(self.watch)
             raise
@@ -164,6 +166,14 @@ class SpmdRunner:
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         with self.watch.call("load_optimizer_state_dict()"):
             self.runtime.load_optimizer_state_dict(state)
+
+    def model_states(self) -> list[ModelState]:
+        with self.watch.call("model_states()"):
+            return array_of(self.runtime).model_states()
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None:
+        with self.watch.call("load_model_states()"):
+            array_of(self.runtime).load_model_states(states)
 
     def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
         checkpoint.check_writable(path)

@@ -115,11 +115,13 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     programs: Sequence[ParameterProgram],
     mesh: Mesh,
+    *,
+    may_be_elsewhere: bool = False,
 ) -> torch.optim.Optimizer:
     """Build and check the user's optimizer over the trainable ``parameters`` of this device; those
-    of ``programs`` that it lacks are on other devices."""
+    of ``programs`` that it lacks are on other devices, all of them if that may be."""
     trained = [p for p in programs if p.trainable]
-    if not parameters:
+    if not parameters and not (may_be_elsewhere and trained):
         raise OptimizerError(
             "no parameter of the model gets a gradient, so there is nothing to optimize; set "
             "parameter.requires_grad_() where it should train, or leave optimizer= out"

@@ -21,7 +21,7 @@ from autopar.comm.groups import Communicator
 from autopar.lowering.types import ParameterProgram
 from autopar.runtime.state.shards import holder
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 """That of ``torch.nn.utils.clip_grad_norm_``."""
 
 
@@ -77,4 +77,4 @@ class Clipper:
 
     def factor(self, norm: Tensor) -> Tensor:
         """What to multiply every gradient with: at most 1."""
-        return (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1.0)
+        return (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)

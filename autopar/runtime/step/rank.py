@@ -31,6 +31,7 @@ from autopar.runtime.state.checks import (
     without_parameters,
 )
 from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
     MakeScheduler,
@@ -58,7 +59,8 @@ class RankOptions:
     ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
     program (tied parameters share one). ``seed`` is that of the random operators. Where
     ``max_grad_norm`` is given, gradients are clipped to it before each update. ``nonfinite``: what
-    becomes of a step whose loss or gradients are not finite.
+    becomes of a step whose loss or gradients are not finite. ``array``: how each model trains,
+    where the program is one of several.
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -67,6 +69,7 @@ class RankOptions:
     seed: int = 0
     max_grad_norm: float | None = None
     nonfinite: NonFinite = NonFinite.RAISE
+    array: ArrayOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,372 @@
+"""``Array``: several models that are trained as one, each as if it were alone.
+
+In: the models, what each trains with, and example inputs. Out: a handle that trains all of them in
+one step and gives each one back. The graph of all models (`autopar.fusion.fuse`) is planned,
+lowered and run as that of any model; a model that leaves is taken out of it, and the rest go on in
+a smaller one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import InputError, NonFiniteError
+from autopar.frontend.capture import Captured, Step, capture, check_model, split_inputs
+from autopar.frontend.targets import LossFn, find_targets
+from autopar.fusion.fuse import LOSSES, Fused, fuse
+from autopar.fusion.stacked import StackedModels, rows_of, state_of
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.state.model_optimizers import ModelState
+from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
+from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.step.array import LOSS, NORM, UPDATED
+
+LEAVE = "leave"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One model of an array, and what it trains with."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    optimizer: MakeOptimizer
+    lr_scheduler: MakeScheduler | None = None
+    max_grad_norm: float | None = None
+    seed: int = 0
+
+
+Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayOptions], Compiled]
+"""Plans, lowers and starts the graph of an array."""
+
+
+class Array:
+    """Models that train together; number ``i`` is the place of a model among those given.
+
+    Made by ``autopar.compile([model_0, ..., model_n], ...)``. A model that has left keeps its
+    number and its last state; ``active`` are the numbers of those that still train.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        example_inputs: Any,
+        start: Start,
+        *,
+        nonfinite_leaves: bool = False,
+        raises: bool = True,
+    ) -> None:
+        self.members = tuple(members)
+        self._start = start
+        self._nonfinite_leaves = nonfinite_leaves
+        self._raises = raises
+        self._batches, self.shares_batch = _batches_of(example_inputs, len(members))
+        self._captures = [
+            capture(m.model, inputs, loss_fn=m.loss_fn)
+            for m, inputs in zip(self.members, self._batches)
+        ]
+        self._steps = [_step_of(m, inputs) for m, inputs in zip(self.members, self._batches)]
+        self._states: dict[int, dict[str, Tensor]] = {}
+        self._training: dict[int, ModelState] = {}
+        self.active: tuple[int, ...] = tuple(range(len(members)))
+        self.num_skipped_steps = [0] * len(members)
+        self.grad_norms: Tensor | None = None
+        states = [{k: v.detach() for k, v in state_of(s).items()} for s in self._steps]
+        self._compiled = self._made(dict(enumerate(states)))
+
+    def _made(self, states: Mapping[int, Mapping[str, Tensor]]) -> Compiled:
+        """The active models as one, from these states."""
+        active = self.active
+        captures = [self._captures[i] for i in active]
+        models = [self.members[i].model for i in active]
+        self.fused: Fused = fuse(captures, models, shares_batch=self.shares_batch)
+        stacked = StackedModels(
+            self.fused,
+            [self._steps[i] for i in active],
+            [c.signature for c in captures],
+            [states[i] for i in active],
+        )
+        example = self._tensors([self._batches[i] for i in active])
+        return self._start(stacked, self.fused.captured, tuple(example), self._options())
+
+    def _options(self) -> ArrayOptions:
+        models = []
+        for place, index in enumerate(self.active):
+            member, capture_ = self.members[index], self._captures[index]
+            slices = {part.target: part for part in self.fused.slices[place]}
+            trained = [v for v in capture_.graph.parameters if v.differentiable]
+            order = list(state_of(self._steps[index]))
+            trained.sort(key=lambda v: order.index(str(v.target)))
+            models.append(
+                ModelOptions(
+                    trained=tuple(
+                        RowRef(name=slices[str(v.target)].name, row=slices[str(v.target)].row)
+                        for v in trained
+                    ),
+                    buffers=tuple(
+                        RowRef(name=s.name, row=s.row)
+                        for s in slices.values()
+                        if not s.is_parameter
+                    ),
+                    optimizer=member.optimizer,
+                    lr_scheduler=member.lr_scheduler,
+                    max_grad_norm=member.max_grad_norm,
+                    seed=member.seed,
+                )
+            )
+        return ArrayOptions(models=tuple(models), losses=LOSSES)
+
+    # --- training ------------------------------------------------------------------------------
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One step of every active model: its loss, in the order of ``active``.
+
+        Called with a batch, as a model is, all models train on it; called with one list that has a
+        batch for each active model (a tuple of arguments, or a mapping), each trains on its own.
+        A model whose loss or gradients are not finite holds up no other: with ``nonfinite="skip"``
+        its step has not happened, with ``"leave"`` it leaves the array with the weights that it had
+        before. With ``"raise"``, the default, the step has not happened for any, and NonFiniteError
+        names the models.
+        """
+        if not self.active:
+            raise InputError("every model has left this array, so there is nothing to train")
+        tensors = self._call_tensors(args, kwargs)
+        rows = self._compiled.train_step(*tensors)
+        self.grad_norms = rows[NORM]
+        losses, updated = rows[LOSS], rows[UPDATED].bool().tolist()
+        dtype = self.fused.captured.graph.values[self.fused.captured.graph.loss or 0].dtype
+        wrong = [index for index, took in zip(self.active, updated) if not took]
+        if wrong and self._raises:
+            bad = [i for i, norm, loss in zip(self.active, rows[NORM], losses)
+                   if not (norm.isfinite() and loss.isfinite())]  # fmt: skip
+            raise NonFiniteError(
+                f"the loss or a gradient of model {', '.join(map(str, bad))} is not finite; "
+                "nothing has changed for any model. Let it leave the array with array.leave(i) and "
+                "go on, or compile with nonfinite='leave' or 'skip', by which no model holds up "
+                "another"
+            )
+        for index in wrong:
+            self.num_skipped_steps[index] += 1
+        if wrong and self._nonfinite_leaves:
+            self.leave(*wrong)
+        return losses.to(dtype)
+
+    def _call_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        is_own = len(args) == 1 and not kwargs and _is_list_of_batches(args[0], len(self.active))
+        if not is_own:
+            signature = self._captures[self.active[0]].signature
+            tensors = signature.flatten(args, kwargs)
+            if self.shares_batch:
+                return tensors
+            return [t.unsqueeze(0).expand(len(self.active), *t.shape) for t in tensors]
+        if self.shares_batch:
+            raise InputError(
+                "this array was compiled for one batch that all models share, and is given a list "
+                "of batches; compile it with example_inputs=[batch_0, ..., batch_n], a batch for "
+                "each model, in which case train_step takes both"
+            )
+        return self._tensors(args[0])
+
+    def _tensors(self, batches: Sequence[Any]) -> list[Tensor]:
+        """The array's inputs from a batch for each active model."""
+        signatures = [self._captures[i].signature for i in self.active]
+        if self.shares_batch:
+            return signatures[0].flatten(*split_inputs(batches[0]))
+        flat = [s.flatten(*split_inputs(b)) for s, b in zip(signatures, batches)]
+        return [torch.stack(list(tensors)) for tensors in zip(*flat)]
+
+    def leave(self, *numbers: int) -> None:
+        """Let models leave, done or diverged: each keeps its state, the others go on as they are.
+
+        What the models held is given back; the rest are compiled as a smaller array.
+        """
+        for index in numbers:
+            if index not in self.active:
+                raise InputError(
+                    f"model {index} does not train in this array any more; those that do are "
+                    f"{list(self.active)}"
+                )
+        states = {i: self._state(i) for i in self.active}
+        training = dict(zip(self.active, self._compiled.model_states()))
+        for index in numbers:
+            self._states[index], self._training[index] = states[index], training[index]
+        self._compiled.close()
+        self.active = tuple(i for i in self.active if i not in numbers)
+        if self.active:
+            self._compiled = self._made(states)
+            self._compiled.load_model_states([training[i] for i in self.active])
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _state(self, index: int) -> dict[str, Tensor]:
+        """A model's tensors by the names in its graph."""
+        held = self._compiled.full_state_dict()
+        rows = rows_of(self.fused.slices[self.active.index(index)], held)
+        return {name: tensor.clone() for name, tensor in rows.items()}
+
+    def state_dict(self, index: int) -> dict[str, Tensor]:
+        """A model's present weights and buffers, under the keys of its own ``state_dict()``."""
+        self._check(index)
+        state = self._state(index) if index in self.active else self._states[index]
+        aliases = dict(self._captures[index].graph.aliases)
+        own = self.members[index].model.state_dict()
+        return {key: state[aliases.get(key, key)] for key in own if aliases.get(key, key) in state}
+
+    def model(self, index: int) -> nn.Module:
+        """A copy of a model with its present weights and buffers."""
+        state = self.state_dict(index)
+        model = copy.deepcopy(self.members[index].model)
+        model.load_state_dict(state)
+        return model
+
+    def optimizer_state_dict(self, index: int) -> dict[str, Any]:
+        """What ``state_dict()`` of the model's own optimizer would give, alone."""
+        self._check(index)
+        if index in self.active:
+            training = self._compiled.model_states()[self.active.index(index)]
+        else:
+            training = self._training[index]
+        return training.optimizer
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self.members):
+            raise InputError(
+                f"there is no model {index} in an array of {len(self.members)}; numbers begin at 0"
+            )
+
+    @property
+    def num_models(self) -> int:
+        """Of those that were compiled, those that have left included."""
+        return len(self.members)
+
+    @property
+    def compiled(self) -> Compiled:
+        """The program of the active models, with its plan."""
+        return self._compiled
+
+    @property
+    def plan(self) -> Any:
+        return self._compiled.plan
+
+    def report(self) -> str:
+        """What is fused, the plan, and what was measured since."""
+        return f"{self.fused.describe()}\n{self._compiled.report()}"
+
+    def close(self) -> None:
+        """End the workers, or leave the process group if it was joined here."""
+        self._compiled.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _step_of(member: Member, inputs: Any) -> Step:
+    args, kwargs = split_inputs(inputs)
+    targets = None
+    if member.loss_fn is not None:
+        targets = find_targets(member.loss_fn, member.model, args, kwargs)
+    return Step(member.model, member.loss_fn, targets, with_loss=True)
+
+
+def _is_list_of_batches(inputs: Any, num: int) -> bool:
+    """A batch for each model; a list of tensors is one batch's positional arguments."""
+    return (
+        isinstance(inputs, list)
+        and len(inputs) == num
+        and all(isinstance(b, tuple | Mapping) for b in inputs)
+    )
+
+
+def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:
+    """A batch for each model, and whether it is the same for all."""
+    if _is_list_of_batches(example_inputs, num):
+        return list(example_inputs), False
+    return [example_inputs] * num, True
+
+
+_NOT_OF_ARRAYS = ("num_microbatches", "num_stages", "schedule", "cuts", "recompute")
+
+
+def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[str, Any]) -> None:
+    """Raise InputError for what cannot be compiled as an array."""
+    if not models:
+        raise InputError("the list of models is empty; pass at least one torch.nn.Module")
+    for model in models:
+        check_model(model)
+    if len({id(m) for m in models}) < len(models):
+        raise InputError(
+            "the same model is in the list twice: each model of an array has parameters of its "
+            "own; pass copy.deepcopy(model) for the second"
+        )
+    if example_inputs is None:
+        raise InputError(
+            "an array is compiled at once: pass example_inputs=, a batch for all models or a list "
+            "with a batch for each"
+        )
+    given = [name for name in _NOT_OF_ARRAYS if keywords.get(name) not in (None, 1)]
+    if given:
+        raise InputError(
+            f"{given[0]}={keywords[given[0]]!r}: an array of models has no pipeline and no "
+            "micro-batches; leave it out, and the models and their batches are split over devices"
+        )
+
+
+def members_of(
+    models: Sequence[nn.Module],
+    *,
+    loss_fn: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    max_grad_norm: Any,
+    seed: Any,
+) -> list[Member]:
+    """Each model with its own of what is given as a list, or with what is given for all."""
+    num = len(models)
+    default_seed = torch.initial_seed() & (2**63 - 1)
+    columns = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "max_grad_norm": max_grad_norm,
+        "seed": seed,
+    }
+    rows = {name: _each(name, given, num) for name, given in columns.items()}
+    members = []
+    for place, model in enumerate(models):
+        given = {name: row[place] for name, row in rows.items()}
+        if given["optimizer"] is None:
+            raise InputError(
+                "the models of an array are compiled to be trained: pass optimizer=, one for all "
+                "or a list with one for each, such as "
+                "[functools.partial(torch.optim.AdamW, lr=lr) for lr in (1e-3, 3e-4)]"
+            )
+        number = given.pop("seed")
+        seed_ = default_seed if number is None else number & (2**63 - 1)
+        members.append(Member(model=model, seed=seed_, **given))
+    return members
+
+
+def _each(name: str, given: Any, num: int) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        return [given] * num
+    if len(given) != num:
+        raise InputError(
+            f"{name} has {len(given)} entries for {num} models; pass one for all, or a list with "
+            "one for each"
+        )
+    return list(given)

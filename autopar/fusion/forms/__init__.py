@@ -1,0 +1,1 @@
+"""Fused forms of operators, one file an op family."""

@@ -1,0 +1,81 @@
+"""Attention: the models are further rows of the batch; with dropout, of products by model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autopar.fusion.forms.base import Call, Results, aten, form
+from autopar.fusion.forms.dropout import dropped
+from autopar.fusion.lanes import Operand
+from autopar.ir.graph import Ref
+
+_BOOL = torch.bool
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+@form("rows of all models", _ATTENTION)
+def attention_form(call: Call) -> Results | None:
+    """``[B n, h, s, d]`` at once, where nothing is dropped."""
+    if call.draw is not None or any(rank != 4 for rank in call.ranks[:3]):
+        return None
+    query, key, value = (call.fold(call.at(place, 0), 0) for place in range(3))
+    mask = _mask(call)
+    if mask is not None and len(call.shape(mask)) == 5:
+        size = call.shape(mask)
+        rows = call.shape(query)[0] // call.num
+        if size[1] != rows:
+            mask = call.expand(mask, (size[0], rows, *size[2:]))
+        mask = call.fold(mask, 0)
+    out = call.emit(
+        aten.scaled_dot_product_attention.default, query, key, value, mask, 0.0,
+        call.argument("is_causal"), scale=call.argument("scale"),
+        enable_gqa=call.argument("enable_gqa"),
+    )  # fmt: skip
+    return (Operand(call.unfold(out, 0, call.num), 0),)
+
+
+def _mask(call: Call) -> Ref | None:
+    """The mask: shared where it is the same for all models, and for all rows of the batch."""
+    place = call.operand_of("attn_mask")
+    if place is None:
+        return None
+    operand, rank = call.operands[place], call.ranks[place]
+    if operand.dim is None and (rank < 4 or call.shape(operand.ref)[0] == 1):
+        return operand.ref
+    mask = call.at(place, 0)
+    size = call.shape(mask)
+    return call.reshape(mask, (size[0], *(1,) * (4 - rank), *size[1:]))
+
+
+@form("products, dropout by model", _ATTENTION)
+def dropped_attention_form(call: Call) -> Results | None:
+    """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes it where it drops."""
+    if call.draw is None or call.argument("enable_gqa"):
+        return None
+    query, key, value = (call.at(place, 0) for place in range(3))
+    size, width = call.shape(query), call.shape(query)[-1]
+    scale = call.argument("scale") or 1 / math.sqrt(width)
+    turned = call.emit(aten.transpose.int, key, -2, -1)
+    left = call.emit(aten.mul.Tensor, query, math.sqrt(scale))
+    right = call.emit(aten.mul.Tensor, turned, math.sqrt(scale))
+    scores = call.emit(aten.matmul.default, left, right)
+    if call.argument("is_causal"):
+        rows, columns = size[-2], call.shape(key)[-2]
+        ones = call.emit(aten.ones.default, (rows, columns), dtype=_BOOL)
+        upper = call.emit(aten.triu.default, ones, 1)
+        scores = call.emit(aten.masked_fill.Scalar, scores, upper, -math.inf)
+    place = call.operand_of("attn_mask")
+    if place is not None:
+        mask = _mask(call)
+        assert mask is not None
+        if call.builder.value(mask).dtype is _BOOL:
+            without = call.emit(aten.logical_not.default, mask)
+            scores = call.emit(aten.masked_fill.Scalar, scores, without, -math.inf)
+        else:
+            scores = call.emit(aten.add.Tensor, scores, mask)
+    shares = call.emit(aten.softmax.int, scores, -1)
+    kept, _ = dropped(call, shares, call.argument("dropout_p"))
+    return (Operand(call.emit(aten.matmul.default, kept, value), 0),)

@@ -1,0 +1,31 @@
+"""Dropout: each model draws from its own stream, as it does alone."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.fusion.forms.base import Call, Results, aten, form
+from autopar.fusion.lanes import Operand
+from autopar.ir.graph import Ref, ValueKind
+from autopar.ir.model_dropout import MODEL_DROPOUT
+
+
+def dropped(call: Call, x: Ref, p: float) -> tuple[Ref, Ref]:
+    """``x``, with the models along dimension 0, dropped model by model; and what was kept."""
+    assert call.draw is not None
+    models = call.builder.add(
+        ValueKind.CONSTANT, "models", (call.num,), torch.int64, fixed=True,
+        data=torch.tensor(call.models),
+    )  # fmt: skip
+    kept, mask = call.emit(MODEL_DROPOUT, x, models, p, call.draw.block, call.draw.place, "")
+    return kept, mask
+
+
+@form("dropout by model", "aten.native_dropout.default")
+def dropout_form(call: Call) -> Results | None:
+    """The dropout of each model, seeded by itself; what drops nothing stays as it is."""
+    if call.draw is None:
+        ones = call.emit(aten.ones_like.default, call.operands[0].ref, dtype=torch.bool)
+        return call.operands[0], Operand(ones, call.operands[0].dim)
+    kept, mask = dropped(call, call.at(0, 0), call.argument("p"))
+    return Operand(kept, 0), Operand(mask, 0)

@@ -1,0 +1,41 @@
+"""Any operator that ``torch.vmap`` has a batching rule for: what that calls of ATen."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.torch_private import without_vmap_loops
+from autopar.fusion.builder import replay
+from autopar.fusion.forms.base import Call, Results, aten
+from autopar.fusion.lanes import Operand
+from autopar.ir.graph import Ref
+from autopar.rules.local import call_op
+
+
+def vmap_form(call: Call) -> Results | None:
+    """The operator under ``torch.vmap`` along the models; None where it has no rule of its own."""
+
+    def one(*operands: Tensor) -> Any:
+        args, kwargs = call.op.bind(list(operands))
+        if call.op.target_name == "aten.view.default":  # stacked values have other strides
+            return aten.reshape.default(*args)
+        return call_op(call.op, args, kwargs)
+
+    operands = [o.ref for o in call.operands]
+    dims = tuple(o.dim for o in call.operands)
+    batched = torch.vmap(one, in_dims=dims, out_dims=0)
+    try:
+        with warnings.catch_warnings(), without_vmap_loops():
+            warnings.simplefilter("ignore")
+            result = replay(call.builder, batched, *operands)
+    except (RuntimeError, ValueError, NotImplementedError, TypeError):
+        return None
+    if result is None:
+        return None
+    if isinstance(result, Ref):
+        return (Operand(result, 0),)
+    return tuple(Operand(r, 0) if isinstance(r, Ref) else None for r in result)

@@ -1,0 +1,69 @@
+"""Element-wise operators: themselves, on stacked operands that broadcast as the models' own do."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.fusion.forms.base import Call, Results, aten
+from autopar.fusion.lanes import Operand
+from autopar.ir.graph import Ref
+
+_ALSO = frozenset(
+    {
+        "aten.clone.default",
+        "aten.contiguous.default",
+        "aten._to_copy.default",
+        "aten.to.dtype",
+        "aten.detach.default",
+        "aten.masked_fill.Scalar",
+        "aten.masked_fill.Tensor",
+        "aten.gelu.default",
+        "aten.where.self",
+        "aten.zeros_like.default",
+        "aten.ones_like.default",
+        "aten.full_like.default",
+        "aten.rsub.Tensor",
+    }
+)
+
+
+def is_pointwise(call: Call) -> bool:
+    tags = getattr(call.op.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return torch.Tag.pointwise in tags or call.op.target_name in _ALSO
+
+
+def pointwise_form(call: Call) -> Results | None:
+    """The same operator, the models along the dimension where its largest operand has them."""
+    rank = call.out_ranks[0]
+    full = [o for o, r in zip(call.operands, call.ranks) if o.dim is not None and r == rank]
+    dim = full[0].dim if full else 0
+    if dim is None or dim > rank or len(call.out_ranks) != 1:
+        return None
+    operands = [_placed(call, place, rank, dim) for place in range(len(call.operands))]
+    args, kwargs = call.op.bind(operands)
+    kwargs.pop("memory_format", None)
+    result = call.emit(call.op.target, *args, **kwargs)
+    size = call.shape(result)
+    if len(size) != rank + 1:  # every operand was shared or of fewer dimensions
+        return None
+    return (Operand(result, dim),)
+
+
+def _placed(call: Call, place: int, rank: int, dim: int) -> Ref:
+    """An operand that broadcasts against ``rank + 1`` dimensions with the models along ``dim``."""
+    operand, own = call.operands[place], call.ranks[place]
+    if operand.dim is None:
+        if own <= rank - dim:
+            return operand.ref
+        return call.emit(aten.unsqueeze.default, operand.ref, dim + own - rank)
+    if own == rank:
+        return call.moved(operand, dim)
+    front = call.moved(operand, 0)
+    missing = rank - own
+    ones = (1,) * missing
+    size = call.shape(front)
+    if missing < dim:
+        return call.moved(Operand(front, 0), dim - missing)
+    return call.reshape(front, (*ones[:dim], size[0], *ones[dim:], *size[1:]))

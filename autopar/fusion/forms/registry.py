@@ -1,0 +1,28 @@
+"""All forms, imported once, and which of them a call is offered, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.frontend.reader import is_random
+from autopar.fusion.forms import (  # noqa: F401 - they register themselves
+    attention,
+    convolution,
+    dropout,
+    embedding,
+    losses,
+    normalization,
+    products,
+)
+from autopar.fusion.forms.base import FORMS, Call, Form
+from autopar.fusion.forms.generic import vmap_form
+from autopar.fusion.forms.pointwise import is_pointwise, pointwise_form
+
+
+def forms_of(call: Call) -> Iterator[tuple[str, Form]]:
+    """By name: those of the op's family, element-wise, then what ``torch.vmap`` makes of it."""
+    yield from FORMS.get(call.op.target_name, ())
+    if is_pointwise(call):
+        yield "element by element", pointwise_form
+    if call.draw is None or not is_random(call.op.target):
+        yield "vmap", vmap_form

@@ -1,0 +1,142 @@
+"""The models of an array as one module in eager mode: what the array's graph must compute.
+
+Its parameters and buffers are the array's tensors, under the array's names; its forward pass runs
+the models themselves, one after the other, on their rows of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.torch_private import pytree
+from autopar.frontend.capture import Signature, Step
+from autopar.frontend.reader import loss_fn_name
+from autopar.fusion.fuse import LOSSES, Fused, Slice
+
+
+class _Calls:
+    """The models themselves, and how each is called: the same in every copy of what holds them,
+    which has all their tensors itself."""
+
+    def __init__(self, steps: Sequence[Step], signatures: Sequence[Signature]) -> None:
+        self.steps, self.signatures = tuple(steps), tuple(signatures)
+
+    def __deepcopy__(self, _: Any) -> _Calls:
+        return self
+
+
+class StackedModels(nn.Module):
+    """B models over stacked tensors; returns the sum of their losses."""
+
+    def __init__(
+        self,
+        fused: Fused,
+        steps: Sequence[Step],
+        signatures: Sequence[Signature],
+        states: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        """``states``: each model's tensors by the names that its graph has for them."""
+        super().__init__()
+        self.fused_slices = fused.slices
+        self.shares_batch = fused.shares_batch
+        self.calls = _Calls(steps, signatures)
+        self._names: dict[str, str] = {}
+        for name, rows in _rows_of(fused.slices).items():
+            tensors = [states[model][part.target] for model, part in rows]
+            first = rows[0][1]
+            data = tensors[0].detach().clone()
+            if first.row is not None:
+                data = torch.stack([t.detach() for t in tensors])
+            self._keep(name, data, first)
+        loss = fused.captured.graph.values[fused.captured.graph.loss or 0]
+        self._keep(LOSSES, torch.zeros(len(steps), dtype=loss.dtype), None)
+        self.train(steps[0].training)
+
+    def _keep(self, name: str, data: Tensor, part: Slice | None) -> None:
+        attribute = f"t{len(self._names)}"
+        self._names[attribute] = name
+        if part is not None and part.is_parameter:
+            trains = part.is_trained
+            self.register_parameter(attribute, nn.Parameter(data, requires_grad=trains))
+        else:
+            self.register_buffer(attribute, data)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the array's names."""
+        for key, value in self._parameters.items():
+            assert value is not None
+            yield self._names[key], value
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Under the array's names."""
+        for key, value in self._buffers.items():
+            assert value is not None
+            yield self._names[key], value
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Under the array's names."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        losses = []
+        for model, (step, signature) in enumerate(zip(self.calls.steps, self.calls.signatures)):
+            own = tensors if self.shares_batch else [t[model] for t in tensors]
+            leaves = [
+                own[leaf.position] if hasattr(leaf, "position") else leaf
+                for leaf in signature.leaves
+            ]
+            args, kwargs = pytree.tree_unflatten(leaves, signature.in_spec)
+            state = _named_for(step, rows_of(self.fused_slices[model], held))
+            out = torch.func.functional_call(step, state, args, kwargs, tie_weights=True)
+            losses.append(out[0].reshape(()))
+        vector = torch.stack(losses)
+        held[LOSSES].copy_(vector.detach())
+        return vector.sum()
+
+
+def rows_of(slices: Sequence[Slice], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One model's tensors by the model's own names: views of the array's."""
+    return {
+        part.target: held[part.name] if part.row is None else held[part.name][part.row]
+        for part in slices
+    }
+
+
+def state_of(step: Step) -> dict[str, Tensor]:
+    """A model's tensors, and those of its loss function, by the names that a graph has for them."""
+    state: dict[str, Tensor] = {}
+    for owner, name_of in ((step.model, str), (step.loss_fn, loss_fn_name)):
+        if isinstance(owner, nn.Module):
+            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+                state[name_of(name)] = tensor
+    return state
+
+
+def _named_for(step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = loss_fn_name("")
+    return {
+        f"loss_fn.{name.removeprefix(prefix)}" if name.startswith(prefix) else f"model.{name}": x
+        for name, x in state.items()
+    }
+
+
+def _rows_of(
+    slices: Sequence[Sequence[Slice]],
+) -> dict[str, list[tuple[int, Slice]]]:
+    """Per tensor of the array, the models that have rows of it, in the order of the rows."""
+    found: dict[str, list[tuple[int, Slice]]] = {}
+    for model, own in enumerate(slices):
+        for part in own:
+            found.setdefault(part.name, []).append((model, part))
+    for rows in found.values():
+        rows.sort(key=lambda pair: pair[1].row or 0)
+    return found

@@ -1,0 +1,244 @@
+"""The optimizers of an array: one of torch's own for each model, over its rows of the parameters.
+
+torch's optimizers have no hyper-parameters by row, and a copy of their formulas with vectors would
+equal them to rounding at best and go stale with each release. A row of a stacked parameter is a
+contiguous view, so each model's own optimizer, made by the user's own function, updates it in place
+by the kernel that it would have alone: to the last bit, whatever its class, groups,
+hyper-parameters and scheduler are. The price is one call of the optimizer for each model instead of
+one for all.
+
+Where the models are split over devices, a model's parameters on other devices are stood in for and
+forgotten, as those of other pipeline stages are; its groups and its scheduler go on everywhere
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.comm.groups import Communicator
+from autopar.ir.placement import Placements, R, S, State
+from autopar.lowering.types import ParameterProgram
+from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
+from autopar.runtime.state.optimizers import is_like_parameter, make_optimizer, update
+from autopar.runtime.state.shards import local_part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """What one model's training holds beside its tensors: ``optimizer`` is in torch's own form,
+    by the places of its trained parameters; ``num_steps`` counts its updates."""
+
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    num_steps: int
+
+
+class ModelOptimizers:
+    """One rank's rows of the parameters, and an optimizer a model over them."""
+
+    def __init__(
+        self,
+        options: ArrayOptions,
+        programs: Mapping[str, ParameterProgram],
+        parameters: Mapping[str, nn.Parameter],
+        communicator: Communicator,
+    ) -> None:
+        self.options = options
+        self.programs = programs
+        self.parameters = parameters
+        self.communicator = communicator
+        stacked = _stacked_names(options)
+        self.models_of = {
+            name: _local_rows(programs[name], communicator, stacked[name])
+            for name in programs
+            if name in stacked
+        }
+        self.rows: list[dict[int, nn.Parameter]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.group_places: list[list[list[int]]] = []
+        for model, own in enumerate(options.models):
+            rows = self._rows(model, own)
+            self.rows.append(rows)
+            optimizer = self._made(own, rows)
+            self.optimizers.append(optimizer)
+            self.group_places.append(_places(own, self.programs))
+            make = own.lr_scheduler
+            self.schedulers.append(None if make is None else make(optimizer))
+
+    def _rows(self, model: int, own: ModelOptions) -> dict[int, nn.Parameter]:
+        """The model's trained parameters that lie here, by their place among all of its own."""
+        found = {}
+        for place, ref in enumerate(own.trained):
+            data = self.parameters[ref.name].detach()
+            local = self.local_row(ref)
+            if local is not None:
+                found[place] = nn.Parameter(data if ref.row is None else data[local])
+        return found
+
+    def local_row(self, ref: RowRef) -> int | None:
+        """Where a row lies on this rank; None where it does not. Tensors of one model are row 0."""
+        if ref.row is None:
+            return 0
+        rows = self.models_of[ref.name]
+        return rows.index(ref.row) if ref.row in rows else None
+
+    def _made(self, own: ModelOptions, rows: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+        programs = [
+            replace(_program_of_row(self.programs[ref.name], ref), name=str(place))
+            for place, ref in enumerate(own.trained)
+        ]
+        named = {str(place): row for place, row in rows.items()}
+        mesh = self.communicator.mesh
+        return make_optimizer(own.optimizer, named, programs, mesh, may_be_elsewhere=True)
+
+    def set_gradients(self, model: int, factor: Tensor | None) -> None:
+        """Give a model's rows their gradients, scaled where they are clipped."""
+        for place, row in self.rows[model].items():
+            ref = self.options.models[model].trained[place]
+            whole = self.parameters[ref.name].grad
+            gradient = whole
+            if whole is not None and ref.row is not None:
+                gradient = whole[self.local_row(ref)]
+            if gradient is not None and factor is not None:
+                gradient = gradient * factor
+            row.grad = gradient
+
+    def step(self, model: int, loss: float) -> None:
+        """Update one model, and its scheduler."""
+        update(self.optimizers[model])
+        scheduler = self.schedulers[model]
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(loss)
+        elif scheduler is not None:
+            scheduler.step()
+        for row in self.rows[model].values():
+            row.grad = None
+
+    # --- state -----------------------------------------------------------------------------
+
+    def states(self, num_steps: Sequence[int], porter: Porter) -> list[ModelState]:
+        """Of each model, whole, on every rank. Collective."""
+        own_scalars: dict[tuple[int, int, str], Any] = {}
+        own_tensors: dict[tuple[int, int, str], torch.dtype] = {}
+        for model, rows in enumerate(self.rows):
+            for place, row in rows.items():
+                for key, value in self.optimizers[model].state.get(row, {}).items():
+                    if is_like_parameter(value, row):
+                        own_tensors[model, place, key] = value.dtype
+                    else:
+                        own_scalars[model, place, key] = value
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (own_scalars, own_tensors))
+        scalars = {k: v for found, _ in reversed(gathered) for k, v in found.items()}
+        tensors = {k: v for _, found in reversed(gathered) for k, v in found.items()}
+        wholes: dict[tuple[str, str], Tensor] = {}
+        for (model, place, key), dtype in sorted(tensors.items()):
+            name = self.options.models[model].trained[place].name
+            if (name, key) not in wholes:
+                wholes[name, key] = self._whole(name, key, dtype, porter)
+        states: list[dict[int, dict[str, Any]]] = [{} for _ in self.rows]
+        for (model, place, key), value in scalars.items():
+            states[model].setdefault(place, {})[key] = value
+        for model, place, key in tensors:
+            ref = self.options.models[model].trained[place]
+            whole = wholes[ref.name, key]
+            part = whole if ref.row is None else whole[ref.row]
+            states[model].setdefault(place, {})[key] = part.clone()
+        return [self._state(model, states[model], num_steps[model]) for model in range(len(states))]
+
+    def _whole(self, name: str, key: str, dtype: torch.dtype, porter: Porter) -> Tensor:
+        """One kind of state of all models' rows of a parameter; zeros where a model has none."""
+        local = torch.zeros_like(self.parameters[name].detach(), dtype=dtype)
+        for model, rows in enumerate(self.rows):
+            for place, row in rows.items():
+                ref = self.options.models[model].trained[place]
+                value = self.optimizers[model].state.get(row, {}).get(key)
+                if ref.name == name and is_like_parameter(value, row):
+                    (local if ref.row is None else local[self.local_row(ref)]).copy_(value)
+        program = self.programs[name]
+        return porter.whole(local, program.stored, program.shape)
+
+    def _state(self, model: int, state: dict[int, dict[str, Any]], num_steps: int) -> ModelState:
+        optimizer = self.optimizers[model]
+        groups = [
+            {**{k: v for k, v in g.items() if k != "params"}, "params": list(places)}
+            for g, places in zip(optimizer.param_groups, self.group_places[model])
+        ]
+        scheduler = self.schedulers[model]
+        return ModelState(
+            optimizer={"state": state, "param_groups": groups},
+            scheduler=None if scheduler is None else scheduler.state_dict(),
+            num_steps=num_steps,
+        )
+
+    def load(self, states: Sequence[ModelState]) -> None:
+        """Go on from what `states` gave, on any devices."""
+        mesh, rank = self.communicator.mesh, self.communicator.rank
+        for model, given in enumerate(states):
+            optimizer = self.optimizers[model]
+            for group, saved in zip(optimizer.param_groups, given.optimizer["param_groups"]):
+                group.update((k, v) for k, v in saved.items() if k != "params")
+            for place, row in self.rows[model].items():
+                ref = self.options.models[model].trained[place]
+                program = _program_of_row(self.programs[ref.name], ref)
+                for key, value in given.optimizer["state"].get(place, {}).items():
+                    if isinstance(value, Tensor) and tuple(value.shape) == program.shape != ():
+                        value = local_part(value, program.stored, mesh, rank).to(row.device)
+                    if isinstance(value, Tensor):
+                        value = value.clone()
+                    optimizer.state[row][key] = value
+            if self.schedulers[model] is not None and given.scheduler is not None:
+                self.schedulers[model].load_state_dict(given.scheduler)
+
+
+def _places(own: ModelOptions, programs: Mapping[str, ParameterProgram]) -> list[list[int]]:
+    """Which of a model's parameters, by place, each group of its optimizer has."""
+    every = [
+        nn.Parameter(torch.empty(_program_of_row(programs[r.name], r).shape, device="meta"))
+        for r in own.trained
+    ]
+    numbers = {id(p): place for place, p in enumerate(every)}
+    groups = own.optimizer(every).param_groups
+    return [[numbers[id(p)] for p in group["params"]] for group in groups]
+
+
+def _stacked_names(options: ArrayOptions) -> dict[str, bool]:
+    """Of each trained tensor, whether it is stacked."""
+    return {ref.name: ref.row is not None for own in options.models for ref in own.trained}
+
+
+def _local_rows(
+    program: ParameterProgram, communicator: Communicator, is_stacked: bool
+) -> list[int]:
+    """The rows of a stacked parameter that lie here, in their order; -1 for padding."""
+    if not is_stacked:
+        return []
+    ones = (1,) * (len(program.shape) - 1)
+    numbers = torch.arange(1, program.shape[0] + 1).view(-1, *ones).expand(program.shape)
+    part = local_part(numbers, program.stored, communicator.mesh, communicator.rank)
+    while part.dim() > 1:
+        part = part[:, 0]
+    return [int(number) - 1 for number in part]
+
+
+def _program_of_row(program: ParameterProgram, ref: RowRef) -> ParameterProgram:
+    """A model's parameter as its own program would have it."""
+    if ref.row is None:
+        return program
+    return replace(program, shape=program.shape[1:], stored=_of_row(program.stored))
+
+
+def _of_row(stored: Placements) -> Placements:
+    return tuple(
+        p if p.state is not State.SHARD else R if p.dim == 0 else S(p.dim - 1, p.outer)
+        for p in stored
+    )

@@ -1,0 +1,153 @@
+"""A rank of an array: a program of several models, each trained as if it were alone.
+
+In: as `autopar.runtime.step.rank.RankRuntime`, and how each model trains. A step returns a row of
+numbers a model instead of a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.lowering.types import RankProgram
+from autopar.runtime.machine.randomness import kept_generators
+from autopar.runtime.state.model_optimizers import ModelOptimizers, ModelState
+from autopar.runtime.state.model_options import ArrayOptions
+from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.step.diagnosis import StepRefused
+from autopar.runtime.step.model_updates import ModelUpdates
+from autopar.runtime.step.rank import RankOptions, RankRuntime
+from autopar.runtime.step.updates import Updates
+
+LOSS, NORM, UPDATED = 0, 1, 2
+"""Rows of what a step of an array returns, float64: one number a model in each."""
+
+
+class ArrayRuntime(RankRuntime):
+    """One rank of an array's program; ``options.array`` is given."""
+
+    updates: ModelUpdates
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: Mapping[str, Tensor],
+        options: RankOptions,
+        device: torch.device,
+    ) -> None:
+        assert options.array is not None
+        self.array: ArrayOptions = options.array
+        self.model_steps = [0] * self.array.num_models
+        super().__init__(program, state, options, device)
+        (self._losses,) = (b.value for b in program.buffers if b.name == self.array.losses)
+
+    def _make_optimizer(self, make: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+        self.models = ModelOptimizers(
+            self.array, self._programs, self._parameters, self.communicator
+        )
+
+    def _make_updates(self) -> Updates:
+        trained = self._trainable()
+        return ModelUpdates(
+            self.models,
+            {p.value: self._parameters[p.name] for p in trained},
+            {p.value: p.name for p in trained},
+            self.communicator,
+            trained,
+            self.options.nonfinite,
+        )
+
+    @torch.no_grad()
+    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+        """Forward, backward and each model's update: ``[3, models]``, by LOSS, NORM and UPDATED."""
+        batches = [
+            self.inputs(self.program, tensors, index, local=local)
+            for index in range(self.program.num_microbatches)
+        ]
+        bound = self._training
+        self.updates.begin_step()
+        self.recovery.begin_step()
+        with self._model_dice(bound.is_random), self._run_by(self.recovery):
+            result = bound.executor.step(
+                bound.parameters, bound.held(self._buffers), batches, self.updates
+            )
+        losses = result.buffers[self._losses]
+        has_updated = self.updates.end_models(result.reductions, losses)
+        failed = None if has_updated else self.recovery.failed_step(self.num_steps + 1)
+        if failed is not None:
+            bound.executor.fixed.clear()
+            self.updates.begin_step()
+            raise StepRefused(failed)
+        updated = self.updates.updated
+        if has_updated:
+            self.num_steps += 1
+            self.model_steps = [n + u for n, u in zip(self.model_steps, updated)]
+            self._take_buffers({bound.buffers[v]: x for v, x in result.buffers.items()})
+            self._forget_fixed(self._forwards.values())
+        self.num_skipped_steps += len(updated) - sum(updated)
+        if self.device.type == "cpu":
+            self._freed_memory.after_step()
+        norms = self.updates.norms
+        assert norms is not None
+        rows = [losses.double().cpu(), norms, torch.tensor(updated, dtype=torch.float64)]
+        return torch.stack(rows)
+
+    def _take_buffers(self, following: Mapping[str, Tensor]) -> None:
+        """The next buffers, but for those of models that were not updated."""
+        self._buffers[self.array.losses] = following[self.array.losses]
+        held = [model for model, took in enumerate(self.updates.updated) if not took]
+        kept = {ref.name: ref.row for m in held for ref in self.array.models[m].buffers}
+        for name, new in following.items():
+            if name in kept and held:
+                new = self._without(name, new, held)
+            self._buffers[name] = new
+
+    def _without(self, name: str, new: Tensor, held: Sequence[int]) -> Tensor:
+        old, merged = self._buffers[name], new.clone()
+        for model in held:
+            for ref in self.array.models[model].buffers:
+                if ref.name == name and ref.row is None:
+                    return old
+                if ref.name == name:
+                    merged[ref.row] = old[ref.row]
+        return merged
+
+    @contextlib.contextmanager
+    def _model_dice(self, is_random: bool) -> Any:
+        if not is_random:
+            yield
+            return
+        self.machine.dice.begin_step(self.num_steps)
+        self.machine.dice.begin_models([m.seed for m in self.array.models], self.model_steps)
+        with kept_generators(self.device):
+            yield
+
+    def model_states(self) -> list[ModelState]:
+        """What each model's training holds beside its tensors, on every rank. Collective."""
+        return self.models.states(self.model_steps, self.porter)
+
+    def load_model_states(self, states: Sequence[ModelState]) -> None:
+        """Go on from what `model_states` gave."""
+        self.models.load(states)
+        self.model_steps = [state.num_steps for state in states]
+
+
+def make_runtime(
+    program: RankProgram,
+    state: Mapping[str, Tensor],
+    options: RankOptions,
+    device: torch.device,
+) -> RankRuntime:
+    """A rank of one model's program, or of an array's."""
+    kind = RankRuntime if options.array is None else ArrayRuntime
+    return kind(program, state, options, device)
+
+
+def array_of(runtime: RankRuntime) -> ArrayRuntime:
+    """The runtime, which is one of an array."""
+    assert isinstance(runtime, ArrayRuntime)
+    return runtime

@@ -1,0 +1,118 @@
+"""Updates of an array: each model's own, and none for a model whose step is not finite.
+
+In: the gradients of all models, stacked. Out: updated rows. Models are told apart by what their own
+gradients are: one number a model, the norm of its gradients, is summed over the ranks; it says
+whether the model's step is finite, and clips it. With ``nonfinite="raise"`` nobody is updated where
+one model's step is not finite, with ``"skip"`` nobody but that model is held up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.comm.groups import Communicator
+from autopar.lowering.types import ParameterProgram
+from autopar.runtime.state.model_optimizers import ModelOptimizers
+from autopar.runtime.state.shards import holder
+from autopar.runtime.step.agreement import NonFinite
+from autopar.runtime.step.clipping import EPSILON
+from autopar.runtime.step.reductions import Reductions
+from autopar.runtime.step.updates import Updates
+
+
+class ModelUpdates(Updates):
+    """One rank's updates of an array; ``updated`` says which models took the last step."""
+
+    def __init__(
+        self,
+        optimizers: ModelOptimizers,
+        trained: Mapping[int, nn.Parameter],
+        names: Mapping[int, str],
+        communicator: Communicator,
+        programs: Sequence[ParameterProgram],
+        nonfinite: NonFinite,
+    ) -> None:
+        super().__init__(
+            None, None, trained, names,
+            clipper=None, agreement=None, nonfinite=nonfinite, is_late=False,
+        )  # fmt: skip
+        self.optimizers = optimizers
+        self.models = optimizers.options.models
+        self._models_of_rows = {
+            (ref.name, ref.row): model
+            for model, own in enumerate(self.models)
+            for ref in own.trained
+        }
+        self.updated = [False] * len(self.models)
+        self.norms: Tensor | None = None
+        self.losses: Tensor | None = None
+        mesh, world, rank = communicator.mesh, communicator.world, communicator.rank
+        self._device = communicator.device
+        self._counted = {p.name for p in programs if holder(p.stored, mesh, rank) == rank}
+        self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
+        self._num_ranks = world.num_devices
+        is_double = any(p.dtype.to_real() is torch.float64 for p in programs)
+        self._dtype = torch.float64 if is_double else torch.float32
+
+    def end_models(self, gradients: Reductions[Tensor], losses: Tensor) -> bool:
+        """Wait for all gradients, and update every model whose step is finite.
+
+        False where nothing has happened to any. The same on all ranks.
+        """
+        for arrived in gradients.arrivals():
+            self._keep(arrived)
+        num = len(self.models)
+        self.losses = losses.detach().double().cpu()
+        self.norms = self._norms()
+        finite = self.norms.isfinite() & self.losses.isfinite()
+        takes = [True] * num if self.nonfinite is NonFinite.IGNORE else finite.tolist()
+        if self.is_void or (self.nonfinite is NonFinite.RAISE and not all(takes)):
+            takes = [False] * num
+        for model, takes_it in enumerate(takes):
+            if takes_it:
+                self.optimizers.set_gradients(model, self._factor(model))
+                self.optimizers.step(model, float(self.losses[model]))
+        self.updated = takes
+        return any(takes)
+
+    def _norms(self) -> Tensor:
+        """The 2-norm of each model's gradients: NaN for all where a rank's step is void."""
+        num = len(self.models)
+        squares = torch.zeros(num + 1, dtype=self._dtype, device=self._device)
+        owners = {
+            ref.name: model
+            for model, own in enumerate(self.models)
+            for ref in own.trained
+            if ref.row is None
+        }
+        for name, gradient in self.gradients().items():
+            if name not in self._counted:
+                continue
+            precise = torch.promote_types(gradient.dtype, torch.float32)
+            if name in owners:
+                norm = torch.linalg.vector_norm(gradient, dtype=precise)
+                squares[owners[name]] += norm.to(self._dtype).square()
+                continue
+            norms = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=precise)
+            models = [self._model_of(name, row) for row in self.optimizers.models_of[name]]
+            index = torch.tensor(models, device=self._device)
+            squares.index_add_(0, index, norms.to(self._dtype).square())
+        if self.is_void:
+            squares.fill_(torch.nan)
+        if self._num_ranks > 1:
+            self._sum(squares)
+        return squares[:num].sqrt().double().cpu()
+
+    def _model_of(self, name: str, row: int) -> int:
+        """The model that a row is of; behind the last one for padding."""
+        return self._models_of_rows.get((name, row), len(self.models))
+
+    def _factor(self, model: int) -> Tensor | None:
+        limit = self.models[model].max_grad_norm
+        if limit is None or self.norms is None:
+            return None
+        norm = self.norms[model].to(self._dtype)
+        return (limit / (norm + EPSILON)).clamp(max=1.0).to(self._device)

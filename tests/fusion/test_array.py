@@ -1,0 +1,236 @@
+"""Models of an array train as each does alone: losses, weights, optimizer state, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.base.errors import InputError, NonFiniteError
+from autopar.fusion.array import members_of
+from autopar.runtime.step.agreement import NonFinite
+from tests.fusion.arrays import Alone, array_of, assert_state, check_array, doubled
+from tests.runtime.conftest import Groups
+
+SGD = functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1)
+OPTIMIZERS = (
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    functools.partial(torch.optim.Adam, lr=0.01),
+    functools.partial(torch.optim.AdamW, lr=0.03, weight_decay=0.2),
+    functools.partial(torch.optim.Adadelta, lr=0.5),
+    functools.partial(torch.optim.NAdam, lr=0.02),
+    functools.partial(torch.optim.RMSprop, lr=0.01, centered=True),
+    functools.partial(torch.optim.Adagrad, lr=0.1),
+    functools.partial(torch.optim.SGD, lr=0.2),
+)
+SCHEDULERS = (
+    functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0),
+    None,
+)
+
+
+def mlp(width: int = 16, act: type[nn.Module] = nn.ReLU) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), act(), nn.Linear(width, 4)).double()
+
+
+def models_of(num: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [mlp() for _ in range(num)]
+
+
+def batches_of(num: int, *, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    return [doubled((torch.randn(6, 8), torch.randint(4, (6,)))) for _ in range(num)]
+
+
+@pytest.mark.parametrize("num", [1, 3, 8])
+def test_every_model_trains_with_its_own_optimizer_and_scheduler(num: int, groups: Groups) -> None:
+    batches = batches_of(5)
+    array = array_of(
+        groups, models_of(num), batches[0], loss_fn=F.cross_entropy,
+        optimizer=list(OPTIMIZERS[:num]),
+        lr_scheduler=[SCHEDULERS[i % 3] for i in range(num)],
+        max_grad_norm=[None if i % 2 else 0.5 for i in range(num)],
+    )  # fmt: skip
+    check_array(array, batches)
+
+
+def test_each_model_trains_on_a_batch_of_its_own(groups: Groups) -> None:
+    batches = [list(each) for each in zip(*(batches_of(5, seed=s) for s in range(3)))]
+    array = array_of(
+        groups, models_of(3), batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:3])
+    )
+    check_array(array, batches, own=True)
+
+
+def test_an_array_for_own_batches_takes_a_shared_one(groups: Groups) -> None:
+    batches = batches_of(3)
+    array = array_of(
+        groups, models_of(3), [batches[0]] * 3, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[1]
+    )
+    check_array(array, batches)
+
+
+def test_ignored_rows_count_for_no_model(groups: Groups) -> None:
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        x, y = batches_of(1, seed=seed)[0]
+        y[:seed] = -100
+        return x, y
+
+    own = [[batch(0), batch(2), batch(5)]]
+    array = array_of(groups, models_of(3), own[0], loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0])
+    check_array(array, own, own=True)
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_losses_by_element(loss_fn: object, groups: Groups) -> None:
+    x = torch.randn(6, 8).double()
+    batch = x, torch.randn(6, 4).double()
+    array = array_of(groups, models_of(3), batch, loss_fn=loss_fn, optimizer=OPTIMIZERS[0])
+    check_array(array, [batch] * 2)
+
+
+def test_models_of_other_shapes_are_computed_beside_the_fused_ones(groups: Groups) -> None:
+    torch.manual_seed(0)
+    models = [mlp(), mlp(24), mlp(), mlp(act=nn.Tanh), mlp(24)]
+    batches = batches_of(3)
+    array = array_of(
+        groups, models, batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:5])
+    )
+    hidden = {op.models for op in array.fused.ops if op.target == "aten.linear.default"}
+    assert {(0, 2, 3), (1, 4)} <= hidden
+    check_array(array, batches)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = F.dropout(F.relu(self.first(F.dropout(x, 0.2))), 0.5)
+        return F.cross_entropy(self.second(hidden), y)
+
+
+def test_a_model_draws_in_an_array_what_it_draws_alone(groups: Groups) -> None:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [Dropped().double() for _ in range(3)]
+    batches = batches_of(3)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    array = array_of(groups, models, batches[0], optimizer=make, seed=[3, 4, 3])
+    together = torch.stack([array.train_step(*b) for b in batches], 1)
+    for index, model in enumerate(models):
+        alone = array_of(groups, [model], batches[0], optimizer=make, seed=[3, 4, 3][index])
+        losses = torch.cat([alone.train_step(*b) for b in batches])
+        torch.testing.assert_close(together[index], losses)
+    assert len({float(x) for x in together[:, 0]}) == 3
+
+
+def test_no_gradient_of_a_model_reaches_another(groups: Groups) -> None:
+    batches = [list(each) for each in zip(*(batches_of(2, seed=s) for s in range(2)))]
+    runs = []
+    for changed in (False, True):
+        for batch in batches:
+            if changed:
+                batch[1] = (batch[1][0] * 100, batch[1][1])
+        array = array_of(
+            groups, models_of(2), batches[0], loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[1]
+        )
+        for batch in batches:
+            array.train_step(batch)
+        runs.append(array.state_dict(0))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].values(), runs[1].values()))
+
+
+def infinite(batch: list[tuple[Tensor, Tensor]], model: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = batch[model]
+    changed = list(batch)
+    changed[model] = (torch.full_like(x, torch.inf), y)
+    return changed
+
+
+def test_a_model_that_overflows_skips_its_step_alone(groups: Groups) -> None:
+    batches = [list(each) for each in zip(*(batches_of(3, seed=s) for s in range(3)))]
+    array = array_of(
+        groups, models_of(3), batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:3]),
+        nonfinite=NonFinite.SKIP,
+    )  # fmt: skip
+    alone = [Alone(member) for member in array.members]
+    for number, batch in enumerate(batches):
+        array.train_step(infinite(batch, 1) if number == 1 else batch)
+        for index, model in enumerate(alone):
+            if (number, index) != (1, 1):
+                model.step(batch[index])
+    for index, model in enumerate(alone):
+        assert_state(array.state_dict(index), model.model.state_dict(), 1e-9)
+    assert array.num_skipped_steps == [0, 1, 0]
+
+
+def test_a_step_that_raises_changes_no_model_and_names_the_culprit(groups: Groups) -> None:
+    batch = [batches_of(1, seed=s)[0] for s in range(3)]
+    array = array_of(groups, models_of(3), batch, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[1])
+    before = [array.state_dict(i) for i in range(3)]
+    with pytest.raises(NonFiniteError, match=r"model 2 is not finite"):
+        array.train_step(infinite(batch, 2))
+    for index, state in enumerate(before):
+        assert all(torch.equal(state[k], v) for k, v in array.state_dict(index).items())
+
+
+def test_a_model_that_leaves_changes_no_other_by_a_bit(groups: Groups) -> None:
+    batches = [list(each) for each in zip(*(batches_of(4, seed=s) for s in range(4)))]
+    states = []
+    for leaves in (False, True):
+        array = array_of(
+            groups, models_of(4), batches[0], loss_fn=F.cross_entropy,
+            optimizer=list(OPTIMIZERS[:4]), lr_scheduler=SCHEDULERS[0],
+            nonfinite=NonFinite.SKIP, leaves=True,
+        )  # fmt: skip
+        for number, batch in enumerate(batches):
+            given = infinite(batch, 1) if leaves and number == 1 else batch
+            array.train_step([given[i] for i in array.active])
+        assert array.active == ((0, 2, 3) if leaves else (0, 1, 2, 3))
+        states.append([array.state_dict(i) for i in range(4)])
+    for index in (0, 2, 3):
+        kept, left = states[0][index], states[1][index]
+        assert all(torch.equal(kept[name], left[name]) for name in kept)
+    one = Alone(array.members[1])
+    one.step(batches[0][1])
+    assert_state(states[1][1], one.model.state_dict(), 1e-9)
+
+
+def test_a_model_comes_back_as_a_plain_one_with_its_optimizer_state(groups: Groups) -> None:
+    batches = batches_of(4)
+    array = array_of(
+        groups, models_of(3), batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:3])
+    )
+    alone = Alone(array.members[2])
+    for batch in batches[:2]:
+        array.train_step(*batch)
+        alone.step(batch)
+    back = Alone(array.members[2])
+    back.model = array.model(2)
+    back.optimizer = array.members[2].optimizer(list(back.model.parameters()))
+    back.optimizer.load_state_dict(copy.deepcopy(array.optimizer_state_dict(2)))
+    for batch in batches[2:]:
+        back.step(batch)
+        alone.step(batch)
+    assert_state(back.model.state_dict(), alone.model.state_dict(), 1e-9)
+
+
+def test_what_cannot_be_an_array_is_refused(groups: Groups) -> None:
+    batch = batches_of(1)[0]
+    with pytest.raises(InputError, match="2 entries for 3 models"):
+        members_of(
+            models_of(3), loss_fn=None, optimizer=list(OPTIMIZERS[:2]), lr_scheduler=None,
+            max_grad_norm=None, seed=None,
+        )  # fmt: skip
+    with pytest.raises(InputError, match="no scalar loss"):
+        array_of(groups, models_of(2), (batch[0],), optimizer=OPTIMIZERS[0])
+    array = array_of(groups, models_of(2), batch, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0])
+    with pytest.raises(InputError, match="compiled for one batch that all models share"):
+        array.train_step([batch, batch])
