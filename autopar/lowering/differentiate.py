@@ -28,6 +28,7 @@ from autopar.base.torch_private import FakeTensorMode
 from autopar.comm.ops import SHARD
 from autopar.ir.tracing import trace_fx
 from autopar.lowering.types import Kernel, TensorMeta
+from autopar.rules.traced import traced_of
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -90,24 +91,6 @@ def _outputs_of(
 
 
 _IDENTITIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-_VIEWS = frozenset(
-    {
-        torch.ops.aten.reshape.default,
-        torch.ops.aten.t.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.permute.default,
-        torch.ops.aten.expand.default,
-        torch.ops.aten.unsqueeze.default,
-        torch.ops.aten.squeeze.dim,
-        torch.ops.aten.squeeze.dims,
-        torch.ops.aten.slice.Tensor,
-        torch.ops.aten.select.int,
-        torch.ops.aten.split.Tensor,
-        torch.ops.aten.split_with_sizes.default,
-        torch.ops.aten.view_as_real.default,
-        torch.ops.aten.view_as_complex.default,
-    }
-)
 _INDEXING = "<built-in function getitem>"
 
 
@@ -134,30 +117,26 @@ def _clean(module: fx.GraphModule) -> None:
         elif node.target in _IDENTITIES:
             node.replace_all_uses_with(source)
     module.graph.eliminate_dead_code()
-    _split_convolutions(module)
+    _split_gradients(module)
 
 
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-_OUTPUT_MASK = 10
-
-
-def _split_convolutions(module: fx.GraphModule) -> None:
-    """Let a convolution's input gradient and its weight gradients be two calls, for I and W.
-
-    They are two computations in every backend, which one call only names together.
-    """
+def _split_gradients(module: fx.GraphModule) -> None:
+    """Let one call that makes the gradients of input and weights be two, for I and W, where they
+    are two computations in every backend."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target is not _CONVOLUTION_BACKWARD:
+        position = traced_of(node.target).gradient_mask
+        if position is None:
             continue
-        mask: Any = node.args[_OUTPUT_MASK]
+        mask: Any = node.args[position]
         of_input, *of_weights = mask
         if not of_input or not any(of_weights):
             continue
+        before, after = node.args[:position], node.args[position + 1 :]
         with graph.inserting_after(node):
             weights = graph.node_copy(node)
-        weights.args = (*node.args[:_OUTPUT_MASK], [False, *of_weights])
-        node.args = (*node.args[:_OUTPUT_MASK], [True, False, False])
+        weights.args = (*before, [False, *of_weights], *after)
+        node.args = (*before, [True, *(False for _ in of_weights)], *after)
         for part in list(node.users):
             if part.args[1] != 0:
                 part.replace_input_with(node, weights)
@@ -167,8 +146,8 @@ def _is_view(node: fx.Node) -> bool:
     """A view, or one part of a view with several parts."""
     if str(node.target) == _INDEXING:
         source = node.args[0]
-        return isinstance(source, fx.Node) and source.target in _VIEWS
-    return node.target in _VIEWS
+        return isinstance(source, fx.Node) and getattr(source.target, "is_view", False)
+    return getattr(node.target, "is_view", False)
 
 
 def _is_cheap(node: fx.Node) -> bool:

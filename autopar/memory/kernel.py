@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from autopar.comm.footprint import workspace_bytes
 from autopar.comm.ops import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
-from autopar.ir.fused_lstm import scratch_bytes
 from autopar.lowering.types import Kernel
-
-aten = torch.ops.aten
+from autopar.rules.traced import traced_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +50,11 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     allocator = allocator_of(device)
 
     def working(node: fx.Node) -> int:
-        if device.kind != "cpu":
+        scratch = traced_of(node.target).cpu_scratch
+        if scratch is None or device.kind != "cpu":
             return _collective_bytes(node, device.kind)
-        copies = _convolution_bytes(node, device.num_threads) + _lstm_bytes(node)
-        return copies + _batch_norm_bytes(node) or _collective_bytes(node, device.kind)
+        args: Any = map_arg(node.args, lambda n: n.meta["val"])
+        return scratch(node.meta["val"], args, device.num_threads)
 
     memory = KernelMemory()
     graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
@@ -110,79 +108,6 @@ def _input_gradients(
             )
         )
     return tuple(found)
-
-
-_LANES = 16
-"""oneDNN's layouts on x86 have the channels in groups of so many, the last one padded."""
-
-
-def _convolution_bytes(node: fx.Node, num_threads: int) -> int:
-    """Copies that oneDNN makes for a convolution, in layouts of its own, besides the results.
-
-    Of all that it reads and of what it writes, and then of what it writes alone, to be copied out.
-    Few channels are read as they lie unless the kernel has size 1; the gradient of a strided
-    convolution's input is laid out channels last, and copied once more. Held against torch's
-    profiler for 928 shapes of 3 to 64 channels: results and gradients of inputs of 16 channels and
-    more within 5% for nine in ten, down to 0.74 where large kernels stride; gradients of weights up
-    to half too much; with fewer channels, strided, wrong by up to three times either way, of an
-    amount that is small in a model. Products stand in for kernels of size 1 where a single thread
-    has less than 16 samples, as torch chooses (``use_mkldnn``).
-    """
-    is_forward = node.target is aten.convolution.default
-    if not is_forward and node.target is not aten.convolution_backward.default:
-        return 0
-    args: Any = node.args
-    x, weight = (n.meta["val"] for n in (args[:2] if is_forward else args[1:3]))
-    stride, dilation, groups = (args[i if is_forward else i + 1] for i in (3, 5, 8))
-    is_point = all(size == 1 for size in weight.shape[2:])
-    is_strided = any(size > 1 for size in stride)
-    is_product = is_point and not is_strided and max(dilation) == 1 and groups == 1
-    if x.dtype is not torch.float32 or (is_product and num_threads == 1 and x.shape[0] < 16):
-        return 0
-    y = (node if is_forward else args[0]).meta["val"]
-    is_by_channel = groups == x.shape[1] > 1
-    is_read_in_place = x.shape[1] < _LANES and not is_point and not is_by_channel
-    x_bytes, y_bytes = _in_lanes(x, x.shape[1]), _in_lanes(y, y.shape[1])
-    weight_bytes = _in_lanes(weight, groups) if is_by_channel else _in_lanes(weight, *weight.shape)
-    read_bytes = 0 if is_read_in_place else x_bytes
-    if is_forward:
-        return max(read_bytes + weight_bytes + y_bytes - _bytes(y), y_bytes)
-    needs_input, needs_weight, _ = args[10]
-    found = 0
-    if needs_input:
-        is_last = is_strided and not is_by_channel
-        made_bytes, copy_bytes = (_bytes(x), _bytes(x)) if is_last else (x_bytes, 0)
-        found = max(y_bytes + weight_bytes + made_bytes - _bytes(x), made_bytes + copy_bytes)
-    if needs_weight:
-        found = max(found, read_bytes + y_bytes + weight_bytes)
-    return found
-
-
-def _in_lanes(tensor: Tensor, *dims: int) -> int:
-    """Bytes of a tensor whose channels are padded to whole lanes.
-
-    ``dims``: how many of them there are; of a weight all its sizes, channels first.
-    """
-    padded = math.prod(-(-size // _LANES) * _LANES for size in dims[:2])
-    return _bytes(tensor) // math.prod(dims[:2]) * padded
-
-
-def _batch_norm_bytes(node: fx.Node) -> int:
-    """torch makes the gradient of the input twice where input and cotangent lie alike in memory."""
-    if node.target is not aten.native_batch_norm_backward.default:
-        return 0
-    args: Any = node.args
-    cotangent, x = (n.meta["val"] for n in args[:2])
-    return _bytes(x) if args[9][0] and cotangent.stride() == x.stride() else 0
-
-
-def _lstm_bytes(node: fx.Node) -> int:
-    is_backward = node.target is aten.mkldnn_rnn_layer_backward.default
-    if not is_backward and node.target is not torch.ops.autopar.lstm_layer.default:
-        return 0
-    x, _, hidden_weight = (n.meta["val"] for n in node.all_input_nodes[:3])
-    sizes = (*x.shape, hidden_weight.shape[1], x.element_size())
-    return scratch_bytes(*sizes, is_backward=is_backward)
 
 
 def _collective_bytes(node: fx.Node, device_kind: str) -> int:

@@ -17,6 +17,7 @@ from autopar.rules.context import LocalContext
 from autopar.rules.kernels import InternalCollective, LocalCall, kernel_calls
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 aten = torch.ops.aten
@@ -239,3 +240,12 @@ def batch_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
         sums=frozenset({n} if op.per_shard else ()),
         reduced=frozenset(() if op.per_shard else {n, *rest}),
     )
+
+
+def _backward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """The gradient of the input a second time, where input and cotangent lie alike in memory."""
+    cotangent, x, *_, (needs_input, _, _) = args
+    return x.nbytes if needs_input and cotangent.stride() == x.stride() else 0
+
+
+register_traced("aten.native_batch_norm_backward.default", cpu_scratch=_backward_scratch)

@@ -1,15 +1,28 @@
-"""Convolutions and pooling: batch, channels in and out; the window's dimensions stay whole."""
+"""Convolutions and pooling: batch, channels in and out; the window's dimensions stay whole.
+
+oneDNN's convolutions copy what they read and write into layouts of their own. The formulas for
+these copies were held against torch's profiler for 928 shapes of 3 to 64 channels: results and
+gradients of inputs of 16 channels and more within 5% for nine in ten, down to 0.74 where large
+kernels stride; gradients of weights up to half too much; with fewer channels, strided, wrong by up
+to three times either way, of an amount that is small in a model.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_FACTORS, KEEPS_NOTHING, Keeps
 from autopar.rules.registry import Arguments, register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 
@@ -100,6 +113,90 @@ def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
         clean={i, o} if len(inputs) > 2 else {n, i, o},
         anchor=True,
     )
+
+
+_LANES = 16
+"""oneDNN's layouts on x86 have the channels in groups of so many, the last one padded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """Operands and result of a convolution, in bytes, as oneDNN lays them out."""
+
+    x: int
+    y: int
+    weight: int
+    is_read_in_place: bool
+    is_input_last: bool
+    """Whether the gradient of the input is laid out channels last, and copied once more."""
+
+    @property
+    def read(self) -> int:
+        return 0 if self.is_read_in_place else self.x
+
+
+def _copies(
+    x: Tensor, weight: Tensor, y: Tensor, options: tuple[Any, ...], num_threads: int
+) -> _Copies | None:
+    """None where nothing is copied; ``options`` are (stride, padding, dilation, ...).
+
+    Few channels are read as they lie unless the kernel has size 1. Products stand in for kernels
+    of size 1 where a single thread has less than 16 samples, as torch chooses (``use_mkldnn``).
+    """
+    stride, _, dilation, _, _, groups = options[:6]
+    is_point = all(size == 1 for size in weight.shape[2:])
+    is_strided = any(size > 1 for size in stride)
+    is_product = is_point and not is_strided and max(dilation) == 1 and groups == 1
+    if x.dtype is not torch.float32 or (is_product and num_threads == 1 and x.shape[0] < 16):
+        return None
+    is_by_channel = groups == x.shape[1] > 1
+    sides = (groups,) if is_by_channel else weight.shape
+    return _Copies(
+        x=_in_lanes(x, x.shape[1]),
+        y=_in_lanes(y, y.shape[1]),
+        weight=_in_lanes(weight, *sides),
+        is_read_in_place=x.shape[1] < _LANES and not is_point and not is_by_channel,
+        is_input_last=is_strided and not is_by_channel,
+    )
+
+
+def _in_lanes(tensor: Tensor, *dims: int) -> int:
+    """Bytes of a tensor whose channels are padded to whole lanes.
+
+    ``dims``: how many of them there are; of a weight all its sizes, channels first.
+    """
+    padded = math.prod(-(-size // _LANES) * _LANES for size in dims[:2])
+    return tensor.nbytes // math.prod(dims[:2]) * padded
+
+
+def _forward_scratch(y: Tensor, args: tuple[Any, ...], num_threads: int) -> int:
+    """All that is read and written, then what is written alone, to be copied out."""
+    x, weight, _, *options = args
+    copies = _copies(x, weight, y, tuple(options), num_threads)
+    if copies is None:
+        return 0
+    return max(copies.read + copies.weight + copies.y - y.nbytes, copies.y)
+
+
+def _backward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    y, x, weight, _, *options, mask = args
+    copies = _copies(x, weight, y, tuple(options), num_threads)
+    if copies is None:
+        return 0
+    needs_input, needs_weight, _ = mask
+    found = 0
+    if needs_input:
+        made, copied = (x.nbytes, x.nbytes) if copies.is_input_last else (copies.x, 0)
+        found = max(copies.y + copies.weight + made - x.nbytes, made + copied)
+    if needs_weight:
+        found = max(found, copies.read + copies.y + copies.weight)
+    return found
+
+
+register_traced("aten.convolution.default", cpu_scratch=_forward_scratch)
+register_traced(
+    "aten.convolution_backward.default", cpu_scratch=_backward_scratch, gradient_mask=10
+)
 
 
 @register(

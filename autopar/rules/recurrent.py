@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from autopar.ir.fused_lstm import scratch_bytes
 from autopar.ir.graph import Op, Value
 from autopar.rules.derivative import Keeps
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 
@@ -47,3 +50,19 @@ def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     first = sequence(1 if outputs[0] is None else outputs[0].shape[2])
     finals = [state((1, 1, 1) if o is None else o.shape) for o in outputs[1:]]
     return builder.build([sequence(shape[2]), *states, *weights], [first, *finals], anchor=True)
+
+
+def _lstm_scratch(args: tuple[Any, ...], *, is_backward: bool) -> int:
+    x, _, hidden_weight = args[:3]
+    sizes = (*x.shape, hidden_weight.shape[1], x.element_size())
+    return scratch_bytes(*sizes, is_backward=is_backward)
+
+
+register_traced(
+    "autopar.lstm_layer.default",
+    cpu_scratch=lambda result, args, num_threads: _lstm_scratch(args, is_backward=False),
+)
+register_traced(
+    "aten.mkldnn_rnn_layer_backward.default",
+    cpu_scratch=lambda result, args, num_threads: _lstm_scratch(args, is_backward=True),
+)
