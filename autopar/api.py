@@ -1,6 +1,6 @@
-"""The whole way on one page: capture, price, search, plan, lower, run.
+"""`plan` and `compile`, end to end on one page: capture, price, search, plan, lower, run.
 
-``plan`` goes as far as the plan and needs no device; ``compile`` goes on to a running program.
+``plan`` stops at the plan and needs no device; ``compile`` continues to a running program.
 """
 
 from __future__ import annotations
@@ -75,48 +75,47 @@ def plan(
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
-    """Search the best strategy for training ``model`` on ``cluster``, offline.
+    """Search for the fastest strategy to train ``model`` on ``cluster``, offline.
 
     Arguments:
 
     * ``model``: any ``nn.Module``; its parameters may live on the meta device.
-    * ``cluster``: the devices and links to plan for; nothing of it needs to be there.
+    * ``cluster``: the devices and links to plan for; none of them need to be present.
     * ``example_inputs``: a tuple (positional), a mapping (keyword) or one tensor: a *global* batch.
-    * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that returns no loss itself; the
-      targets are the last positional inputs, or the keyword inputs that bear its names.
-    * ``mesh``: axis names and sizes, outermost first; by default every factorisation is tried, as
-      it is of sizes that are None: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of each
-      of its devices.
-    * ``constraints``: what to force, forbid, pin or keep within; see
+    * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that does not return a loss; the
+      targets are the last positional inputs, or the keyword inputs named like its parameters.
+    * ``mesh``: axis names and sizes, outermost first. By default every factorisation is tried;
+      sizes that are None are searched: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of
+      each pipeline rank.
+    * ``constraints``: strategies to force or forbid, placements to pin, a memory budget; see
       `autopar.planning.constraints`.
-    * ``num_microbatches``: cut the batch into so many parts that are computed one after the other,
-      with one update at the end; rows of the batch by it is their size. The result is that of the
-      whole batch; the memory for activations is that of one part. By default 1, or searched where
-      a pipeline is.
-    * ``num_stages``, ``schedule``: train as a pipeline of so many stages of contiguous blocks, in
-      the order of a schedule: a name that `autopar.schedules.generators.build` knows (by default
-      ``"1f1b"``), or what it makes. The schedule says how many pipeline devices there are, which
-      share the cluster's devices evenly. Beside a pipeline's name, whatever of stages,
-      micro-batches and mesh is not given is searched together with the sharding; with ``"auto"``
-      the schedule is searched too, or none chosen; see `autopar.planning.planner`.
-      ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by prices) are no pipelines:
-      all devices have all stages, and reduce each stage's gradients into the next step.
-    * ``cuts``: the blocks or modules that the second and later stages begin with; by default the
-      slowest stage is made as fast as it can be.
-    * ``recompute``: keep no activations of a pipeline's stages but their inputs, and make them
-      again in front of the backward pass. By default a searched pipeline does so where the memory
-      does not suffice otherwise, and one whose parts are all given never.
+    * ``num_microbatches``: split the batch into this many equal micro-batches, computed in sequence
+      with one update at the end. The result is that of the whole batch; activations take the memory
+      of one micro-batch. By default 1, or searched for a pipeline.
+    * ``num_stages``, ``schedule``: train as a pipeline of this many stages of contiguous blocks
+      under a schedule: a name that `autopar.schedules.generators.build` knows (by default
+      ``"1f1b"``), or a `Schedule` made by it. The schedule fixes the number of pipeline ranks,
+      which share the cluster's devices evenly. With the name of a pipeline schedule, those of
+      stages, micro-batches and mesh that are not given are searched together with the sharding;
+      with ``"auto"`` the schedule is searched too, as is whether to use a pipeline at all; see
+      `autopar.planning.planner`. ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by
+      prices) are not pipelines: every device has all stages, and the reductions of their gradients
+      overlap with the next step.
+    * ``cuts``: the first blocks or modules of the second and later stages; by default the stages
+      are cut so that the slowest is as fast as possible.
+    * ``recompute``: keep only the inputs of a pipeline's stages, and recompute their other
+      activations before the backward pass. By default a searched pipeline recomputes if it does not
+      fit the memory otherwise, and a fully specified one does not.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
-      does; ``"local"`` with those of each device's shard, as unsynchronised
-      ``DistributedDataParallel`` does, with nothing to communicate; see
-      `autopar.passes.batch_norm`.
+      does; ``"local"`` with those of each device's shard and without communication, as
+      ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
-      ``functools.partial(torch.optim.SGD, lr=0.1)``: called once, over a small parameter, to learn
-      how much state it keeps. By default AdamW's is planned for.
-    * ``compute``: prices ops; by default an analytical roofline of ``cluster.device``.
+      ``functools.partial(torch.optim.SGD, lr=0.1)``. It is called once, on a small parameter, to
+      count the state that it keeps. By default the state of AdamW is assumed.
+    * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
 
-    Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError where the batch
-    cannot be cut into so many micro-batches.
+    Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError if the batch
+    cannot be split into ``num_microbatches``.
     """
     refuse_autocast("cpu", "autopar.plan was called")
     options = PlanOptions(
@@ -178,50 +177,51 @@ def compile(  # type: ignore[misc]
     start_timeout_s: float = 120.0,
     call_timeout_s: float = 600.0,
 ) -> Any:
-    """Compile ``model`` for ``devices``: plan it (or replay ``plan``), lower it, and start it.
+    """Compile ``model`` for ``devices``: plan it (or replay ``plan``), lower it and start it.
 
-    Arguments beside those of `plan`:
+    Arguments in addition to those of `plan`:
 
-    * ``devices``: how many local devices, a device string, a list of devices, a `DeviceMesh`, or
-      a `Cluster`. Under ``torchrun`` there is one process a device and each calls this alike;
-      otherwise local worker processes are started. The model itself stays as it is.
-    * ``example_inputs``: left out, the first call compiles.
+    * ``devices``: a number of local devices, a device string, a list of devices, a `DeviceMesh`, or
+      a `Cluster`. Under ``torchrun`` there is one process per device and all make the same call;
+      otherwise local worker processes are started. The model itself is not changed.
+    * ``example_inputs``: if omitted, the first call compiles.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
-      ``functools.partial(torch.optim.AdamW, lr=3e-4)``: also once for the plan, over a small
-      parameter; ``lr_scheduler`` makes the learning-rate scheduler from the optimizer, and is
-      stepped once a training step.
-    * ``plan``: a plan or the path of its JSON: replayed without any search, with the
-      ``batch_norm`` that it was made with.
-    * ``max_grad_norm``: before each update gradients are scaled down to at most this 2-norm of all
-      of them, whatever parts they lie in, as ``torch.nn.utils.clip_grad_norm_`` does on one
-      device; ``compiled.grad_norm`` is the norm before.
-    * ``check_gradients``: run one step of what was captured, at one device, and compare loss,
-      outputs, buffers and gradients with a step of the model in eager mode, on copies; see
+      ``functools.partial(torch.optim.AdamW, lr=3e-4)``; as in `plan`, also called once on a small
+      parameter. ``lr_scheduler`` makes the learning-rate scheduler from the optimizer; it is
+      stepped once per training step.
+    * ``plan``: a plan or the path of its JSON, replayed without a search, with the ``batch_norm``
+      that it was made with.
+    * ``max_grad_norm``: clip the global 2-norm of all gradients, over all shards, to at most this
+      before each update, as ``torch.nn.utils.clip_grad_norm_`` does on one device;
+      ``compiled.grad_norm`` is the norm before clipping.
+    * ``check_gradients``: run one step of the captured graph on one device, and compare loss,
+      outputs, buffers and gradients with a step of a copy of the model in eager mode; see
       `autopar.frontend.checking.gradients`.
-    * ``nonfinite``: what becomes of a training step whose loss or gradients are not finite, agreed
-      on by all devices before any of them updates. With ``"raise"`` (the default: a run that trains
-      on NaN is lost from then on, and looking costs one pass over the gradients) it has not
-      happened: weights, optimizer state, buffers, random numbers and the scheduler are as before, a
-      `NonFiniteError` names the block and the line that made the first such value, and training can
-      go on. With ``"skip"`` it has not happened either, `Compiled.num_skipped_steps` counts it, and
-      its loss is returned: a run is, to the last bit, the one that never saw that batch. With
-      ``"ignore"`` it updates all the same, as eager PyTorch does. On GPUs the host waits for the
-      answer before it launches the updates, but with ``"ignore"``. See
+    * ``nonfinite``: what happens to a training step whose loss or gradients are not finite; all
+      devices agree on it before any of them updates. With ``"raise"`` (the default, as training on
+      NaN ruins a run, and the check costs one pass over the gradients) the step is rolled back:
+      weights, optimizer state, buffers, random numbers and the scheduler are as before, a
+      `NonFiniteError` names the block and the line that computed the first such value, and training
+      can continue. With ``"skip"`` it is rolled back too, `Compiled.num_skipped_steps` counts it,
+      and its loss is returned; the run is bitwise equal to one without that batch. With
+      ``"ignore"`` it updates anyway, as eager PyTorch does. On GPUs the host waits for the
+      agreement before it launches the updates, unless it is ``"ignore"``. See
       `autopar.runtime.step.agreement`.
-    * ``profile_limit_s``: ops are priced by measuring them on this machine, each once (kept on
-      disk), for at most this long; what is left, and everything with 0, is priced by roofline.
-      Collectives between the devices are measured once too, in some seconds.
-    * ``seed``: of dropout and every other random op.
+    * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
+      on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
+      Collectives between the devices are measured once too, which takes some seconds.
+    * ``seed``: the seed of dropout and all other random ops.
 
     A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
     were alone: ``loss_fn``, ``optimizer``, ``lr_scheduler``, ``max_grad_norm`` and ``seed`` may
     then be lists with one for each, and ``example_inputs`` a list with a batch for each. With
     ``nonfinite="leave"`` a model whose loss or gradients are not finite leaves the array.
 
-    Threads that compile or plan at once take turns; under ``torchrun`` the second is refused.
+    Threads that compile or plan at the same time take turns; under ``torchrun`` all but one are
+    refused.
 
-    Raises what `plan` raises, GradientError where that check fails, and DeviceError, PlanError,
-    OptimizerError or WorkerError.
+    Raises the errors of `plan`, GradientError if the gradient check fails, DeviceError, PlanError,
+    OptimizerError and WorkerError.
     """
     options = functools.partial(
         _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
@@ -305,13 +305,13 @@ def _array(
 
 
 _TWO_THREADS = (
-    "autopar.compile is called while another thread of this process compiles or plans; under "
-    "torchrun all ranks must compile alike, one after the other: call it from one thread"
+    "autopar.compile was called while another thread of this process compiles or plans; under "
+    "torchrun all ranks must compile in the same order: call it from one thread"
 )
 
 
 class _Compiler:
-    """Makes a `Compiled` from example inputs: captures, plans (or replays a plan), lowers."""
+    """Makes a `Compiled` from example inputs: captures, plans or replays a plan, lowers, starts."""
 
     def __init__(
         self, model: nn.Module, devices: Devices, options: CompileOptions, *, progress: bool
@@ -348,7 +348,7 @@ class _Compiler:
             return self._start(captured, chosen)
 
     def _check_gradients(self, captured: Captured, inputs: Any) -> None:
-        """Compare with eager mode on the first rank; all raise GradientError if it fails."""
+        """Compare with eager mode on the first rank; all raise GradientError on a mismatch."""
 
         def verdict() -> str:
             device = self.devices[0]
@@ -365,7 +365,7 @@ class _Compiler:
             raise GradientError(failure)
 
     def _measured_collectives(self, say: Progress) -> CommunicationModel | None:
-        """What is measured between the devices at hand; None where nothing is to be measured."""
+        """Measured collectives between the given devices; None if none are to be measured."""
         options = self.options
         if options.plan is not None or options.profile_limit_s <= 0 or self.cluster is not None:
             return None
@@ -436,7 +436,7 @@ class _Compiler:
 def _resolve(
     devices: Devices, mesh: MeshSizes | None
 ) -> tuple[list[torch.device], MeshSizes | None]:
-    """The devices one by one, and the mesh that they themselves prescribe, if they do."""
+    """The list of devices, and the mesh: the one given, or that of a `DeviceMesh`."""
     if isinstance(devices, DeviceMesh):
         names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
         sizes: MeshSizes = {name: devices.size(i) for i, name in enumerate(names)}
@@ -467,7 +467,7 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
 
 
 def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:
-    """The plan all ranks use: rank 0 reads or makes it, the others take it over."""
+    """The plan that all ranks use: rank 0 reads or makes it and broadcasts it."""
 
     def text() -> str:
         return (_loaded(given) if given is not None else make()).to_json()

@@ -1,4 +1,4 @@
-"""``autopar``: look at plans and clusters from a shell."""
+"""The ``autopar`` command: print plans and clusters."""
 
 from __future__ import annotations
 

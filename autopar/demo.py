@@ -1,9 +1,10 @@
-"""The main job end to end: a byte-level GPT, planned, trained on two workers, and replayed.
+"""The demo: a byte-level GPT planned, trained on two workers, and trained again from its plan.
 
 ``python -m autopar.demo`` trains a small GPT-2 from ``transformers`` (random weights) on the
-standard library's own sources, on two local CPU workers, beside the same training in one process;
-prints the plan, the losses, predicted against measured time and memory; writes ``plan.json`` and
-trains from it again without any search. It fails if the losses differ by more than 1e-4.
+sources of the standard library, on two local CPU workers and, for comparison, in one process. It
+prints the plan, both losses, and predicted and measured time and memory; then it writes
+``plan.json`` and trains from it again without a search. It fails if the losses differ by more than
+1e-4.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Batch = dict[str, Any]
 
 
 def make_model() -> nn.Module:
-    """A GPT-2 over bytes: 4 layers, width 256, no dropout so that both runs are comparable."""
+    """A byte-level GPT-2: 4 layers, width 256, and no dropout, so that both runs are comparable."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -58,7 +59,7 @@ def make_model() -> nn.Module:
 
 
 def read_corpus(limit_bytes: int = 1 << 20) -> Tensor:
-    """Real text that every machine with Python has: the standard library's sources, as bytes."""
+    """The sources of the standard library as bytes: text that every machine with Python has."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -69,7 +70,7 @@ def read_corpus(limit_bytes: int = 1 << 20) -> Tensor:
 
 
 def make_batches(corpus: Tensor, count: int) -> list[Batch]:
-    """``count`` batches [BATCH, SEQUENCE] of consecutive bytes from random places."""
+    """``count`` batches ``[BATCH, SEQUENCE]`` of consecutive bytes at random positions."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
@@ -83,7 +84,7 @@ MAKE_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
 def train_alone(model: nn.Module, batches: list[Batch]) -> Iterator[tuple[float, float]]:
-    """(loss, seconds) of each step of eager PyTorch in one process with one thread a worker."""
+    """(loss, seconds) of each step of eager PyTorch in one process."""
     model = copy.deepcopy(model)
     optimizer = MAKE_OPTIMIZER(list(model.parameters()))
     for batch in batches:
@@ -118,8 +119,8 @@ def compile_model(model: nn.Module, batch: Batch, plan: Any = None) -> autopar.C
 def show_losses(
     console: Console, ours: list[tuple[float, float]], alone: list[tuple[float, float]]
 ) -> float:
-    """Print both runs beside each other; the largest difference of their losses."""
-    table = Table(title=f"losses: {NUM_WORKERS} workers beside one process")
+    """Print both runs side by side; returns the largest difference of their losses."""
+    table = Table(title=f"losses: {NUM_WORKERS} workers and one process")
     for column in ("step", f"{NUM_WORKERS} workers", "one process", "difference", "time", "alone"):
         table.add_column(column, justify="right")
     for step, ((loss, time_s), (reference, alone_s)) in enumerate(zip(ours, alone)):
@@ -141,11 +142,11 @@ def show_prediction(
     prediction = compiled.plan.prediction
     measured_s = statistics.median(time_s for _, time_s in steps[2:])
     memory = prediction.resident_bytes or sum(prediction.memory_bytes.values())
-    table = Table(title="predicted against measured, one worker")
+    table = Table(title="predicted and measured, one worker")
     for column in ("", "predicted", "measured", "ratio"):
         table.add_column(column, justify="right")
     table.add_row(
-        "time of a step",
+        "step time",
         format_seconds(prediction.step_time_s),
         format_seconds(measured_s),
         f"{measured_s / prediction.step_time_s:.2f}",
@@ -167,7 +168,7 @@ def main() -> int:
         worst = show_losses(console, ours, alone)
         show_prediction(console, compiled, ours)
         compiled.plan.to_json("plan.json")
-    console.print("plan written to plan.json; training from it again, without a search")
+    console.print("plan written to plan.json; training from it again without a search")
     with compile_model(model, batches[0], plan="plan.json") as replayed:
         again = list(train_compiled(replayed, batches[:NUM_REPLAYED]))
     replay_worst = show_losses(console, again, alone[:NUM_REPLAYED])

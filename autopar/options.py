@@ -1,4 +1,4 @@
-"""The keywords of `autopar.plan` and `autopar.compile` as values, checked when they are made."""
+"""The keywords of `autopar.plan` and `autopar.compile` as frozen, validated values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.schedules import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What a plan was asked for: the keywords of `autopar.plan`.
+    """The keywords of `autopar.plan`.
 
     Raises InputError or OptimizerError.
     """
@@ -45,7 +45,7 @@ class PlanOptions:
         check_makes_optimizer(self.optimizer)
         check_mesh(self.mesh)
         if self.recompute is not None and not isinstance(self.recompute, bool):
-            raise InputError(f"recompute is {self.recompute!r}; it is True, False or None")
+            raise InputError(f"recompute is {self.recompute!r}; it must be True, False or None")
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
             raise InputError(
                 f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
@@ -56,7 +56,7 @@ class PlanOptions:
         return replace(self, mesh=mesh)
 
     def space(self, num_devices: int) -> Space:
-        """What a plan for so many devices is searched among; raises InputError."""
+        """The search space of a plan for ``num_devices``; raises InputError."""
         return space_of(
             num_devices,
             mesh=self.mesh,
@@ -68,7 +68,7 @@ class PlanOptions:
         )
 
     def searched(self) -> list[str]:
-        """What was given of that which a plan decides, as ``name=value``."""
+        """The keywords given that a plan decides, as ``name=value``."""
         decided = {
             "mesh": self.mesh or None,
             "constraints": self.constraints or None,
@@ -83,7 +83,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """The keywords of `autopar.compile`: what to plan for (or the plan), and how to run it.
+    """The keywords of `autopar.compile`: those of the plan, or a plan, and how to run it.
 
     Raises InputError, PlanError or OptimizerError.
     """
@@ -96,15 +96,17 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.check_gradients, bool):
-            raise InputError(f"check_gradients is {self.check_gradients!r}; it is True or False")
+            raise InputError(
+                f"check_gradients is {self.check_gradients!r}; it must be True or False"
+            )
         if not isinstance(self.plan, Plan | str | Path | None):
             raise PlanError(
-                f"plan is {self.plan!r}; pass what autopar.plan(...) returned, or the path of its "
+                f"plan is {self.plan!r}; pass the result of autopar.plan(...), or the path of its "
                 "JSON"
             )
         given = self.planning.searched() if self.plan is not None else []
-        if given:  # a plan has all of these; they would be ignored
+        if given:  # a plan fixes all of these; they would be ignored
             raise InputError(
-                f"{', '.join(given)} beside plan=...: a plan is replayed as it is; leave that out, "
-                "or leave out plan= for a new search"
+                f"{', '.join(given)} given with plan=...: a plan is replayed unchanged; remove "
+                "these, or remove plan= to search again"
             )

@@ -1,4 +1,4 @@
-"""Prices of compute, communication and memory, each with its source."""
+"""Cost models of compute, communication and memory; every price carries its source."""
 
 from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec

@@ -1,8 +1,8 @@
-"""Fits the roofline's efficiencies to measured times, and says how well they then predict.
+"""Calibration of the roofline's efficiencies to measured times, with cross-validated errors.
 
-Comes in: measured calls of one device. Goes out: an ``EfficiencyTable`` for it, and for each family
-the error on calls that the fit did not see. The fitted table prices calls that were never measured,
-and devices of the same kind that are not there.
+In: measured calls of one device. Out: an ``EfficiencyTable`` for it, and for each family the error
+on held-out calls. The fitted table prices calls that were never measured, and devices of the same
+kind that are not present.
 """
 
 import math
@@ -24,7 +24,7 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family, Work
 
-# Fewer samples than this say too little: the family keeps the efficiencies it had.
+# With fewer samples than this, a family keeps its previous efficiencies.
 _MIN_SAMPLES = 6
 _NUM_ROUNDS = 4
 _SCALES = tuple(2.0**power for power in (-2, -1, -0.5, -0.25, -0.1, 0.1, 0.25, 0.5, 1, 2))
@@ -33,10 +33,10 @@ _KERNEL_S = (0.0, 5e-7, 1e-6, 2e-6, 4e-6, 8e-6, 1.6e-5, 3.2e-5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncertainty:
-    """How well a family is predicted, over calls that the fit did not see.
+    """The prediction error of a family over held-out calls.
 
-    ``median_factor`` and ``p90_factor`` are by how much predictions are off, up or down: 1.1 means
-    a tenth. ``num_samples`` counts the measured directions behind it.
+    ``median_factor`` and ``p90_factor`` are the factors by which predictions are off in either
+    direction: 1.1 means 10%. ``num_samples`` is the number of measured directions.
     """
 
     median_factor: float
@@ -46,7 +46,7 @@ class Uncertainty:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A fitted table and its uncertainty, for the families that were measured often enough."""
+    """A fitted table, and the uncertainty of the families with enough measurements."""
 
     table: EfficiencyTable
     uncertainty: Mapping[Family, Uncertainty]
@@ -60,10 +60,10 @@ class _Sample:
 
 
 def calibrate(device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]) -> Calibration:
-    """Efficiencies of ``device`` fitted to ``measured`` by the least absolute error of logarithms.
+    """Fit the efficiencies of ``device`` to ``measured`` by least absolute error of logarithms.
 
-    Each family is fitted to one half of its samples and judged on the other, both ways, to state
-    the uncertainty; the table returned is then fitted to all of them.
+    For the uncertainty, each family is fitted to one half of its samples and tested on the other,
+    both ways; the returned table is fitted to all samples.
     """
     start = TABLES[device.kind]
     families = dict(start.families)
@@ -94,7 +94,7 @@ def _by_family(
     for call, times in measured:
         try:
             todo = work(call)
-        except CostError:  # of an operation that is not known in this process
+        except CostError:  # the operation is not registered in this process
             continue
         peak = peak_flops_per_s(todo, device)
         directions = (
@@ -129,7 +129,7 @@ def _errors(
 def _fit(
     samples: list[_Sample], family: Family, device: DeviceSpec, table: EfficiencyTable
 ) -> FamilyEfficiency:
-    """Coordinate descent on a geometric grid, finer each round: three numbers, no gradients."""
+    """Coordinate descent over three numbers, on a geometric grid that is refined each round."""
 
     def loss(curve: FamilyEfficiency) -> float:
         return sum(_errors(samples, family, curve, device, table))
@@ -156,5 +156,5 @@ def _neighbours(curve: FamilyEfficiency, fineness: float) -> list[FamilyEfficien
 
 
 def _part(value: float) -> float:
-    """A part of a peak: never above it, so the fitted roofline stays a bound."""
+    """A fraction of a peak, at most 1, so that the fitted roofline stays a bound."""
     return min(max(value, 1e-4), 1.0)

@@ -1,7 +1,7 @@
-"""Calls as text and back: the key of the profile store.
+"""Calls as text: the key of the profile store.
 
-One line of JSON with no choice in it, so equal calls have equal text on every machine. Only calls
-are read back; nothing is evaluated.
+The text is one line of canonical JSON, so equal calls have equal text on every machine. Parsing
+accepts calls only; nothing is evaluated.
 """
 
 import json
@@ -16,7 +16,7 @@ _TENSOR, _CONSTANT = "tensor", "torch"
 
 
 def call_to_text(call: OpCall) -> str:
-    """One line of JSON; ``call_from_text`` gives the equal call."""
+    """The call as one line of JSON; the inverse of ``call_from_text``."""
     return json.dumps(
         [call.target, _encode(call.args), [[name, _encode(value)] for name, value in call.kwargs]],
         separators=(",", ":"),
@@ -24,7 +24,7 @@ def call_to_text(call: OpCall) -> str:
 
 
 def call_from_text(text: str) -> OpCall:
-    """The call that ``call_to_text`` wrote; CostError for any other text."""
+    """Parse the text of ``call_to_text``; raises CostError for any other text."""
     try:
         target, args, kwargs = json.loads(text)
         if not isinstance(target, str):
@@ -75,7 +75,7 @@ def _decode(value: Any) -> Any:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value} are no sizes")
+        raise ValueError(f"{value} are not sizes")
     return tuple(value)
 
 
@@ -86,5 +86,5 @@ def _name(constant: Any) -> str:
 def _constant(name: str) -> Any:
     found = getattr(torch, name)
     if not isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
-        raise ValueError(f"torch.{name} is no constant")
+        raise ValueError(f"torch.{name} is not a constant")
     return found

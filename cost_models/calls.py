@@ -1,7 +1,7 @@
-"""One call of one operation, as a value: what is priced, measured and stored.
+"""A call of an operation as a value: what is priced, measured and stored.
 
 A call names an overload of a torch operation and its arguments, with every tensor replaced by its
-``TensorSpec``. It is hashable, holds no storage, and says everything that its cost depends on.
+``TensorSpec``. It is hashable, holds no storage, and has everything that its cost depends on.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from autopar.cost_models.estimate import CostError
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The layout of a tensor: all of it that a cost depends on.
+    """The properties of a tensor that a cost depends on.
 
-    ``stride`` None means contiguous. ``is_parameter`` marks weights: their gradient is the
-    weight gradient, every other one an input gradient.
+    ``stride`` None means contiguous. ``is_parameter`` marks weights: theirs are weight gradients,
+    all others input gradients.
     """
 
     shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if min(self.shape, default=0) < 0:
             raise CostError(
-                f"a tensor of shape {self.shape}: a size is at least 0. Write the size itself "
-                "where -1 stands for what is left."
+                f"a tensor of shape {self.shape}: a size is at least 0. Write the actual size "
+                "instead of -1."
             )
         if self.stride is not None and len(self.stride) != len(self.shape):
             raise CostError(f"a tensor of shape {self.shape} cannot have stride {self.stride}.")
@@ -44,7 +44,7 @@ class TensorSpec:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The stride, spelled out where it is contiguous."""
+        """The strides, also if the tensor is contiguous."""
         return contiguous_stride(self.shape) if self.stride is None else self.stride
 
     @property
@@ -58,7 +58,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the distinct elements: an expanded dimension (stride 0) counts once."""
+        """Bytes of the distinct elements; an expanded dimension (stride 0) counts once."""
         if self.stride is None:
             return self.num_elements * self.dtype.itemsize
         distinct = prod(
@@ -68,7 +68,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_parameter: bool | None = None) -> "TensorSpec":
-        """The spec of a real, fake or meta tensor; CostError where a size is symbolic."""
+        """The spec of a real, fake or meta tensor; raises CostError if a size is symbolic."""
         if not all(type(size) is int for size in tensor.shape):
             raise CostError(f"a tensor of symbolic shape {tuple(tensor.shape)} has no cost.")
         shape = tuple(tensor.shape)
@@ -85,7 +85,7 @@ class TensorSpec:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The stride that torch gives to a contiguous tensor of ``shape``."""
+    """The strides of a contiguous tensor of ``shape``."""
     stride = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
@@ -94,7 +94,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call: ``target`` such as ``"aten.linear.default"``, and its arguments.
+    """A call: ``target`` such as ``"aten.linear.default"``, and its arguments.
 
     Arguments are nested tuples of ``TensorSpec``, numbers, None, strings and torch's own constants
     (dtypes, memory formats). Keyword arguments are sorted pairs of name and value.
@@ -106,10 +106,10 @@ class OpCall:
 
     @classmethod
     def of(cls, target: Any, args: Any, kwargs: Any = None) -> "OpCall":
-        """The call of an ``OpOverload`` on real, fake or meta tensors or on specs.
+        """The call of an ``OpOverload`` on real, fake or meta tensors, or on specs.
 
-        Arguments that only say where a tensor lives (device, pinning, layout) are left out: a call
-        is priced for a device that need not be there.
+        Arguments for the location of a tensor (device, pinning, layout) are omitted: a call is
+        priced for a device that need not be present.
         """
         given = {
             name: value
@@ -124,7 +124,7 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The operation without namespace and overload: ``linear`` of ``aten.linear.default``."""
+        """The operation without namespace and overload: ``linear`` for ``aten.linear.default``."""
         parts = self.target.split(".")
         return parts[1] if len(parts) > 1 else parts[0]
 
@@ -138,20 +138,20 @@ class OpCall:
         return default
 
     def tensor(self, index: int, name: str) -> TensorSpec:
-        """The tensor argument at ``index``; CostError where it is something else."""
+        """The tensor argument at ``index``; raises CostError if it is something else."""
         value = self.argument(index, name)
         if not isinstance(value, TensorSpec):
             raise CostError(f"{self.target} needs a tensor as argument {index} ({name}).")
         return value
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every tensor argument, in order, those in lists included."""
+        """All tensor arguments in order, including those in lists."""
         values = (*self.args, *(value for _, value in self.kwargs))
         return tuple(leaf for leaf in _leaves(values) if isinstance(leaf, TensorSpec))
 
 
 def map_tensors(call: OpCall, function: Any) -> OpCall:
-    """``call`` with each ``TensorSpec`` replaced by what ``function`` makes of it."""
+    """``call`` with ``function`` applied to each ``TensorSpec``."""
 
     def visit(value: Any) -> Any:
         if isinstance(value, TensorSpec):
@@ -172,17 +172,19 @@ _OVERLOAD = type(torch.ops.aten.add.Tensor)
 
 @lru_cache(maxsize=4096)
 def resolve(target: str) -> Any:
-    """The torch operation called ``target``; CostError where torch has none of this name."""
+    """The torch operation ``target``; raises CostError if there is none."""
     found: Any = torch.ops
     for part in target.split("."):
         try:
             found = getattr(found, part)
         except (AttributeError, RuntimeError) as error:
             raise CostError(
-                f"torch has no operation {target!r}: a target reads 'aten.linear.default'."
+                f"torch has no operation {target!r}; write a target such as 'aten.linear.default'."
             ) from error
     if not isinstance(found, _OVERLOAD):
-        raise CostError(f"{target!r} is no overload: write 'aten.linear.default', say.")
+        raise CostError(
+            f"{target!r} is not an overload; write a target such as 'aten.linear.default'."
+        )
     return found
 
 
@@ -208,6 +210,6 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, _CONSTANTS):
         return value
     raise CostError(
-        f"{value!r} of type {type(value).__name__} cannot be part of a call: tensors, numbers, "
-        "strings, None and torch's constants can."
+        f"{value!r} of type {type(value).__name__} cannot be part of a call; use tensors, "
+        "numbers, strings, None and torch's constants."
     )

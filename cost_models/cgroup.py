@@ -1,8 +1,8 @@
-"""What the control groups of this process leave it of the host, as a container's limits do.
+"""Limits that control groups, such as a container's, impose on this process.
 
-Comes in: the files that the kernel shows, of version 1 or 2. Goes out: cores and bytes, the least
-of every group that the process is in. The system's counts of pages and cores know nothing of them,
-and a process that takes more is killed or slowed.
+In: the kernel's files, of version 1 or 2. Out: cores and bytes, the minimum over all groups of the
+process. The system's counts of pages and cores ignore these limits, and a process that exceeds them
+is killed or throttled.
 """
 
 import math
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How many cores' time and how many bytes; infinite where nothing is limited."""
+    """Limits on cores and bytes; infinite where there is none."""
 
     num_cores: float
     memory_bytes: float
@@ -32,10 +32,10 @@ def limits(root: Path = Path("/")) -> Limits:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folder of each group that the process is in, and of all groups above it.
+    """The folders of each group of the process and of all its parents.
 
     A line is ``number:controllers:path``, without controllers in version 2. In a container the path
-    may be the host's and its folder not there; the topmost is then the container's own.
+    may be the host's and not exist; the top folder is then the container's own.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,11 +46,11 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[float]:
-    """The numbers of a file, infinite for ``max``; none where there is no such file."""
+    """The numbers in a file, infinite for ``max``; none if the file does not exist."""
     try:
         return [math.inf if word == "max" else float(word) for word in _text(path).split()]
     except ValueError:
-        return []  # of a kernel that writes something else
+        return []  # an unknown format
 
 
 def _text(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""The hardware a plan is made for: one kind of device, and the links that join them.
+"""The cluster that a plan is made for: one kind of device, and the links between them.
 
-Comes in: a preset's name, the machine at hand, or a user's JSON. Goes out: a frozen, hashable
-``Cluster`` that every cost model reads and that a plan stores. It describes hardware only, so a
-plan for machines that are not there is priced like one for machines that are.
+In: a preset's name, the local machine, or a user's JSON. Out: a frozen, hashable ``Cluster`` that
+every cost model reads and that a plan stores. It only describes hardware, so a plan for absent
+machines is priced like one for present ones.
 """
 
 from pathlib import Path
@@ -21,24 +21,24 @@ from autopar.cost_models.presets import preset_cluster
 class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``num_devices`` equal devices joined by ``levels`` of links, innermost first.
 
-    Rank r lives in node ``r // devices_per_node``. ``memory_reserve_bytes`` is what the framework
-    itself holds on each device (contexts, communicators, library workspaces) and no plan may use.
-    ``collective_launch_s`` is the fixed cost of starting any collective.
-    ``overlap_slowdown`` is the factor by which compute slows while a collective runs beside it.
+    Rank r is in node ``r // devices_per_node``. ``memory_reserve_bytes`` is the memory of each
+    device that the framework itself holds (contexts, communicators, library workspaces), which no
+    plan may use. ``collective_launch_s`` is the fixed cost of a collective. ``overlap_slowdown`` is
+    the factor by which computation is slower while a collective overlaps with it.
     """
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1, devices_per_node: int = 8) -> "Cluster":
-        """A cluster of ``nodes`` usual nodes of a known device; ClusterError for unknown names."""
+        """A cluster of ``nodes`` typical nodes of a known device; raises ClusterError."""
         return cls._of(preset_cluster(name, nodes=nodes, devices_per_node=devices_per_node))
 
     @classmethod
     def detect(cls, num_devices: int | None = None) -> "Cluster":
-        """The machine at hand: its CUDA devices, or local CPU workers where there are none.
+        """The local machine: its CUDA devices, or local CPU workers if there are none.
 
-        ``num_devices`` left out means every CUDA device, or one worker for each usable core.
-        What no preset knows is measured for about two seconds once, and kept. ClusterError where
-        more CUDA devices are asked for than there are.
+        ``num_devices`` defaults to all CUDA devices, or one worker per usable core. Devices without
+        a preset are measured once, for about two seconds, and the result is kept. Raises
+        ClusterError if there are fewer CUDA devices than asked for.
         """
         return cls._of(detect_cluster(num_devices))
 
@@ -47,7 +47,7 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return cls(**structs.asdict(hardware))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Readable JSON, also written to ``path`` where one is given."""
+        """The cluster as readable JSON, also written to ``path`` if given."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -55,11 +55,11 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def from_json(cls, source: str | Path) -> "Cluster":
-        """A cluster from JSON text or from a file of it.
+        """A cluster from JSON text or a JSON file.
 
         A string that starts with ``{`` or has a line break is text, anything else a path. A byte
-        order mark is passed over, and sizes may be written as ``80e9``. ClusterError names the
-        first field that is unknown, missing or of the wrong kind.
+        order mark is skipped, and sizes may be written as ``80e9``. Raises ClusterError naming the
+        first field that is unknown, missing or of the wrong type.
         """
         if not isinstance(source, (str, Path)):
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""Measures collectives on a process group that exists, and keeps the times in the store.
+"""Measurement of collectives on an existing process group, kept in the profile store.
 
 Every rank of the world calls ``measure_collectives`` at the same place. Groups of each asked size
 are made so that they tile the world, as the groups of a mesh axis do, and all of them run the same
@@ -36,30 +36,31 @@ from autopar.cost_models.estimate import CostError
 from autopar.cost_models.store import CollectiveTime, ProfileStore, StoreWarning
 
 BETWEEN_S = 0.004
-"""For how long a rank computes before a collective, as long as a few layers take."""
+"""How long a rank computes before a collective, about the time of a few layers."""
 DEFAULT_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 3
-"""How often all sizes are gone through. What else a host does lasts for seconds: in a single visit
-16 MiB once took 54 ms, and 9 before and after."""
+"""How often all sizes are measured in turn, since disturbances of a host last for seconds."""
 MAX_POOL_BYTES = 256 << 20
-"""Of memory for one rank's collectives, where no four pieces need more."""
+"""Limit on the memory for a rank's collectives, unless four pieces need more."""
 _ALIGNMENT = 64
-"""Of a piece, in numbers."""
+"""Alignment of a piece, in elements."""
 MAX_SPREAD, MAX_REPEATS = 0.3, 2
-"""Where the rounds differ by more (the interquartile range over the median), there are more rounds;
-what then still does is flagged."""
+"""Limits on the spread over rounds (interquartile range over median), and on extra rounds.
+
+A time whose spread stays too large is marked noisy.
+"""
 _Row = tuple[str, str, int, float, float]
 
 
 def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
-    """A model of ``cluster`` that answers from the store's times where it holds them."""
+    """A model of ``cluster`` that uses the store's measured times."""
     return _model(cluster, _rows(cluster, store))
 
 
 def _rows(cluster: Cluster, store: ProfileStore) -> list[_Row]:
-    """Kind, group shape, bytes, seconds and spread of what the store holds, in order.
+    """Kind, group shape, bytes, seconds and spread of the entries of the store, in order.
 
-    A kind that a later version may have put there is left out.
+    Unknown kinds, which a later version may have written, are omitted.
     """
     return [
         (kind, shape, times.size_bytes, times.time_s, times.spread)
@@ -76,7 +77,7 @@ def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
         shape = _shape_of(shape_text)
         if shape is None:
             warnings.warn(
-                f"a time of {kind} for the groups {shape_text!r} is left out: they cannot be read",
+                f"a time of {kind} is ignored: the group shape {shape_text!r} cannot be parsed",
                 StoreWarning,
                 stacklevel=3,
             )
@@ -97,7 +98,7 @@ def _model(cluster: Cluster, rows: list[_Row]) -> CommunicationModel:
 
 
 def _shape_of(text: str) -> GroupShape | None:
-    """The inverse of ``json.dumps``; None for what is no shape."""
+    """Parse the JSON of a group shape; None if it is invalid."""
     try:
         found = tuple((fanout, sharing, link) for fanout, sharing, link in json.loads(text))
     except (ValueError, TypeError, RecursionError):
@@ -107,7 +108,7 @@ def _shape_of(text: str) -> GroupShape | None:
 
 
 def _ascending(times_s: Sequence[float]) -> tuple[float, ...]:
-    """The nearest times, by squares, that never fall: more bytes do not take less time."""
+    """Isotonic regression: the closest times by least squares that never decrease with size."""
     pools: list[list[float]] = []
     for time_s in times_s:
         pools.append([time_s])
@@ -125,7 +126,7 @@ def all_measured(
     kinds: Sequence[Collective] = tuple(Collective),
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
 ) -> bool:
-    """Whether `measure_collectives` would find all its times in the store."""
+    """Whether the store has all times of `measure_collectives`."""
     model = CommunicationModel(cluster)
     world = cluster.num_devices
     shapes = [
@@ -145,17 +146,16 @@ def measure_collectives(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     max_s: float = 0.1,
 ) -> CommunicationModel:
-    """Measures what the store lacks and returns the model that uses it.
+    """Measure what the store lacks, and return the model that uses it.
 
-    Called by every rank of the default process group. ``group_sizes`` are those to measure, each a
-    divisor of the world (all of them by default), in blocks of neighbouring ranks and with the
-    stride that spreads them furthest. Each time is the median of `ROUNDS` over all sizes, and of
-    more where these differ; of each
-    round the mean over repetitions but the slowest quarter (a step pays for slow ones too) and over
-    the ranks, so that waiting for the last rank to come is in it; of messages in one direction,
-    that of the slowest rank. ``max_s`` bounds each size, but three repetitions a round are always
-    made. CostError where there is no process group, or one of another size or backend than
-    ``cluster``.
+    Called by all ranks of the default process group. ``group_sizes`` are divisors of the world size
+    (by default all), measured in blocks of neighbouring ranks and with the largest stride. Each
+    time is the median over `ROUNDS` rounds, or more if they differ. The time of a round is the mean
+    over all repetitions but the slowest quarter (a step pays for slow ones too), and over the
+    ranks, so that it includes waiting for the last rank; for messages in one direction it is that
+    of the slowest rank. ``max_s`` limits the time per size, but each round has at least three
+    repetitions. Raises CostError if there is no process group, or if its size or backend is not
+    that of ``cluster``.
     """
     world = _check_world(cluster)
     model = CommunicationModel(cluster)
@@ -182,7 +182,7 @@ def measure_collectives(
 
 
 class _Sweep:
-    """The collectives of one group size; ``max_s`` bounds each measurement."""
+    """Measures the collectives of one group size; ``max_s`` limits each measurement."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Sweep:
         self.found: dict[tuple[Collective, int], list[CollectiveTime]] = {}
 
     def measure(self, kind: Collective, size_bytes: int) -> None:
-        """Into the store from the last round on, as the median of all and how far they differ."""
+        """Measure one round; from the last round on, store the median and the spread."""
         found = self.found.setdefault((kind, size_bytes), [])
         if kind is Collective.SEND_RECV:
             run = _shift(size_bytes, self.messages, self.ranks, self.pool)
@@ -215,11 +215,11 @@ class _Sweep:
         if len(found) >= ROUNDS:
             middle = sorted(found, key=operator.attrgetter("time_s"))[len(found) // 2]
             times = replace(middle, spread=self._spread(found))
-            # The same number on every rank, so stores of one file or of many agree.
+            # The number is the same on every rank, so ranks may share a store or not.
             self.store.put_collective(kind.value, self.shape, self.backend, times)
 
     def unsteady(self) -> list[tuple[Collective, int]]:
-        """What differs from round to round by too much."""
+        """The measurements whose spread over rounds is too large."""
         return [key for key, found in self.found.items() if self._spread(found) > MAX_SPREAD]
 
     @staticmethod
@@ -241,7 +241,7 @@ def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
 def _check_world(cluster: Cluster) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         raise CostError(
-            "collectives are measured on a process group, and there is none: call "
+            "measuring collectives needs a process group: call "
             "torch.distributed.init_process_group() on every rank first."
         )
     world = dist.get_world_size()
@@ -254,16 +254,16 @@ def _check_world(cluster: Cluster) -> int:
 
 
 def is_group_of(cluster: Cluster) -> bool:
-    """Whether the process group moves tensors on the cluster's devices by its backend.
+    """Whether the process group uses the cluster's backend for its devices.
 
-    A group may have one backend for each kind of device: ``cpu:gloo,cuda:nccl``.
+    A group may have one backend per kind of device: ``cpu:gloo,cuda:nccl``.
     """
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
     return backends.get(cluster.device.kind) == cluster.backend
 
 
 def _from_rank_0(rows: list[_Row]) -> list[_Row]:
-    """Rank 0's rows on every rank: all must measure, and then use, the same."""
+    """Rank 0's rows on every rank, since all must measure and use the same."""
     box: list[object] = [rows]
     dist.broadcast_object_list(box, src=0)
     agreed = box[0]
@@ -272,7 +272,7 @@ def _from_rank_0(rows: list[_Row]) -> list[_Row]:
 
 
 def _tilings(world: int, sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """The groups of each size that tile the world: neighbours, and spread apart."""
+    """The groups of each size that tile the world: of neighbours, and with the largest stride."""
     tilings = []
     for size in sizes:
         neighbours = [tuple(range(i, i + size)) for i in range(0, world, size)]
@@ -296,7 +296,7 @@ def _measure(
     square = torch.ones(256, 256)
 
     def once() -> tuple[float, float]:
-        """Seconds of the collective, and of the whole."""
+        """Seconds of the collective, and of the whole sample."""
         begin = time.perf_counter()
         dist.barrier()
         for _ in range(num_products):
@@ -314,7 +314,7 @@ def _measure(
     num_samples = max(3, min(8, int(max_s / max(whole_s, 1e-6))))
     samples = sorted(once()[0] for _ in range(num_samples))
     low, median_s, high = statistics.quantiles(samples, n=4)
-    del samples[-math.ceil(num_samples / 4) :]  # of so few, the slowest would outweigh the others
+    del samples[-math.ceil(num_samples / 4) :]  # with so few samples, the slowest would dominate
     return CollectiveTime(
         size_bytes=size_bytes,
         time_s=statistics.mean(samples),
@@ -324,7 +324,7 @@ def _measure(
 
 
 def _num_products(device: torch.device) -> int:
-    """How many products of small matrices take a rank `BETWEEN_S`."""
+    """The number of products of small matrices that take a rank `BETWEEN_S`."""
     square = torch.ones(256, 256)
     torch.mm(square, square)
     start = time.perf_counter()
@@ -350,10 +350,10 @@ def _over_ranks(seconds: float, which: Any, device: torch.device) -> float:
 
 
 class Pool:
-    """Memory of float32 that is handed out piece after piece, so that each was last used as many
-    bytes ago as the pool has: at least ``size_bytes``, and four pieces.
+    """A cyclic pool of float32 memory, so that no piece is still in the cache when it is reused.
 
-    It has been written: pages that never were are one page of zeros, which stays in the cache.
+    The pool has at least ``size_bytes``, and four pieces. It is written once: untouched pages all
+    map to one page of zeros, which stays in the cache.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -378,7 +378,7 @@ class Pool:
 def _operation(
     kind: Collective, size_bytes: int, collectives: Collectives, num_ranks: int, pool: Pool
 ) -> Callable[[], object]:
-    """The collective on float32 buffers of ``size_bytes`` in full, rounded up to whole shards."""
+    """The collective on float32 buffers of ``size_bytes``, rounded up to whole shards."""
     shard = max(1, -(-size_bytes // (4 * num_ranks)))
 
     def full() -> torch.Tensor:
@@ -406,7 +406,7 @@ def _broadcast(
 def _shift(
     size_bytes: int, messages: Messages, ranks: tuple[int, ...], pool: Pool
 ) -> Callable[[], object]:
-    """Every rank sends to the next and receives from the one before, the ends open."""
+    """Every rank but the last sends to the next, as between neighbouring stages."""
     numel = max(1, size_bytes // 4)
     position = ranks.index(dist.get_rank())
 

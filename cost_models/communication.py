@@ -1,19 +1,19 @@
-"""What a collective costs on a group of ranks of a cluster.
+"""Prices of collectives on groups of ranks of a cluster.
 
-Comes in: the kind of collective, the bytes of the full buffer on one device, and the ranks of one
-group of a mesh axis. Goes out: an ``Estimate``. The other groups of that axis run the same
-collective at the same time, so groups that share a link share its bandwidth.
+In: the kind of collective, the bytes of the full buffer on one device, and the ranks of a group of
+a mesh axis. Out: an ``Estimate``. The other groups of that axis run the same collective at the same
+time, so groups that share a link share its bandwidth.
 
 The analytical time of a collective is ``launch + steps * latency + bytes / bandwidth``:
 
 - *bytes*: a group spans ``fanout`` units at each level of links. Collectives run hierarchically
-  (inside the node, then across), which crosses each unit's link with the fewest bytes: for
-  all-gather and reduce-scatter of S bytes, ``S (f - 1) / f`` at each level of fan-out f; twice that
-  for an all-reduce. The levels work at the same time on different chunks, as NCCL's pipelined rings
-  do, so the slowest level sets the time.
-- *steps*: rings take ``f - 1`` steps a level, trees ``ceil(log2 f)``; the better counts.
+  (inside the node, then across), which minimizes the bytes over each unit's link: ``S (f - 1) / f``
+  at each level of fan-out f for an all-gather or reduce-scatter of S bytes, and twice that for an
+  all-reduce. The levels process different chunks concurrently, as NCCL's pipelined rings do, so the
+  slowest level determines the time.
+- *steps*: rings take ``f - 1`` steps per level, trees ``ceil(log2 f)``; the better one is used.
 
-Times measured on a process group replace this where the store holds them.
+Times measured on a process group take precedence.
 """
 
 import math
@@ -39,9 +39,9 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """How a group lies on one level of links.
+    """The position of a group on one level of links.
 
-    ``fanout`` units of the level hold ``members`` ranks of the group each; ``sharing`` groups of
+    The group has ``members`` ranks in each of ``fanout`` units of the level; ``sharing`` groups of
     the same mesh axis use each unit's link at the same time. ``num_units`` is the level's size.
     """
 
@@ -55,8 +55,8 @@ class Span:
 class MeasuredCurve:
     """Measured times of one kind of collective on one shape of group, by size.
 
-    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes and never fall;
-    ``noisy_bytes`` are the sizes whose measurements spread too far.
+    ``sizes_bytes`` ascend; ``times_s`` are the medians at these sizes and never decrease;
+    ``noisy_bytes`` are the sizes with noisy measurements.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -69,10 +69,10 @@ class MeasuredCurve:
         if any(a >= b for a, b in zip(self.sizes_bytes, self.sizes_bytes[1:])):
             raise CostError("the sizes of a measured curve must ascend.")
         if any(a > b for a, b in zip(self.times_s, self.times_s[1:])):
-            raise CostError("the times of a measured curve must not fall from size to size.")
+            raise CostError("the times of a measured curve must not decrease with size.")
 
     def at(self, size_bytes: int) -> Estimate:
-        """The time at ``size_bytes``: the least one below, linear between sizes and beyond."""
+        """The time at ``size_bytes``: linear between sizes and beyond, constant below the first."""
         sizes, times = self.sizes_bytes, self.times_s
         for size, time_s in zip(sizes, times):
             if size == size_bytes:
@@ -92,10 +92,10 @@ class MeasuredCurve:
         return not self.noisy_bytes.isdisjoint(sizes_bytes)
 
     def _last_slope(self) -> float:
-        """Seconds a byte beyond the last size: of the last two, but at least those of all.
+        """Seconds per byte beyond the last size: the slope of the last two, at least that of all.
 
-        Two disturbed times may be equal, and a larger message is not free. Where all are, the bytes
-        are what the last time was spent on.
+        Noisy times may be equal, though a larger message is never free. If all are equal, the last
+        time is divided by its bytes.
         """
         sizes, times = self.sizes_bytes, self.times_s
         if times[0] == times[-1]:
@@ -105,11 +105,11 @@ class MeasuredCurve:
 
 
 GroupShape = tuple[tuple[int, int, str], ...]
-"""Fan-out, sharing and link at each level, innermost first: the link class of a group."""
+"""The link class of a group: fan-out, sharing and link at each level, innermost first."""
 
 
 class CommunicationModel:
-    """Prices collectives on ``cluster``; estimates are kept, so repeated questions are fast.
+    """Prices collectives on ``cluster``, and caches the estimates.
 
     ``measured`` maps a kind and a group's shape to measured times.
     """
@@ -127,9 +127,9 @@ class CommunicationModel:
     def estimate(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> Estimate:
         """Seconds of ``kind`` on ``ranks``.
 
-        ``size_bytes`` is the full buffer on one device: the input of all-reduce, reduce-scatter
-        and all-to-all, the output of all-gather, the message of broadcast and send-recv. A group
-        of one costs nothing. CostError for unknown kinds, negative sizes, and ranks that are
+        ``size_bytes`` is the full buffer on one device: the input of all-reduce, reduce-scatter and
+        all-to-all, the output of all-gather, the message of broadcast and send-recv. A group of one
+        costs nothing. Raises CostError for unknown kinds, negative sizes, and ranks that are
         repeated or not in the cluster.
         """
         ranks = tuple(ranks)
@@ -140,18 +140,18 @@ class CommunicationModel:
         return known
 
     def joined(self, kind: str, size_bytes: int, ranks: Sequence[int], num: int) -> Estimate:
-        """A tensor's part of one collective of ``num`` tensors as large as it is."""
+        """A tensor's share of a coalesced collective of ``num`` tensors of its size."""
         whole = self.estimate(kind, size_bytes * num, ranks)
         return Estimate(whole.time_s / num, whole.source, whole.is_noisy)
 
     def overlapped_s(self, compute_s: float, communication_s: float) -> float:
-        """Seconds until both are done when they start together."""
+        """Seconds until both are done if they start together."""
         return max(communication_s, self.slowed_s(compute_s, communication_s))
 
     def slowed_s(self, compute_s: float, communication_s: float) -> float:
-        """Seconds of computation beside so much communication.
+        """Seconds of computation that overlaps with communication.
 
-        It runs slower by the cluster's ``overlap_slowdown`` while the collective lasts.
+        It is slower by the cluster's ``overlap_slowdown`` while the collective runs.
         """
         slowdown = self.cluster.overlap_slowdown
         if compute_s * slowdown <= communication_s:
@@ -159,7 +159,7 @@ class CommunicationModel:
         return compute_s + communication_s * (1 - 1 / slowdown)
 
     def spans(self, ranks: Sequence[int]) -> tuple[Span, ...]:
-        """How the group ``ranks`` lies on each level of links, innermost first."""
+        """The position of the group ``ranks`` on each level of links, innermost first."""
         ranks = tuple(ranks)
         known = self._spans.get(ranks)
         if known is None:
@@ -184,7 +184,7 @@ class CommunicationModel:
             raise CostError(f"{kind} of {size_bytes} bytes: a size is at least 0.")
         spans = self.spans(ranks)
         if len(ranks) <= 1 or size_bytes == 0:
-            # Nothing moves, and that is exact: no guess is involved.
+            # Nothing is communicated.
             return Estimate(0.0, Source.ANALYTICAL)
         curve = self._measured.get((collective, self.group_shape(ranks)))
         if curve is not None:
@@ -216,7 +216,7 @@ class CommunicationModel:
 
 def _spans_of(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Span, ...]:
     if len(set(ranks)) != len(ranks) or not ranks:
-        raise CostError(f"the ranks {ranks} of a group must be one or more, none repeated.")
+        raise CostError(f"the ranks {ranks} of a group must be at least one, without repetition.")
     if min(ranks) < 0 or max(ranks) >= cluster.num_devices:
         raise CostError(
             f"the ranks {ranks} are not all in a cluster of {cluster.num_devices} devices."
@@ -240,7 +240,7 @@ def _spans_of(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Span, ...]:
 
 
 def _crossing_bytes(kind: Collective, size_bytes: int, span: Span, group_size: int) -> float:
-    """Bytes that one group sends out over one unit's link at this level."""
+    """Bytes that a group sends over a unit's link at this level."""
     fanout = span.fanout
     match kind:
         case Collective.ALL_REDUCE:
@@ -248,7 +248,7 @@ def _crossing_bytes(kind: Collective, size_bytes: int, span: Span, group_size: i
         case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
             return size_bytes * (fanout - 1) / fanout
         case Collective.ALL_TO_ALL:
-            # Each member sends an equal part to each member of the level's other units.
+            # Each member sends an equal share to each member of the level's other units.
             return span.members * size_bytes * span.members * (fanout - 1) / group_size
         case Collective.BROADCAST | Collective.SEND_RECV:
             return float(size_bytes)
@@ -272,5 +272,5 @@ def _tree_steps(kind: Collective, fanout: int) -> int:
         case Collective.BROADCAST:
             return depth
         case _:
-            # Gathering, scattering and exchanging have no tree that moves as few bytes.
+            # No tree of these collectives moves as few bytes as the ring.
             return _ring_steps(kind, fanout)

@@ -1,7 +1,7 @@
-"""What an operation costs on a device: the interface, and the analytical model behind it.
+"""Prices of operations on a device: the interface, and the analytical model.
 
-``ComputeModel`` is what the planner asks. ``RooflineModel`` answers for any described device, also
-one that is not there; the profiler answers with measurements and falls back on it.
+``ComputeModel`` is the planner's interface. ``RooflineModel`` prices operations on any described
+device, present or not; the profiler uses measurements and falls back on it.
 """
 
 from dataclasses import replace
@@ -37,13 +37,13 @@ class ComputeModel(Protocol):
     """Prices calls on one kind of device."""
 
     def estimate(self, call: OpCall) -> OpEstimate:
-        """Seconds of ``call`` in each direction; CostError where it cannot be priced."""
+        """Seconds of ``call`` in each direction; raises CostError if it cannot be priced."""
 
 
 class RooflineModel:
-    """Time is the launches plus the larger of arithmetic and memory traffic, at reachable rates.
+    """The roofline: launches plus the larger of arithmetic and memory time, at achievable rates.
 
-    Views cost the device's ``dispatch_s`` and nothing else. Estimates are kept by call.
+    Views cost only the device's ``dispatch_s``. Estimates are cached by call.
     """
 
     def __init__(self, device: DeviceSpec, efficiency: EfficiencyTable | None = None) -> None:
@@ -79,19 +79,19 @@ class RooflineModel:
 
 
 def is_product(todo: OpWork) -> bool:
-    """Whether a call's arithmetic is products of matrices, which have units of their own."""
+    """Whether a call consists of matrix products, which devices have special units for."""
     return todo.family in _MATRIX_FAMILIES
 
 
 def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
-    """The peak rate of the units that a call's family runs on."""
+    """The peak rate of the units that a call runs on."""
     if is_product(todo):
         return device.matrix_flops_per_s(todo.dtype, in_cudnn=todo.family in _CUDNN_FAMILIES)
     return device.vector_flops_per_s
 
 
 def _visited_part(call: OpCall) -> float:
-    """The part of the scores that a causal kernel computes: those on and under the diagonal."""
+    """The fraction of the scores that a causal kernel computes: those on and below the diagonal."""
     if not call.argument(ATTENTION_CAUSAL_AT[call.name], "is_causal", False):
         return 1.0
     rows = call.tensor(0, "query").shape[-2]
@@ -101,7 +101,7 @@ def _visited_part(call: OpCall) -> float:
 
 
 def _unfused(call: OpCall, device: DeviceSpec) -> tuple[OpCall, ...]:
-    """What attention does apart where its kernel is not fused: with dropout on a CPU."""
+    """Extra calls of attention where its kernel is not fused: with dropout on a CPU."""
     if call.name != "scaled_dot_product_attention" or device.kind != "cpu":
         return ()
     dropout = call.argument(4, "dropout_p", 0.0)

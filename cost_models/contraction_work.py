@@ -1,7 +1,7 @@
-"""The work of products of two or more tensors over named or listed dimensions.
+"""The work of contractions: products of two or more tensors over named or listed dimensions.
 
-Each is one product of matrices after another, as torch makes them; what of it is no such product
-(a sum over a dimension of one operand alone) is not counted.
+Each is a sequence of matrix products, as in torch; other work in it (a sum over a dimension of one
+operand) is not counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from autopar.cost_models.shapes import outputs
 from autopar.cost_models.work import NO_WORK, Family, MatrixShape, OpWork, Work, generic
 
 _Labels = dict[str, int]
-"""The size of each dimension by its label; those of size 1 are left out, as they change nothing."""
+"""The size of each dimension by its label, without dimensions of size 1."""
 _Operand = tuple[TensorSpec, _Labels]
 
 
 def _einsum(call: OpCall) -> OpWork:
-    """Two operands after another, by ``path`` or from left to right."""
+    """Contract two operands at a time, by ``path`` or from left to right."""
     equation, specs = call.args[0], call.args[1]
     terms, kept = _parsed(equation, [len(spec.shape) for spec in specs])
     operands = [(spec, _sizes(term, spec)) for spec, term in zip(specs, terms)]
@@ -40,7 +40,7 @@ def _einsum(call: OpCall) -> OpWork:
 
 
 def _parsed(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """The labels of each operand and of the output; of an ellipsis "-1" is the last dimension."""
+    """The labels of each operand and of the output; "-1" is the last dimension of an ellipsis."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     texts = inputs.split(",")
     hidden = [rank - len(text.replace("...", "")) for text, rank in zip(texts, ranks)]
@@ -64,9 +64,9 @@ def _sizes(term: Sequence[str], spec: TensorSpec) -> _Labels:
 
 
 def _pair(a: _Operand, b: _Operand, needed: set[str]) -> tuple[_Operand, OpWork, bool]:
-    """The product of two operands, its work, and whether anything is summed in it.
+    """The product of two operands, its work, and whether it has a sum.
 
-    Where nothing is, each direction multiplies once an element.
+    Without a sum, each direction has one multiplication per element.
     """
     (left, of_a), (right, of_b) = a, b
     summed = [label for label in of_a if label in of_b and label not in needed]
@@ -88,7 +88,7 @@ def _pair(a: _Operand, b: _Operand, needed: set[str]) -> tuple[_Operand, OpWork,
 
 
 def _result(a: TensorSpec, b: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    """A product that is an operand of the next: a parameter's where it depends on nothing else."""
+    """The result of a product, as an operand of the next; a parameter if all inputs are."""
     wanting = [spec for spec in (a, b) if spec.requires_grad]
     return TensorSpec(
         shape,
@@ -108,7 +108,7 @@ def _each_direction(todo: OpWork, change: Callable[[Work], Work]) -> OpWork:
 
 
 def _together(done: Sequence[OpWork]) -> OpWork:
-    """One product after another; the shape of the largest stands for all."""
+    """The work of several products; the shape of the largest represents all."""
     largest_first = sorted(done, key=lambda todo: -todo.forward.flops)
     return replace(
         largest_first[0],
@@ -125,7 +125,7 @@ def _tensordot(call: OpCall) -> OpWork:
 
 
 def _inner(call: OpCall) -> OpWork:
-    """Over the last dimension of both; a product with a number where one has none."""
+    """The product over the last dimension of both, or with a scalar."""
     a, b = call.tensor(0, "self"), call.tensor(1, "other")
     if not (a.shape and b.shape):
         return generic(call, Family.POINTWISE, per_element=1)
@@ -135,7 +135,7 @@ def _inner(call: OpCall) -> OpWork:
 def _over(
     call: OpCall, a: TensorSpec, b: TensorSpec, dims_a: Sequence[int], dims_b: Sequence[int]
 ) -> OpWork:
-    """The product of ``a`` and ``b`` over these dimensions; where one has size 1, of its sum."""
+    """The product of ``a`` and ``b`` over these dimensions; if one has size 1, of its sum."""
     inner = prod(min(a.shape[i], b.shape[j]) for i, j in zip(dims_a, dims_b))
     shape = MatrixShape(m=_without(a, dims_a), n=_without(b, dims_b), k=inner)
     return product(a, b, shape, outputs(call)[0].size_bytes)
@@ -148,7 +148,7 @@ def _without(spec: TensorSpec, dims: Sequence[int]) -> int:
 
 
 def _chain(call: OpCall) -> OpWork:
-    """A chain of matrices in the order of the fewest operations, as torch multiplies them."""
+    """A chain of matrices, multiplied in the order with the fewest operations, as in torch."""
     specs = call.args[0]
     matrices = [*specs]
     if len(specs[0].shape) == 1:
@@ -176,7 +176,7 @@ def _chain(call: OpCall) -> OpWork:
 
 @lru_cache(maxsize=1 << 12)
 def _split(sides: tuple[int, ...]) -> tuple[int, int]:
-    """The least multiplications of a chain of matrices with these sides, and where it is cut."""
+    """The fewest multiplications of a chain of matrices with these sides, and where it is split."""
     if len(sides) == 2:
         return 0, 0
     return min(
@@ -189,7 +189,7 @@ def _split(sides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _bilinear(call: OpCall) -> OpWork:
-    """The first input with every matrix of the weight, then each row with the second input."""
+    """The first input times every matrix of the weight, then each row times the second input."""
     first, second, weight = call.tensor(0, "input1"), call.tensor(1, "input2"), call.args[2]
     num_out, k, n = weight.shape
     rows = prod(first.shape[:-1])
@@ -210,7 +210,7 @@ def _bilinear(call: OpCall) -> OpWork:
 
 
 def _distances(call: OpCall) -> OpWork:
-    """Euclidean ones of many rows by one product, others row by row."""
+    """Distances: Euclidean ones of many rows by one product, others row by row."""
     a, b, norm = call.tensor(0, "x1"), call.tensor(1, "x2"), call.argument(2, "p", 2.0)
     out = outputs(call)[0]
     (m, k), n, batch = a.shape[-2:], b.shape[-2], prod(out.shape[:-2])

@@ -1,6 +1,6 @@
-"""Checks of described hardware: every field is what JSON can hold and give back.
+"""Validation of hardware descriptions: every field must survive a JSON round trip.
 
-msgspec checks types where JSON is read; these hold for descriptions that are made in Python too.
+msgspec checks types when it reads JSON; these checks also apply to descriptions made in Python.
 """
 
 import math
@@ -14,9 +14,10 @@ from autopar.base.errors import ClusterError
 
 
 def whole_numbers(given: Any, kind: Any, where: str) -> Any:
-    """``given`` with whole numbers for those that JSON writes as ``80e9``.
+    """``given`` with floats such as ``80e9`` converted to ints where an int is expected.
 
-    ClusterError for a word that is none of those allowed; msgspec's message does not name them.
+    Raises ClusterError for a string that is not among those allowed; msgspec's message does not
+    list them.
     """
     if isinstance(given, dict) and _is_struct(kind):
         kinds = _fields(kind)
@@ -47,13 +48,13 @@ def _is_struct(kind: object) -> bool:
 
 
 def require_types(owner: str, described: msgspec.Struct) -> None:
-    """ClusterError for a field that JSON could not hold, or not give back as it was."""
+    """Raise ClusterError for a field that would not survive a JSON round trip."""
     for field, kind in _fields(type(described)).items():
         value = getattr(described, field)
         if get_origin(kind) is tuple and not isinstance(value, tuple):
             raise ClusterError(
-                f"{field} is a {type(value).__name__}; a cluster can be a key, so it is a "
-                f"tuple. Write {field}=(Level(...),)."
+                f"{field} is a {type(value).__name__}; a cluster must be hashable, so it must be "
+                f"a tuple. Write {field}=(Level(...),)."
             )
         if not _is_of(kind, value):
             rule = _rule(kind, field, value)
@@ -75,23 +76,24 @@ def _is_of(kind: Any, value: object) -> bool:
 
 
 def _rule(kind: Any, field: str, value: object) -> str:
-    """What a field of this kind must be, and how it is written."""
+    """The rule for a field of this type, with an example."""
     if get_origin(kind) is tuple:
-        return f"all are of type Level. Write {field}=(Level(...),)."
+        return f"all elements must be of type Level. Write {field}=(Level(...),)."
     if get_origin(kind) is Literal:
         allowed = [repr(word) for word in get_args(kind)]
-        return f"it must be {' or '.join(allowed)}. Write {field.split('.')[-1]}={allowed[0]}, say."
+        name = field.split(".")[-1]
+        return f"it must be {' or '.join(allowed)}. For example, write {name}={allowed[0]}."
     if kind is int:
         example = 80 * 10**9 if field.endswith("_bytes") else 8
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
             example = int(value)
         return f"it must be a whole number (an int) below 2**63. Write {field}={example}."
     if kind is float:
-        return f"it must be a number, an int or a float. Write {field}=1.0, say."
+        return f"it must be an int or a float. For example, write {field}=1.0."
     if kind is str:
         return (
-            "it must be text, without control characters or lone surrogates. Write "
-            f"{field}='mine', say."
+            "it must be a string without control characters or lone surrogates. For example, "
+            f"write {field}='mine'."
         )
     return f"it must be a {kind.__name__}. Write {field}={kind.__name__}(...)."
 
@@ -100,7 +102,7 @@ def require_counts(owner: str, values: dict[str, int]) -> None:
     for field, value in values.items():
         if value < 1:
             raise ClusterError(
-                f"{owner} has {field}={value!r}; it is a count, a whole number of at least 1."
+                f"{owner} has {field}={value!r}; it must be a whole number of at least 1."
             )
 
 
@@ -121,5 +123,5 @@ def require_not_negative(owner: str, values: dict[str, float]) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Also of whole numbers that no float is as large as."""
+    """Whether a number is finite, also for ints that are too large for a float."""
     return abs(value) < math.inf if isinstance(value, float) else abs(value) < 2**1000

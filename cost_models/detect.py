@@ -1,9 +1,8 @@
-"""The machine at hand as a ``Cluster``: its CUDA devices, or local CPU workers.
+"""The local machine as a ``Cluster``: its CUDA devices, or local CPU workers.
 
-CUDA devices that a preset knows take its figures; others are measured. A CPU's peaks are measured
-with every worker's threads busy, since workers share the memory and the power of one host. What was
-measured is kept in the cache folder, so that a machine is measured once, a CPU once for each number
-of workers.
+CUDA devices with a preset use its figures; others are measured. A CPU's bandwidth is measured with
+the threads of all workers, since workers share the memory of the host. Results are kept in the
+cache folder, so that a machine is measured once, a CPU once per number of workers.
 """
 
 import hashlib
@@ -29,11 +28,11 @@ from autopar.cost_models.presets import PRESET_NAMES, preset_cluster
 _CACHE_VERSION = 3
 _PROBE_S = 0.15
 _LEAST_RATE, _MOST_RATE, _LONGEST_LAUNCH_S = 1e6, 1e18, 1.0
-"""What no device's peaks, in operations or bytes per second, and launches are beyond."""
+"""Bounds on plausible peaks, in operations or bytes per second, and launch times."""
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: ``$AUTOPAR_CACHE_DIR``, or ``autopar`` in the user's cache."""
+    """The folder of measurements: ``$AUTOPAR_CACHE_DIR``, or ``autopar`` in the user's cache."""
     folder = os.environ.get("AUTOPAR_CACHE_DIR")
     if folder:
         return Path(folder)
@@ -42,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, all of the time."""
+    """The number of cores that this process may use, within affinity and quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -51,7 +50,7 @@ def usable_cores() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's model as the operating system gives it."""
+    """The processor's model name, as reported by the operating system."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -61,11 +60,9 @@ def cpu_name() -> str:
 
 
 def detect_cluster(num_devices: int | None = None) -> Hardware:
-    """The machine at hand with ``num_devices`` of its devices; see ``Cluster.detect``."""
+    """The local machine with ``num_devices`` of its devices; see ``Cluster.detect``."""
     if num_devices is not None and not is_count(num_devices):
-        raise ClusterError(
-            f"num_devices={num_devices!r}; a cluster has a whole number of devices, at least one."
-        )
+        raise ClusterError(f"num_devices={num_devices!r}; it must be a whole number of at least 1.")
     if torch.cuda.is_available():
         return _detect_cuda(num_devices)
     return _detect_cpu(num_devices)
@@ -109,7 +106,7 @@ def _detect_cuda(num_devices: int | None) -> Hardware:
 
 
 def float32_settings() -> dict[str, bool]:
-    """What PyTorch is set to do float32 products in, as fields of a device."""
+    """PyTorch's precision settings for float32 products, as fields of a device."""
     convolution = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     return {
         "allow_tensor_float32": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -121,7 +118,7 @@ def preset_of(name: str, memory_bytes: int) -> str | None:
     """The preset that describes the CUDA device called ``name``, or None."""
     text = name.upper()
     if {"NVL", "MIG"} & set(text.split()):
-        return None  # a card in pairs, and a part of a device: other rates and links
+        return None  # paired cards, and partitions of a device, have other rates and links
     large = memory_bytes > 60 * 10**9
     if "H100" in text:
         # The PCIe card has other rates; only SXM modules carry HBM3 in the name.
@@ -187,7 +184,7 @@ def _detect_cpu(num_devices: int | None) -> Hardware:
 
 
 def usable_memory_bytes() -> int:
-    """The host's memory, or what of it this process may use."""
+    """The memory of the host, within this process's limits."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         size_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -201,10 +198,10 @@ def kept_device(
     measure: Callable[[], DeviceSpec],
     expected: Mapping[str, object] | None = None,
 ) -> DeviceSpec:
-    """What ``measure`` gave for ``identity`` before, or gives now.
+    """The cached result of ``measure`` for ``identity``, or a new one.
 
-    What was kept counts where its fields are as ``expected`` and its rates can be those of a
-    device; otherwise a warning says why it is measured again.
+    A cached result is used if its fields match ``expected`` and its rates are plausible; otherwise
+    a warning says why it is measured again.
     """
     key = json.dumps([_CACHE_VERSION, *identity, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -224,33 +221,33 @@ def kept_device(
         scratch.write_bytes(msgspec.json.encode(device))
         scratch.replace(path)
     except OSError as error:
-        warnings.warn(f"this machine's peaks are not kept: {error}", stacklevel=4)
+        warnings.warn(f"this machine's peaks cannot be cached: {error}", stacklevel=4)
     return device
 
 
 def _check_kept(device: DeviceSpec, expected: Mapping[str, object]) -> None:
-    """ClusterError where it is another device's description, or no device's."""
+    """Raise ClusterError if the description is implausible or of another device."""
     for field, wanted in expected.items():
         found = getattr(device, field)
         if found != wanted:
-            raise ClusterError(f"it is of a device with {field}={found!r}, not {wanted!r}")
+            raise ClusterError(f"it describes a device with {field}={found!r}, not {wanted!r}")
     peaks = structs.asdict(device.peak_flops_per_s)
     rates = {f"peak_flops_per_s.{dtype}": peak for dtype, peak in peaks.items()}
     rates["memory_bandwidth_bytes_per_s"] = device.memory_bandwidth_bytes_per_s
     rates["cache_bandwidth_bytes_per_s"] = device.cache_bandwidth_bytes_per_s
     for field, rate in rates.items():
-        if rate and not _LEAST_RATE <= rate <= _MOST_RATE:  # 0: there is none of its own
-            raise ClusterError(f"{field}={rate} is no device's rate")
+        if rate and not _LEAST_RATE <= rate <= _MOST_RATE:  # 0: no rate of its own
+            raise ClusterError(f"{field}={rate} is not a plausible rate")
     for field in ("kernel_launch_s", "dispatch_s"):
         if getattr(device, field) > _LONGEST_LAUNCH_S:
-            raise ClusterError(f"{field}={getattr(device, field)} is no device's")
+            raise ClusterError(f"{field}={getattr(device, field)} is not plausible")
 
 
 def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceSpec:
-    """One of ``count`` workers.
+    """Measure one of ``count`` workers.
 
-    Cores are a worker's own, so its rate is measured alone; memory is everybody's, so the whole
-    host's bandwidth is measured and an equal part taken.
+    A worker has cores of its own, so its arithmetic is measured alone; memory is shared, so the
+    bandwidth of the whole host is measured and divided equally.
     """
     cpu = torch.device("cpu")
     cache_bytes = _cache_bytes(count, threads)
@@ -278,15 +275,14 @@ def _measured_cpu_device(count: int, threads: int, memory_bytes: int) -> DeviceS
         cache_bytes=cache_bytes,
         cache_bandwidth_bytes_per_s=cache_bandwidth,
         source=(
-            f"measured here: matrix products on {threads} threads, a copy on {busy} threads of "
-            f"which each of {count} workers has an equal part, a copy in the cache, the smallest "
-            "addition, a view"
+            f"measured here: matrix products on {threads} threads, a copy on {busy} threads "
+            f"shared equally by {count} workers, a copy in the cache, the smallest addition, a view"
         ),
     )
 
 
 def _cache_bytes(count: int, threads: int) -> int:
-    """One worker's part of the host's caches: its cores' own, or its share of the last level."""
+    """A worker's share of the host's caches: those of its cores, or of the last level."""
     sizes = {}
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
@@ -294,7 +290,7 @@ def _cache_bytes(count: int, threads: int) -> int:
             text = (index / "size").read_text().strip()
             sizes[level] = int(text.rstrip("K")) * 1024
         except (OSError, ValueError):
-            # Some hosts describe no caches, or in another unit: the preset's stands in.
+            # Some hosts do not describe their caches, or in other units: the preset's size is used.
             continue
     own = sizes.get(2, preset_cluster("cpu").device.cache_bytes) * threads
     return max(own, sizes.get(3, 0) // count)
@@ -311,7 +307,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _best_s(function: Callable[[], object], device: torch.device) -> float:
-    """The least time of as many runs as fit in a moment, in seconds."""
+    """The shortest of many runs within `_PROBE_S`, in seconds."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -332,7 +328,7 @@ def _best_s(function: Callable[[], object], device: torch.device) -> float:
 
 def _measure_peaks(device: torch.device, size: int) -> PeakFlops:
     def rate(dtype: torch.dtype) -> float:
-        # A dtype without units of its own can be a hundred times slower: start small.
+        # A dtype without hardware support can be a hundred times slower: use smaller matrices.
         side = size if dtype in (torch.float32, torch.bfloat16) else size // 2
         a = torch.ones(side, side, dtype=dtype, device=device)
         b = torch.ones(side, side, dtype=dtype, device=device)
@@ -349,7 +345,7 @@ def _measure_peaks(device: torch.device, size: int) -> PeakFlops:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """With products of float32 matrices in "ieee" or in "tf32" where a CUDA device has it."""
+    """Set the precision of float32 matrix products: "ieee", or "tf32" on CUDA devices."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     setting.fp32_precision = precision
@@ -371,7 +367,7 @@ def _measure_launch(device: torch.device) -> float:
 
     def several() -> None:
         for _ in range(repeats):
-            # As compiled graphs call it: without the Python binding's shortcut.
+            # Called as compiled graphs do, not through the faster Python binding.
             torch.ops.aten.add.Tensor(small, small)
 
     return _best_s(several, device) / repeats

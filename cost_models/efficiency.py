@@ -1,9 +1,9 @@
-"""What part of a device's peaks each family of operations reaches, as curves of size.
+"""Efficiency of each family of operations: the fraction of a device's peaks that it reaches.
 
-A matrix product on a GPU is computed in tiles, and a wave of tiles runs for as long as its slowest:
-the reached part is the tiles' share of whole waves times a factor that grows with the inner
-dimension. On a CPU core the reached part grows with each dimension towards that of the library's
-inner kernel. Everything else is bound by memory or by its element-wise arithmetic.
+A matrix product on a GPU is computed in tiles, and a wave of tiles takes as long as its slowest:
+the efficiency is the fraction of full waves times a factor that grows with the inner dimension. On
+a CPU core the efficiency grows with each dimension towards that of the library's inner kernel.
+Everything else is bound by memory or by element-wise arithmetic.
 """
 
 import math
@@ -14,21 +14,21 @@ from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, MatrixShape, Work
 
 NOT_FITTED_FACTOR = 2.0
-"""By what factor predictions are taken to be off where nothing was fitted to measurements.
+"""The assumed error factor of families that are not fitted to measurements.
 
-An assumption: the widest of the published ranges behind the table of CUDA devices, depthwise
-convolutions at 0.3 to 0.6 of the bandwidth. It stands until a GPU has been measured.
+It is the widest of the published ranges behind the table of CUDA devices: depthwise convolutions at
+0.3 to 0.6 of the bandwidth.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyEfficiency:
-    """One family on one kind of device.
+    """The efficiency of a family on a kind of device.
 
-    ``compute`` and ``memory`` are the parts of the peaks that large sizes reach. ``half_k`` is the
+    ``compute`` and ``memory`` are the fractions of the peaks at large sizes. ``half_k`` is the
     inner dimension at which half of ``compute`` is reached (0: no such loss). ``half_side`` is the
-    same for each outer dimension. ``kernel_s`` is a fixed cost of each kernel beyond its launch.
-    ``error_factor`` is by what factor, up or down, half of the predictions are off at most.
+    same for each outer dimension. ``kernel_s`` is a fixed cost per kernel besides its launch.
+    ``error_factor`` is the median factor by which predictions are off in either direction.
     """
 
     compute: float
@@ -54,10 +54,10 @@ class EfficiencyTable:
         return self.families.get(family, self.default)
 
 
-# From published ranges, not fitted: each family's error is the assumed one.
-# Large bfloat16 products reach 0.65 to 0.75 of a datasheet's dense rate (clocks fall under load),
-# fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth, depthwise
-# convolutions about half of it, as neighbouring outputs read the same inputs again.
+# From published ranges, not fitted, so every family has the assumed error. # Large bfloat16
+# products reach 0.65 to 0.75 of a datasheet's dense rate (clocks fall under load), fused attention
+# 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth, depthwise convolutions
+# about half of it, as neighbouring outputs read the same inputs.
 CUDA = EfficiencyTable(
     default=FamilyEfficiency(compute=0.5, memory=0.85),
     families={
@@ -78,7 +78,7 @@ CUDA = EfficiencyTable(
 # (float32, torch 2.13), then rounded. The errors are median ones of calls that the fit did not see:
 # 1.2 to 1.3 for products, convolutions, attention, softmax and dropout, 1.5 to 1.9 for norms,
 # lookups, recurrent layers and element-wise operations, and 4 for copies and reductions, which
-# depend on the layout; of a range the upper end.
+# depend on the layout; the table has the upper end of each range.
 CPU = EfficiencyTable(
     default=FamilyEfficiency(compute=0.08, memory=0.95, kernel_s=1e-6, error_factor=1.9),
     families={
@@ -120,7 +120,7 @@ TABLES = {"cuda": CUDA, "cpu": CPU}
 def kernel_time_s(
     work: Work, family: Family, peak_flops_per_s: float, device: DeviceSpec, table: EfficiencyTable
 ) -> float:
-    """Seconds of one direction of a call: the roofline at the part of the peaks it reaches."""
+    """Seconds of one direction of a call: the roofline at the fractions of the peaks it reaches."""
     if work.num_kernels == 0:
         return 0.0
     curve = table.of(family)
@@ -147,12 +147,13 @@ def _matrix_part(
     tiles = shape.batch * math.ceil(shape.m / table.tile) * math.ceil(shape.n / table.tile)
     used = shape.batch * shape.m * shape.n / (tiles * table.tile**2)
     waves = tiles / device.num_units
-    # Few tiles: libraries split the inner dimension over idle units, down to 256 of it each.
+    # With few tiles, libraries split the inner dimension over idle units, down to 256 each.
     num_splits = max(1.0, min(shape.k / 256, 1 / waves))
     depth = shape.k / num_splits
-    # Libraries choose among tile sizes, which wins back about half of the last wave's idle units.
+    # Libraries choose among tile sizes, which recovers about half of the idle units of the last
+    # wave.
     lasting = (math.ceil(waves) + waves) / 2 if waves > 1 else 1 / num_splits
-    # Small outputs use smaller tiles, so not all padding is lost; the fullest tile lasts longest.
+    # Small outputs use smaller tiles, so not all padding is lost; the fullest tile is the slowest.
     fullest = min(shape.m, table.tile) * min(shape.n, table.tile) / table.tile**2
     padded = used / min(1.0, 2 * math.sqrt(fullest))
     return depth / (depth + curve.half_k) * waves / lasting * padded

@@ -1,7 +1,7 @@
-"""What every price is made of: a time in seconds and where that time comes from.
+"""Prices: times in seconds with their sources.
 
-The planner adds up thousands of these. A sum is only as trustworthy as its weakest part, so adding
-two estimates keeps the weaker of their two sources.
+The planner sums thousands of these. A sum is only as reliable as its weakest term, so the sum of
+two estimates has the weaker of their sources.
 """
 
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from autopar.base.errors import AutoparError
 
 
 class CostError(AutoparError, ValueError):
-    """An operation or a collective that cannot be priced, and why."""
+    """An operation or a collective cannot be priced; the message says why."""
 
 
 class NotNowError(CostError):
-    """A call that cannot be measured while so much memory is taken, or allowed; later it may."""
+    """A call cannot be measured with the memory that is free now, but may be later."""
 
 
 class Source(StrEnum):
-    """Where a number comes from, strongest first."""
+    """Sources of a price, strongest first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -31,13 +31,13 @@ _STRENGTH = {source: rank for rank, source in enumerate(Source)}
 
 
 def weakest(sources: Iterable[Source]) -> Source:
-    """The least trustworthy of ``sources``; MEASURED for none, as then nothing was guessed."""
+    """The weakest of ``sources``; MEASURED if there are none."""
     return max(sources, key=_STRENGTH.__getitem__, default=Source.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A time in seconds with its source; ``is_noisy``: a measurement in it spread too far."""
+    """A time in seconds with its source; ``is_noisy``: it includes a noisy measurement."""
 
     time_s: float
     source: Source
@@ -53,11 +53,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class OpEstimate:
-    """The times in seconds of one operation on one device.
+    """The times in seconds of an operation on a device.
 
-    ``forward_s`` computes the outputs. ``input_grad_s`` computes the gradients of the tensors that
-    require one and are not parameters, ``weight_grad_s`` those of the parameters; each is zero when
-    no such tensor exists. ``is_noisy``: a measurement in it had too large a spread.
+    ``forward_s`` is for the outputs, ``input_grad_s`` for the gradients of tensors that require one
+    and are not parameters, ``weight_grad_s`` for those of parameters; each is zero if there is no
+    such tensor. ``is_noisy``: it includes a noisy measurement.
     """
 
     forward_s: float
@@ -68,12 +68,12 @@ class OpEstimate:
 
     @property
     def backward_s(self) -> float:
-        """Both gradients together, in seconds."""
+        """Seconds of both gradients."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_s(self) -> float:
-        """Forward and both gradients, in seconds."""
+        """Seconds of forward and both gradients."""
         return self.forward_s + self.backward_s
 
     def __add__(self, other: "OpEstimate") -> "OpEstimate":

@@ -1,7 +1,7 @@
-"""What a cluster consists of: one kind of device, and levels of links that join the devices.
+"""Descriptions of hardware: a kind of device, and levels of links between devices.
 
-Frozen, hashable descriptions that refuse what no hardware has. `autopar.cost_models.cluster` makes
-them from presets, from the machine at hand, and from JSON.
+They are frozen and hashable, and refuse impossible values. `autopar.cost_models.cluster` makes them
+from presets, from the local machine, and from JSON.
 """
 
 import math
@@ -24,8 +24,8 @@ from autopar.cost_models.described import (
 class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Peak rate of matrix products per dtype, in floating-point operations per second.
 
-    A dtype of 0 has no units of its own and runs at float32's rate. ``vector`` is the rate of
-    everything that is not a matrix product (0: the same as float32).
+    A dtype with 0 has no units of its own and runs at float32's rate. ``vector`` is the rate of
+    everything else (0: the same as float32).
     """
 
     float32: float
@@ -50,16 +50,16 @@ _DTYPE_FIELDS = {
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One device.
+    """A device.
 
-    ``memory_bandwidth_bytes_per_s`` counts reads and writes together. ``kernel_launch_s`` is the
-    least time that a kernel takes from launch to launch; ``dispatch_s`` is what an operation costs
-    that launches none (a view). Kernels whose data fits ``cache_bytes`` move it at
+    ``memory_bandwidth_bytes_per_s`` is of reads and writes together. ``kernel_launch_s`` is the
+    minimum time from one kernel launch to the next; ``dispatch_s`` is the cost of an operation that
+    launches no kernel (a view). Kernels whose data fits ``cache_bytes`` move it at
     ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
-    multiprocessors (GPU) or cores (CPU) that share one operation. ``num_processes`` are on one host
-    and share its memory and cores (CPU). ``allow_tensor_float32`` is PyTorch's setting for products
-    of float32 matrices, ``allow_tensor_float32_in_cudnn`` that for convolutions and recurrent
-    layers, both as PyTorch starts with them. ``source`` names where the figures come from.
+    multiprocessors (GPU) or cores (CPU) that share an operation. ``num_processes`` is the number of
+    workers that share the host's memory and cores (CPU). ``allow_tensor_float32`` is PyTorch's
+    setting for float32 matrix products, ``allow_tensor_float32_in_cudnn`` that for convolutions and
+    recurrent layers, both with PyTorch's defaults. ``source`` says where the figures come from.
     """
 
     name: str
@@ -114,7 +114,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def matrix_flops_per_s(self, dtype: torch.dtype, *, in_cudnn: bool = False) -> float:
         """Peak rate of matrix products in ``dtype``, in floating-point operations per second.
 
-        ``in_cudnn``: of those that cuDNN does on a CUDA device.
+        ``in_cudnn``: for operations that cuDNN runs on a CUDA device.
         """
         peaks = self.peak_flops_per_s
         allowed = self.allow_tensor_float32_in_cudnn if in_cudnn else self.allow_tensor_float32
@@ -130,14 +130,14 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One level of links: ``size`` units (devices at the first level, nodes at the next) joined.
+    """A level of links between ``size`` units: devices at the first level, nodes at the next.
 
-    ``latency_s`` is the time of one step between two units. ``bandwidth_bytes_per_s`` is one
-    unit's link in one direction: at the second level a whole node's. Of it, one device alone can
-    push at most ``device_bandwidth_bytes_per_s`` through (0: all of it).
-    ``total_bandwidth_bytes_per_s`` is what all units together can move when they share one medium,
-    such as a bus or the memory of a host (0: every unit has its own link). ``efficiency`` is the
-    part of these bandwidths that collectives reach.
+    ``latency_s`` is the time of a step between two units. ``bandwidth_bytes_per_s`` is that of a
+    unit's link in one direction: at the second level, of a whole node. A single device can use at
+    most ``device_bandwidth_bytes_per_s`` of it (0: all of it). ``total_bandwidth_bytes_per_s`` is
+    that of all units together if they share a medium, such as a bus or the memory of a host (0:
+    every unit has its own link). ``efficiency`` is the fraction of these bandwidths that
+    collectives reach.
     """
 
     name: str
@@ -169,18 +169,19 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
         if self.efficiency > 1:
             raise ClusterError(
-                f"level {self.name!r} has efficiency {shown(self.efficiency)}; it is the part of "
-                "the bandwidth that collectives reach, so at most 1. Write efficiency=0.8, say."
+                f"level {self.name!r} has efficiency {shown(self.efficiency)}; it is the fraction "
+                "of the bandwidth that collectives reach, so at most 1. For example, write "
+                "efficiency=0.8."
             )
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``num_devices`` equal devices joined by ``levels`` of links, innermost first.
 
-    Rank r lives in node ``r // devices_per_node``. ``memory_reserve_bytes`` is what the framework
-    itself holds on each device (contexts, communicators, library workspaces) and no plan may use.
-    ``collective_launch_s`` is the fixed cost of starting any collective.
-    ``overlap_slowdown`` is the factor by which compute slows while a collective runs beside it.
+    Rank r is in node ``r // devices_per_node``. ``memory_reserve_bytes`` is the memory of each
+    device that the framework itself holds (contexts, communicators, library workspaces), which no
+    plan may use. ``collective_launch_s`` is the fixed cost of a collective. ``overlap_slowdown`` is
+    the factor by which computation is slower while a collective overlaps with it.
     """
 
     device: DeviceSpec
@@ -201,14 +202,14 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
         if self.levels and self.device.kind == "cpu" and self.backend == "nccl":
             raise ClusterError(
-                "backend='nccl' moves nothing between CPUs; write backend='gloo', and with it "
-                "overlap_slowdown: Cluster.preset('cpu') has usual figures."
+                "backend='nccl' does not work between CPUs; write backend='gloo' and set "
+                "overlap_slowdown too: Cluster.preset('cpu') has typical figures."
             )
         if not (is_finite(self.overlap_slowdown) and self.overlap_slowdown >= 1):
             raise ClusterError(
                 f"overlap_slowdown is {shown(self.overlap_slowdown)}; it is the factor by which "
-                "compute slows beside a collective, so at least 1. Write overlap_slowdown=1.0 for "
-                "none."
+                "computation is slower during a collective, so at least 1. Write "
+                "overlap_slowdown=1.0 for no slowdown."
             )
         if self.memory_reserve_bytes >= self.device.memory_bytes:
             raise ClusterError(
@@ -222,7 +223,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def devices_per_node(self) -> int:
-        """Devices joined by the first level; all of them where there is one level or none."""
+        """The number of devices per unit of the second level."""
         return self.levels[0].size if self.levels else 1
 
     @property
@@ -231,10 +232,10 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What a plan may use of each device's memory, in bytes."""
+        """Bytes of each device's memory that a plan may use."""
         return self.device.memory_bytes - self.memory_reserve_bytes
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number of at least 1, no truth value."""
+    """Whether ``value`` is an int of at least 1, and not a bool."""
     return type(value) is int and value >= 1

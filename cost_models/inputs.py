@@ -1,8 +1,8 @@
-"""Real tensors for a call, with values that its operation accepts.
+"""Real tensors for a call, with values that are valid for its operation.
 
-Indices must point into their table, class targets at a class, bags and groups follow one another,
-variances be positive, logarithms and roots have arguments in their domain, probabilities lie
-between 0 and 1. Floating-point values are otherwise normal.
+Indices are within their table, class targets are classes, offsets of bags and groups increase,
+variances are positive, arguments of logarithms and roots are in their domain, probabilities are
+between 0 and 1. Other floating-point values are normally distributed.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,9 @@ _PROBABILITIES = frozenset(("binary_cross_entropy",))
 
 
 class RealCall:
-    """A call on real tensors of one device, to be run as often as wanted.
+    """A call on real tensors of a device, which can be run repeatedly.
 
-    ``leaves`` are its floating-point tensors that require a gradient in the call, input ones and
-    parameters apart.
+    ``inputs`` and ``parameters`` are its floating-point tensors that require a gradient.
     """
 
     def __init__(self, call: OpCall, device: torch.device, seed: int = 0) -> None:
@@ -83,7 +82,7 @@ class RealCall:
 
 
 def normal_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Normal numbers in a tensor of the same shape, type and layout; the same ones each time."""
+    """A tensor of the same shape, dtype and layout with normal values, the same ones each time."""
     values = torch.empty_like(tensor)
     block = _drawn(tensor.device)
     memory = values.as_strided((values.numel(),), (1,))
@@ -99,13 +98,13 @@ def _drawn(device: torch.device) -> torch.Tensor:
 
 
 def _normal(length: int, options: dict[str, Any]) -> torch.Tensor:
-    """Normal numbers, repeated where they are many: drawing them takes longer than most ops."""
+    """Normal values; a block of them is repeated, since drawing many takes longer than most ops."""
     block = torch.randn(min(length, _NUM_DRAWN), **options)
     return block if length <= _NUM_DRAWN else block.repeat(-(-length // _NUM_DRAWN))[:length]
 
 
 def _index_bounds(call: OpCall) -> dict[int, int]:
-    """The exclusive upper bound of each integer tensor, by its position among the tensors."""
+    """The exclusive upper bounds of integer tensors, by position among the tensors."""
     rule = _BOUND_RULES.get(call.name)
     return rule(call) if rule is not None else {}
 
@@ -124,7 +123,7 @@ def _along_dim_bounds(call: OpCall) -> dict[int, int]:
 
 
 def _index_list_bounds(call: OpCall) -> dict[int, int]:
-    """Position i of the list indexes dimension i; a mask of n dimensions stands for n of them."""
+    """Bounds for a list of indices, one per dimension; a mask of n dimensions covers n of them."""
     sizes = call.tensor(0, "self").shape
     bounds = {}
     position, dim = 1, 0
@@ -145,7 +144,7 @@ _PARTS = {
     "_grouped_mm": lambda call: call.tensor(0, "self").shape[0],
     "grouped_mm_fallback": lambda call: call.tensor(0, "input").shape[0],
 }
-"""Of calls whose third tensor says where parts of another begin or end: how long that one is."""
+"""For calls whose third tensor has offsets into another one: the length of that one."""
 _BOUND_RULES: dict[str, Callable[[OpCall], dict[int, int]]] = {
     "embedding": _embedding_bounds,
     "embedding_bag": _embedding_bounds,

@@ -1,4 +1,4 @@
-"""The work of operations bound by memory: element-wise, norms, softmax, lookups, views."""
+"""The work of memory-bound operations: element-wise, norms, softmax, lookups, views."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from autopar.cost_models.work import (
     sides,
 )
 
-# Nominal floating-point operations for each element; one for all that are not listed.
+# Nominal floating-point operations per element; 1 if not listed.
 ELEMENT_FLOPS = {
     "div": 4, "reciprocal": 4, "sqrt": 4, "rsqrt": 4, "exp": 8, "log": 8, "erf": 12, "tanh": 12,
     "sigmoid": 10, "silu": 11, "gelu": 14, "sin": 12, "cos": 12, "pow": 4, "softplus": 16,
@@ -24,13 +24,13 @@ ELEMENT_FLOPS = {
 }  # fmt: skip
 
 
-# Their gradients are a few products with the output, however dear the function is.
+# Their gradients are a few products with the output, however expensive the function is.
 _GRADIENT_FROM_OUTPUT = frozenset(("tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal"))
 
 
 def pointwise_work(call: OpCall) -> OpWork:
     per_element = ELEMENT_FLOPS.get(call.name, 1)
-    # A product with a number needs no tensor of the forward pass for its gradient.
+    # The gradient of a product with a scalar needs no tensor of the forward pass.
     scaled = call.name in ("mul", "div") and len(call.tensors()) == 1
     base = generic(call, Family.POINTWISE, per_element=per_element, saved=not scaled)
     if call.name in _GRADIENT_FROM_OUTPUT:
@@ -38,7 +38,7 @@ def pointwise_work(call: OpCall) -> OpWork:
         return replace(base, input_grad=cheap.input_grad, weight_grad=cheap.weight_grad)
     if call.name not in ("add", "sub", "rsub", "neg", "alias"):
         return base
-    # The gradient of a sum passes through; only what was broadcast is summed, by one kernel.
+    # The gradient of a sum passes through; only broadcast operands need a sum, of one kernel.
     out = outputs(call)[0]
     inputs, weights = sides(call.tensors())
 
@@ -60,7 +60,7 @@ def pointwise_work(call: OpCall) -> OpWork:
 
 
 def view_work(call: OpCall) -> OpWork:
-    """Nothing forward; backward what selecting a part or repeating it means for the gradient."""
+    """No work forward; the gradient of a selection is padded, that of an expansion is summed."""
     source = call.tensors()[0]
     backward = NO_WORK
     if call.name in ("slice", "select", "narrow", "diagonal", "as_strided", "unfold"):
@@ -86,7 +86,7 @@ def view_work(call: OpCall) -> OpWork:
 
 
 def _normalization(call: OpCall) -> OpWork:
-    """Layer, group, batch and root-mean-square norms: statistics and scaling in one kernel."""
+    """Layer, group, batch and RMS norms: statistics and scaling in one kernel."""
     x = call.tensor(0, "input")
     small = [s for s in call.tensors()[1:] if s.dtype.is_floating_point]
     small_bytes = sum(s.size_bytes for s in small)
@@ -114,12 +114,12 @@ def _normalization(call: OpCall) -> OpWork:
 
 
 def _softmax(call: OpCall) -> OpWork:
-    """One pass over the input forward, one over output and its gradient backward."""
+    """One pass over the input forward, one over the output and its gradient backward."""
     return generic(call, Family.SOFTMAX, per_element=12)
 
 
 def _cross_entropy(call: OpCall) -> OpWork:
-    """A log-softmax and the choice of the targets; backward the softmax's gradient."""
+    """A log-softmax and a lookup of the targets; backward, the gradient of the softmax."""
     logits, target = call.tensor(0, "self"), call.tensor(1, "target")
     forward = Work(
         flops=12 * logits.num_elements,
@@ -140,7 +140,7 @@ def _cross_entropy(call: OpCall) -> OpWork:
 
 
 def _nll_loss(call: OpCall) -> OpWork:
-    """Reads one element a row; the gradient is a table of zeros with these elements."""
+    """Reads one element per row; the gradient is a table of zeros with these elements."""
     table, target = call.tensor(0, "self"), call.tensor(1, "target")
     picked = target.num_elements * table.dtype.itemsize
     backward = Work(size_bytes=table.size_bytes + picked, num_kernels=2)
@@ -155,7 +155,7 @@ def _nll_loss(call: OpCall) -> OpWork:
 
 
 def _dropout(call: OpCall) -> OpWork:
-    """A random mask and a product forward, a product with the kept mask backward."""
+    """A random mask and a product forward, a product with the saved mask backward."""
     x = call.tensor(0, "input")
     mask_bytes = x.num_elements
     trains = bool(call.argument(2, "train", True))
@@ -176,7 +176,7 @@ def _dropout(call: OpCall) -> OpWork:
 
 
 def _lookup(call: OpCall) -> OpWork:
-    """Rows read and written once; the gradient is a table of zeros to which rows are added."""
+    """Reads and writes rows once; the gradient is a table of zeros to which rows are added."""
     table = call.tensors()[0]
     others = call.tensors()[1:]
     moved = output_bytes(call)
@@ -191,7 +191,7 @@ def _lookup(call: OpCall) -> OpWork:
 
 
 def _embedding_bag(call: OpCall) -> OpWork:
-    """Rows read and added up; the gradient is a table of zeros to which one row each is added."""
+    """Reads and sums rows; the gradient is a table of zeros to which rows are added."""
     table, index = call.tensor(0, "weight"), call.tensor(1, "indices")
     rows = index.num_elements * table.shape[1]
     moved = output_bytes(call) + rows * table.dtype.itemsize + index.size_bytes
@@ -210,16 +210,16 @@ def _of_table(table: TensorSpec, forward: Work, backward: Work) -> OpWork:
 
 
 def _scatter(call: OpCall) -> OpWork:
-    """A copy of the table, with elements written into it."""
+    """A copy of the table, into which elements are written."""
     return generic(call, Family.INDEXING, per_element=0, saved=False)
 
 
 def _reduction(call: OpCall) -> OpWork:
-    """Reads everything once; the gradient is written back over the input."""
+    """Reads the input once; the gradient has the size of the input."""
     base = generic(call, Family.REDUCTION, per_element=1)
     out_bytes = output_bytes(call)
     inputs, weights = sides(call.tensors())
-    # The gradient of a sum is an expanded view, that of a mean one division before it.
+    # The gradient of a sum is an expanded view, that of a mean a division before that.
     simple = call.name in ("sum", "mean")
 
     def gradient(side: list[TensorSpec]) -> Work:
@@ -240,13 +240,13 @@ def _reduction(call: OpCall) -> OpWork:
 
 
 def _concatenation(call: OpCall) -> OpWork:
-    """A copy forward; backward its parts are views of the gradient."""
+    """A copy forward; backward, views of the gradient."""
     base = generic(call, Family.COPY, per_element=0)
     return OpWork(family=Family.COPY, dtype=base.dtype, forward=base.forward)
 
 
 def _pooling(call: OpCall) -> OpWork:
-    """Every window read once forward; the gradient is spread over the input backward."""
+    """Reads every window once forward; the gradient is spread over the input backward."""
     return generic(call, Family.REDUCTION, per_element=4, saved=False)
 
 

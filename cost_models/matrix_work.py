@@ -1,4 +1,4 @@
-"""The work of operations that are matrix products at heart."""
+"""The work of operations that are matrix products."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +22,9 @@ def product(
     out_bytes: int,
     bias: TensorSpec | None = None,
 ) -> OpWork:
-    """``a @ b`` with its two gradients, each a product of the same three sizes.
+    """``a @ b`` and its two gradients, each a product of the same three sizes.
 
-    A complex multiply-add is four real ones.
+    A complex multiply-add counts as four real ones.
     """
     is_complex = a.dtype.is_complex
     num_real = 4 if is_complex else 1
@@ -81,13 +81,13 @@ def _matmul_shape(a: TensorSpec, b: TensorSpec, batch: int) -> MatrixShape:
     m = a.shape[-2] if len(a.shape) > 1 else 1
     n = b.shape[-1] if len(b.shape) > 1 else 1
     if len(b.shape) == 2:
-        # Torch folds the batch of the left side into its rows.
+        # torch folds the batch of the left operand into its rows.
         return MatrixShape(m=m * batch, n=n, k=a.shape[-1])
     return MatrixShape(m=m, n=n, k=a.shape[-1], batch=batch)
 
 
 def _grouped_matmul(call: OpCall) -> OpWork:
-    """Rows in groups, each times a matrix of its own (the experts of a layer)."""
+    """Groups of rows, each times its own matrix (the experts of a layer)."""
     rows, weights = call.tensor(0, "self"), call.tensor(1, "mat2")
     if len(rows.shape) == 3 and len(weights.shape) == 3:
         return _product(call, rows, weights, _matmul_shape(rows, weights, rows.shape[0]), None)
@@ -107,7 +107,7 @@ def _scaled_matmul(call: OpCall) -> OpWork:
 
 
 def _convolution(call: OpCall) -> OpWork:
-    """Each output element is a dot product over the input channels of its group and the kernel."""
+    """Each output element is a dot product over the kernel and the input channels of its group."""
     x, weight = call.tensor(0, "input"), call.tensor(1, "weight")
     bias = call.argument(2, "bias")
     out = outputs(call)[0]
@@ -115,10 +115,10 @@ def _convolution(call: OpCall) -> OpWork:
         transposed, groups = call.argument(6, "transposed"), call.argument(8, "groups")
     else:
         transposed = call.name.startswith("conv_transpose")
-        # Either way argument 6: transposed ones put output_padding in dilation's place.
+        # Argument 6 in both: in transposed ones output_padding takes the place of dilation.
         groups = call.argument(6, "groups", 1)
     source, target = (out, x) if transposed else (x, out)
-    channels_dim = 1 - len(weight.shape)  # there may be no batch before it
+    channels_dim = 1 - len(weight.shape)  # there may be no batch dimension
     channels_in = source.shape[channels_dim] // groups
     channels_out = target.shape[channels_dim] // groups
     kernel = prod(weight.shape[2:])
@@ -126,7 +126,7 @@ def _convolution(call: OpCall) -> OpWork:
     shape = MatrixShape(m=positions, n=channels_out, k=channels_in * kernel, batch=groups)
     dense = _product(call, x, weight, shape, bias)
     if groups > 1 and channels_in == shape.n == 1:
-        # One channel a group is no product: libraries run it on the element-wise units.
+        # With one channel per group, libraries use the vector units, not those for products.
         return OpWork(
             family=Family.DEPTHWISE,
             dtype=dense.dtype,
@@ -147,7 +147,7 @@ def _time_batch_channel_convolution(call: OpCall) -> OpWork:
 
 
 def _attention(call: OpCall) -> OpWork:
-    """Fused attention: two products forward; five backward, as the scores are made again."""
+    """Fused attention: two products forward; five backward, as the scores are recomputed."""
     query, key, value = (call.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
     batch = prod(query.shape[:-2])
     rows, columns = query.shape[-2], key.shape[-2]
@@ -180,7 +180,7 @@ ATTENTION_CAUSAL_AT = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_flash_attention_for_cpu": 4,
 }
-"""Attention by the operator's name, with the position of its argument ``is_causal``."""
+"""Operators of attention, with the position of their argument ``is_causal``."""
 
 MATRIX_RULES: dict[str, Callable[[OpCall], OpWork]] = {
     "linear": _linear,

@@ -1,12 +1,12 @@
-"""Times one call on the device at hand: forward, input gradients and weight gradients apart.
+"""Measurement of a call on the local device: forward, input gradients and weight gradients.
 
-Each direction is run on several sets of tensors in turn, as many as a step's other tensors would
-fill the cache with, so that none finds its data there only because it has just been used, and the
-results of as many runs are held, so that none writes where the last one wrote: a step keeps what it
-computes. After a warm-up, in blocks long enough for the clock, until enough samples or the time
-allowed; the median is kept. Samples in which the process got new memory from the kernel do not
-count where there are others: a step works in the memory of the one before. A spread that is too
-large is measured again, and what remains is reported with the time.
+Each direction cycles through several sets of tensors, enough to exceed the cache, so that no run
+finds its data in the cache from the previous run; as many results are kept alive, so that no run
+writes to the same memory as the last one, since a step keeps its results. After a warm-up, blocks
+of runs that are long enough for the clock are timed until there are enough samples or the time is
+up; the result is the median. Samples with page faults are ignored if there are others, because a
+step reuses the memory of the previous one. If the spread is too large, the measurement is repeated;
+the remaining spread is reported with the time.
 """
 
 import resource
@@ -30,14 +30,14 @@ from autopar.cost_models.store import OpTime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLimits:
-    """How long and how carefully to measure.
+    """Limits on the time and effort of a measurement.
 
     Each direction is sampled ``max_samples`` times or for ``max_direction_s``, whichever comes
-    first, but at least three times. Blocks last ``block_s`` or one run. A spread over
-    ``max_spread`` is measured again, ``max_repeats`` times at most. What takes longer than
-    ``long_s`` is run twice, the second time counts, and how far the first is from it is the spread.
-    Sets are ``min_sets`` where the cache is large enough, and up to ``max_sets`` as long as they
-    take no more than ``sets_bytes`` together.
+    first, but at least three times. Blocks last ``block_s`` or one run. If the spread exceeds
+    ``max_spread``, it is measured again, up to ``max_repeats`` times. A call longer than ``long_s``
+    is run twice: the second time is the result, and its distance from the first the spread. There
+    are up to ``min_sets`` sets of tensors, and up to ``max_sets`` if they take no more than
+    ``sets_bytes`` in total.
     """
 
     max_direction_s: float = 0.04
@@ -52,15 +52,17 @@ class MeasureLimits:
 
 
 _NUM_TRIES = 9
-"""Samples that are taken at most, past the time, to have three without new memory."""
+"""Limit on samples past the time limit, taken to have three without page faults."""
 _ASIDE_S = 0.08
-"""What a call costs beside its runs, roughly: to make its tensors (measured: 30 to 60 ms on the
-average of a model), to ask the workers, to run it again where it spreads."""
+"""Rough overhead of measuring a call, besides its runs.
+
+It covers making the tensors, messages to the workers, and repeated noisy measurements.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """A median in seconds, its interquartile range over it, and the number of samples."""
+    """A median in seconds, the interquartile range relative to it, and the number of samples."""
 
     median_s: float
     spread: float
@@ -68,18 +70,21 @@ class Sampled:
 
 
 _KEEPS_WORKSPACE = frozenset({"lstm"})
-"""What its forward pass computes depends on whether there will be a backward pass."""
+"""Operations whose forward pass depends on whether there will be a backward pass."""
 _ONE_BACKWARD = _KEEPS_WORKSPACE | {
     "_native_batch_norm_legit_functional", "batch_norm", "group_norm", "layer_norm",
     "native_batch_norm", "native_group_norm", "native_layer_norm", "prelu", "rms_norm",
 }  # fmt: skip
-"""One kernel makes the gradients of inputs and of parameters: the latter cost what is more."""
+"""Operations with one kernel for the gradients of inputs and of parameters.
+
+The weight gradient is priced by the extra time of both over the inputs' alone.
+"""
 
 NOTHING = Sampled(median_s=0.0, spread=0.0, num_samples=0)
 
 
 Together = Callable[[bool], bool]
-"""Waits for all processes that measure the same call, and says whether any of them wishes to."""
+"""Waits for all processes that measure the same call; returns whether any of them passes True."""
 
 
 def _alone(wish: bool) -> bool:
@@ -89,18 +94,18 @@ def _alone(wish: bool) -> bool:
 def measure_call(
     call: OpCall, device: DeviceSpec, limits: MeasureLimits, together: Together = _alone
 ) -> OpTime:
-    """Measured times of ``call``; CostError where it cannot run here.
+    """Measured times of ``call``; raises CostError if it cannot run here.
 
-    Processes that measure it side by side pass ``together``: all of them then take each sample at
-    the same time, and again where one of them has to. An error in one ends the others' waiting
-    only where ``together`` knows of it.
+    Processes that measure it concurrently pass ``together``: they take each sample at the same
+    time, and repeat it if any of them has to. After an error in one of them, the others stop
+    waiting only if ``together`` detects it.
     """
     target = torch.device(device.kind)
     num_sets = _num_sets(call, device, limits)
     try:
         sets = [RealCall(call, target, seed) for seed in range(num_sets)]
         for tensor in (t for real in sets for t in (*real.inputs, *real.parameters)):
-            tensor.requires_grad_(True)  # operators choose their kernels by it
+            tensor.requires_grad_(True)  # operators choose kernels by it
         with torch.set_grad_enabled(call.name in _KEEPS_WORKSPACE):
             forward = _sample(sets, target, limits, together)
         input_grad = _sample_gradient(sets, ("inputs",), target, limits, together)
@@ -113,9 +118,11 @@ def measure_call(
             weight_grad = _sample_gradient(sets, ("parameters",), target, limits, together)
     except Exception as error:
         if _lacks_memory(error):
-            raise NotNowError(f"{call.target} finds no memory on {device.name}: {error}") from error
-        # Whatever torch (no kernel for a dtype) or a user's operator refuses is priced
-        # without a measurement.
+            raise NotNowError(
+                f"{call.target} does not fit the memory of {device.name}: {error}"
+            ) from error
+        # What torch (no kernel for a dtype) or a user's operator refuses is priced without # a
+        # measurement.
         raise CostError(f"{call.target} cannot be measured on {device.name}: {error}") from error
     parts = [part for part in (forward, input_grad, weight_grad) if part.num_samples]
     return OpTime(
@@ -128,14 +135,13 @@ def measure_call(
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """torch's allocator for CPUs says so in words alone."""
+    """Whether an error is out-of-memory; torch's CPU allocator says so only in its message."""
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_known or "DefaultCPUAllocator" in str(error)
 
 
 def measuring_s(expected: OpEstimate, share: float, limits: MeasureLimits) -> float:
-    """About how long `measure_call` takes for a call that here takes ``share`` of what it is
-    ``expected`` to."""
+    """The approximate time of `measure_call` for a call that takes ``share`` of ``expected``."""
     directions = (expected.forward_s, expected.input_grad_s, expected.weight_grad_s)
     return _ASIDE_S + sum(_direction_s(share * once, limits) for once in directions if once)
 
@@ -153,7 +159,7 @@ def _num_sets(call: OpCall, device: DeviceSpec, limits: MeasureLimits) -> int:
     one_bytes = max(1, sum(t.size_bytes for t in tensors))
     if 4 * one_bytes > device.memory_bytes:
         raise NotNowError(
-            f"{call.target} moves {one_bytes} bytes, too many to be measured in the "
+            f"{call.target} moves {one_bytes} bytes, too many to measure in the "
             f"{device.memory_bytes} bytes of {device.name}."
         )
     wanted = 1 + 2 * device.cache_bytes // one_bytes
@@ -169,7 +175,7 @@ def _sample_gradient(
     limits: MeasureLimits,
     together: Together,
 ) -> Sampled:
-    """The gradients of these sides alone: of the inputs, of the parameters."""
+    """Sample the gradients of ``sides``: of the inputs, of the parameters, or both."""
     leaves = [[tensor for side in sides for tensor in getattr(real, side)] for real in sets]
     found = [_gradient(real, of_set) for real, of_set in zip(sets, leaves)]
     runs = [run for run in found if run is not None]
@@ -184,7 +190,7 @@ def _sample_gradient(
 
 
 def _gradient(real: RealCall, leaves: list[torch.Tensor]) -> Callable[[], Any] | None:
-    """Runs the backward pass of one set again and again; None where nothing has a gradient."""
+    """A function that runs the backward pass of a set; None if nothing has a gradient."""
     if not leaves:
         return None
     result = real()
@@ -198,13 +204,13 @@ def _gradient(real: RealCall, leaves: list[torch.Tensor]) -> Callable[[], Any] |
 
 @lru_cache(maxsize=8)
 def _engine_overhead_s(device: torch.device) -> float:
-    """What the autograd engine itself costs each time; compiled backward graphs do not pay it."""
+    """The overhead of a call of the autograd engine, which traced backward graphs do not have."""
     leaf = torch.ones(4, device=device, requires_grad=True)
     out = leaf.view(4)
     grad = torch.ones(4, device=device)
     run = _repeat(lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True), 100)
     if device.type == "cuda":
-        # Work on a GPU goes on beside the engine, which runs ahead of it.
+        # The engine runs ahead of a GPU, so its overhead overlaps with the work.
         return 0.0
     return min(_timed(run, device) for _ in range(5)) / 100
 
@@ -226,7 +232,7 @@ def _sample(
 
 
 def _steady(sample: Callable[[], Sampled], limits: MeasureLimits, together: Together) -> Sampled:
-    """The sample with the least spread, taken again as long as that is too large."""
+    """The sample with the least spread, repeated while that is too large."""
     found: list[Sampled] = []
     best = NOTHING
     while len(found) <= limits.max_repeats and together(
@@ -238,7 +244,7 @@ def _steady(sample: Callable[[], Sampled], limits: MeasureLimits, together: Toge
 
 
 def _pairs(first_s: float, run: Callable[[], Any], device: torch.device) -> Callable[[], Sampled]:
-    """Samples of one run each, with its distance from the run before as the spread."""
+    """Samples of one run each, whose spread is the distance from the previous run."""
     last_s = first_s
 
     def sample() -> Sampled:
@@ -275,7 +281,7 @@ def _one_sample(
 
 
 def _num_page_faults() -> int:
-    """How often this process has touched memory that the kernel had yet to find for it."""
+    """The number of minor page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -292,7 +298,7 @@ def _repeat(function: Callable[[], Any], times: int) -> Callable[[], None]:
 
 
 def _timed(function: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one run, the device's queue empty before and after."""
+    """Seconds of one run, with the device's queue empty before and after."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()

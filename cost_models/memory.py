@@ -1,9 +1,9 @@
-"""The most memory that a graph needs when its nodes run in order, counted by liveness.
+"""The peak memory of a graph whose nodes run in order, by liveness.
 
-Comes in: an ``fx.Graph`` whose nodes carry fake or real values in ``meta["val"]`` (as torch.export
-and make_fx leave them), and what each input is. Goes out: the peak, what it consists of, and the
-node at which it is reached. A storage counts once however many views it has, from the node that
-makes it to the last use of any of them.
+In: an ``fx.Graph`` whose nodes have fake or real values in ``meta["val"]`` (as torch.export and
+make_fx produce), and the category of each input. Out: the peak, its composition, and the node at
+which it is reached. A storage counts once, however many views it has, from the node that creates it
+to the last use of any of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from autopar.cost_models.hardware import DeviceSpec
 
 
 class Category(StrEnum):
-    """What memory is used for."""
+    """Categories of memory use."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -33,20 +33,19 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
-    """How an allocator rounds. Sizes are rounded up to ``granule_bytes``; besides the peak itself a
-    part ``fragmentation`` of it is lost between blocks."""
+    """Rounds sizes up to ``granule_bytes``; ``fragmentation`` is the fraction of the peak lost."""
 
     granule_bytes: int = 1
     fragmentation: float = 0.0
 
     def rounded(self, size_bytes: int) -> int:
-        """What a storage of ``size_bytes`` takes."""
+        """The allocated size of a storage of ``size_bytes``."""
         return -(-size_bytes // self.granule_bytes) * self.granule_bytes
 
 
-# PyTorch's caching allocator rounds to 512 bytes; its CPU allocator aligns to 64. What the first
-# loses between blocks is an assumption, not measured: no cluster's reserve has room for it (they
-# hold contexts, communicators and workspaces). What a CPU's loses is in `resident_bytes`.
+# PyTorch's caching allocator rounds to 512 bytes; its CPU allocator aligns to 64. The fragmentation
+# of the former is assumed, not measured, and not part of a cluster's reserve (contexts,
+# communicators and workspaces). That of the latter is in `resident_bytes`.
 CUDA_ALLOCATOR = Allocator(granule_bytes=512, fragmentation=0.05)
 CPU_ALLOCATOR = Allocator(granule_bytes=64)
 
@@ -57,21 +56,22 @@ def allocator_of(device: DeviceSpec) -> Allocator:
 
 CPU_LIBRARIES_BYTES = 26 << 20
 CPU_HELD_BACK = 0.17
-"""What a step's kernels and libraries touch first; and the part of what a step frees (activations,
-workspaces, gradients) that stays with the process in holes of its heap. Fitted to the growth of
-processes in two runs of the 90 plans of benchmarks/fidelity.py: half of the errors are below 3%,
-nine in ten below 9%, the worst is 19%; from one run to the other a plan's differs by up to 13%."""
+"""Memory that libraries take in the first step, and the fraction of freed memory that is retained.
+
+Freed are activations, workspaces and gradients; the heap of the process keeps holes. Both are
+fitted to the growth of processes in benchmarks/fidelity.py.
+"""
 _FREED = (Category.ACTIVATIONS, Category.WORKSPACE, Category.GRADIENTS)
 
 
 def resident_bytes(by_category: Mapping[str, int]) -> int:
-    """By how much a CPU process grows whose tensors take ``by_category`` at the peak."""
+    """The growth of a CPU process whose tensors take ``by_category`` at the peak."""
     freed = sum(by_category.get(category, 0) for category in _FREED)
     return sum(by_category.values()) + CPU_LIBRARIES_BYTES + int(CPU_HELD_BACK * freed)
 
 
 def device_bytes(by_category: Mapping[str, int], device: DeviceSpec) -> int:
-    """What a step takes of a device's memory whose tensors take ``by_category`` at the peak."""
+    """The memory of a device that a step takes whose tensors take ``by_category`` at the peak."""
     if device.kind == "cpu":
         return resident_bytes(by_category)
     return round(sum(by_category.values()) * (1 + allocator_of(device).fragmentation))
@@ -79,11 +79,11 @@ def device_bytes(by_category: Mapping[str, int], device: DeviceSpec) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphMemory:
-    """The memory of one graph.
+    """The memory of a graph.
 
     ``peak_bytes`` is reached while ``peak_node`` runs and consists of ``peak_by_category``.
-    ``curve_bytes`` is the use while each node runs, in order, as (name, bytes).
-    ``saved_bytes`` is what still lives at the end besides the inputs: the outputs.
+    ``curve_bytes`` is the use while each node runs, in order, as (name, bytes). ``saved_bytes`` is
+    the size of the outputs, which live at the end besides the inputs.
     """
 
     peak_bytes: int
@@ -107,7 +107,7 @@ class _Liveness:
     storages: list[_Storage] = field(default_factory=list)
     of_node: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     of_key: dict[int, int] = field(default_factory=dict)
-    # Held, so that no identity is given to another storage.
+    # Kept alive, so that ids of storages stay unique.
     kept: list[torch.UntypedStorage] = field(default_factory=list)
 
 
@@ -120,13 +120,13 @@ def graph_memory(
     release_inputs: bool = False,
     allocator: Allocator | None = None,
 ) -> GraphMemory:
-    """Peak bytes of ``graph`` run node by node.
+    """Peak bytes of ``graph`` when it runs node by node.
 
-    ``categories`` maps a node's name to what its storage is for; by default placeholders are
+    ``categories`` maps a node's name to the category of its storage; by default placeholders are
     INPUTS and everything else ACTIVATIONS. ``persistent`` are bytes outside the graph that live
-    throughout (optimizer state, other stages' parameters). ``workspace_bytes`` gives what a node
-    needs only while it runs. Inputs live to the end unless ``release_inputs``. CostError for a
-    node that has no value to be counted.
+    throughout (optimizer state, other stages' parameters). ``workspace_bytes`` gives the memory
+    that a node needs only while it runs. Inputs live to the end unless ``release_inputs``. Raises
+    CostError for a node without a value.
     """
     rounding = allocator or Allocator()
     nodes = list(graph.nodes)
@@ -200,7 +200,7 @@ def _storages_of(
     default = Category.INPUTS if is_input else Category.ACTIVATIONS
     numbers = []
     for value in _tensors(_value(node)):
-        # Traced values keep the identity of their storage through views and getitem.
+        # Traced values share their storage object through views and getitem.
         storage = value.untyped_storage()
         number = found.of_key.get(id(storage))
         if number is None:

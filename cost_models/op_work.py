@@ -1,4 +1,4 @@
-"""Finds the formula of a call's work; calls without one get a generic one by their kind."""
+"""The work of a call: by its formula, or a generic one by its kind."""
 
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ _RULES = {
 
 @lru_cache(maxsize=1 << 16)
 def work(call: OpCall) -> OpWork:
-    """What ``call`` does in each direction; CostError where its shapes depend on data."""
+    """The work of ``call`` in each direction; raises CostError if its shapes depend on data."""
     rule = _RULES.get(call.name)
     if rule is not None:
         return rule(call)

@@ -1,8 +1,7 @@
-"""How much of this host's processors other programs use while something is measured.
+"""The processor time of other programs on this host during a measurement.
 
-A measurement beside another program's work says little; one that saw such work is made again. Only
-Linux tells, and only where this process may use every processor of the host; elsewhere nobody is
-seen.
+A measurement that other programs disturbed is repeated. This is only known on Linux, if this
+process may use all processors of the host; otherwise no disturbance is reported.
 """
 
 import os
@@ -15,15 +14,17 @@ _STAT = Path("/proc/stat")
 
 
 class Others:
-    """``share`` of the host's processor time that went to others; 0 where that is unknown."""
+    """``share``: the fraction of the host's processor time used by others; 0 if unknown."""
 
     share: float = 0.0
 
 
 @contextmanager
 def watched(own_cpu_s: Callable[[], float]) -> Iterator[Others]:
-    """Watches while the body runs. ``own_cpu_s`` gives the processor seconds, so far, of the
-    processes that are measured."""
+    """Determine the share of others while the body runs.
+
+    ``own_cpu_s`` returns the processor seconds so far of the measured processes.
+    """
     found = Others()
     before_s, own_s, start_s = _busy_s(), own_cpu_s(), time.monotonic()
     yield found
@@ -35,7 +36,7 @@ def watched(own_cpu_s: Callable[[], float]) -> Iterator[Others]:
 
 
 def _busy_s() -> float | None:
-    """Processor seconds of all processors since the start that were not idle."""
+    """Busy seconds of all processors since boot."""
     if not _STAT.exists() or len(os.sched_getaffinity(0)) != os.cpu_count():
         return None
     user, nice, system, _, _, irq, softirq, steal = map(

@@ -1,8 +1,8 @@
-"""How fast a processor works at this moment.
+"""The current speed of the processor.
 
-A tenant that shares the host, its other hardware threads or its heat slows a processor down by a
-third for seconds or minutes, and no counter of this machine tells. What was measured then is
-measured again when the same small piece of arithmetic takes as long as it does at its best.
+Other tenants of the host, sibling hardware threads and heat can slow a processor down for seconds
+or minutes, and no counter shows it. Measurements taken while a small reference computation was slow
+are repeated when it is back at its best time.
 """
 
 import time
@@ -12,16 +12,16 @@ from typing import TypeVar
 import torch
 
 SLOW = 1.2
-"""How much longer than at its best the piece takes when a processor is said to be slow: in a quiet
-minute nine of ten took at most 1.2 times as long as the quickest of a hundred."""
+"""The processor counts as slow if the reference computation takes this factor of its best time."""
 _SIZE, _NUM_TRIES = 512, 3
 _Key = TypeVar("_Key")
 
 
 class Pace:
-    """Times a product of two matrices on as many threads as the process has: about 3 ms on one.
+    """Times a product of two matrices on all threads of the process.
 
-    The quickest of a few, since a thread that was asleep may wake up where another one works.
+    The result is the fastest of a few runs, since a thread that was asleep may wake up on a busy
+    core.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Pace:
         self()
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Seconds of the reference computation now."""
         return min(self._one() for _ in range(_NUM_TRIES))
 
     def _one(self) -> float:
@@ -40,6 +40,6 @@ class Pace:
 
 
 def slow_ones(paces_s: Mapping[_Key, float]) -> list[_Key]:
-    """Those of what was measured during which a processor was slow, in their order."""
+    """The keys of measurements during which the processor was slow, in order."""
     usual_s = SLOW * min(paces_s.values(), default=0.0)
     return [key for key, pace_s in paces_s.items() if pace_s > usual_s]

@@ -1,4 +1,4 @@
-"""How alike two calls are: whether they run the same kernels, and how far their sizes differ."""
+"""Similarity of calls: whether they run the same kernels, and how far their sizes differ."""
 
 import math
 from collections.abc import Iterable
@@ -32,14 +32,14 @@ def pattern(call: OpCall) -> OpCall:
 
 
 def _order(spec: TensorSpec) -> tuple[int, ...]:
-    """The rank of each dimension by stride; -1 where it is expanded."""
+    """The rank of each dimension by stride; -1 if it is expanded."""
     ascending = sorted(range(len(spec.shape)), key=lambda dim: spec.strides[dim])
     ranks = {dim: rank for rank, dim in enumerate(ascending)}
     return tuple(-1 if spec.strides[dim] == 0 else ranks[dim] for dim in ranks)
 
 
 def _without_sizes(value: object) -> object:
-    """Lists of numbers are mostly sizes; single numbers are mostly options, so they are kept."""
+    """Drop lists of numbers (mostly sizes), and keep single numbers (mostly options)."""
     if isinstance(value, tuple):
         if value and all(type(item) is int for item in value):
             return len(value)
@@ -48,14 +48,14 @@ def _without_sizes(value: object) -> object:
 
 
 class Thinned:
-    """Calls of which no two of one pattern are within ``factor`` in operations and in bytes."""
+    """Thins out calls: no two of one pattern are within ``factor`` in operations and bytes."""
 
     def __init__(self, factor: float) -> None:
         self._reach = math.log(factor)
         self._taken: dict[OpCall, list[Position]] = {}
 
     def take(self, calls: Iterable[OpCall]) -> list[OpCall]:
-        """Those of ``calls``, first come first, that are far from all taken before."""
+        """The calls, in order, that are far from all taken before."""
         return [call for call in calls if self._is_far(call)]
 
     def _is_far(self, call: OpCall) -> bool:

@@ -1,8 +1,8 @@
-"""Known devices and their usual nodes, each figure with the document it comes from.
+"""Presets: known devices and their typical nodes, with the source of each figure.
 
 Rates are dense (no structured sparsity). NVLink figures are per device and direction: half of the
-total that vendors print. Figures that no vendor prints (latencies, the part of a link that
-collectives reach, reserves) say what they are derived from.
+total that vendors publish. Figures that vendors do not publish (latencies, the fraction of a link
+that collectives reach, reserves) say what they are derived from.
 """
 
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ _PCIE_STEP_S = 1.5e-6
 _NETWORK_STEP_S = 4.0e-6
 _NCCL_LAUNCH_S = 6.6e-6
 
-# A kernel launched from eager PyTorch follows the one before by about 5 us of host time; the
-# launch itself is about 2.5 us. The host runs ahead in a training step, so the lower figure holds.
+# A kernel launched from eager PyTorch takes about 5 us of host time; the launch itself takes about
+# 2.5 us. The host runs ahead in a training step, so the lower figure applies.
 _CUDA_LAUNCH_S = 2.5e-6
 
-# A CUDA context, the libraries' workspaces and NCCL's buffers, as nvidia-smi shows for a process
-# that has run one matrix product and one all-reduce: about 1 GiB on recent devices.
+# A CUDA context, the libraries' workspaces and NCCL's buffers, as nvidia-smi shows after one matrix
+# product and one all-reduce: about 1 GiB on recent devices.
 _CUDA_RESERVE_BYTES = _GIB
 
-# While it runs, a collective of NCCL holds 16 to 24 of a device's 80 to 148 multiprocessors and a
-# part of its memory bandwidth; between a tenth and a quarter of the compute rate is lost.
+# A running NCCL collective occupies 16 to 24 of a device's 80 to 148 multiprocessors and some of
+# its memory bandwidth, which costs a tenth to a quarter of the compute rate.
 _CUDA_OVERLAP_SLOWDOWN = 1.15
 
 # All-reduce bus bandwidth over the link's own: nccl-tests on 8 devices report about 230 of
@@ -42,7 +42,7 @@ _CUDA_OVERLAP_SLOWDOWN = 1.15
 _NVLINK_EFFICIENCY = 0.8
 _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
-_STANDS_STILL = 1e3
+_NO_OVERLAP_SLOWDOWN = 1e3
 """A CPU computes nothing beside a collective on its host, which the thread that computes makes
 itself (`autopar.comm.transports.sockets`): a slow-down so large that nothing is hidden."""
 
@@ -82,8 +82,8 @@ def _infiniband(adapters: int, gigabits_per_s: float, devices: int, source: str)
 
 
 def _pcie3(source: str) -> Level:
-    # 16 lanes at 8 GT/s with 128b/130b coding. Consumer cards exchange through the host, whose
-    # two sockets have one root port for each four cards: four links' worth for all of them.
+    # 16 lanes at 8 GT/s with 128b/130b coding. Consumer cards communicate through the host, whose
+    # two sockets have one root port per four cards: four links in total.
     link = 16 * 8e9 * 128 / 130 / 8
     return Level(
         name="pcie3",
@@ -294,8 +294,9 @@ def _cpu() -> _Preset:
         outer=outer,
         memory_reserve_bytes=256 * _MIB,
         collective_launch_s=50e-6,
-        # Across hosts gloo adds and copies on the cores that compute: two processes on two cores
-        # wait for two thirds of an all-reduce of 24 MiB beside products or convolutions (measured).
+        # Across hosts gloo sums and copies on the cores that compute: of an all-reduce of 24 MiB
+        # that overlaps with products or convolutions, two thirds are exposed (measured on two
+        # cores).
         overlap_slowdown=3.0,
     )
 
@@ -324,9 +325,9 @@ PRESET_NAMES = tuple(_PRESETS)
 
 
 def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> Hardware:
-    """The cluster of ``nodes`` usual nodes of the device called ``name``.
+    """The cluster of ``nodes`` typical nodes of the device ``name``.
 
-    ClusterError for an unknown name (the known ones are listed) or a count below one.
+    Raises ClusterError for an unknown name (listing the known ones) or a count below one.
     """
     if not isinstance(name, str) or name not in _PRESETS:
         raise ClusterError(
@@ -336,12 +337,12 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> H
     for field, value in (("nodes", nodes), ("devices_per_node", devices_per_node)):
         if not is_count(value):
             raise ClusterError(
-                f"{field}={value!r}; a cluster has a whole number, at least one. Write {field}=1."
+                f"{field}={value!r}; it must be a whole number of at least 1. Write {field}=1."
             )
     preset = _PRESETS[name]()
     slowdown = preset.overlap_slowdown
     if preset.device.kind == "cpu" and nodes == 1:
-        slowdown = _STANDS_STILL
+        slowdown = _NO_OVERLAP_SLOWDOWN
     levels: tuple[Level, ...] = (structs.replace(preset.inner, size=devices_per_node),)
     if nodes > 1:
         levels += (structs.replace(preset.outer, size=nodes),)

@@ -1,8 +1,8 @@
-"""Measured prices: each distinct call once, kept on disk, interpolated where measuring is off.
+"""Measured prices: each distinct call is measured once, kept on disk, and interpolated.
 
-``Profiler`` answers the planner's questions in this order: a time in the store (MEASURED); a
-measurement made now, where that is allowed and the device is here (MEASURED, and stored); a time
-between measured calls of the same operation (INTERPOLATED); the roofline (ANALYTICAL).
+``Profiler`` prices a call by the first of: a time in the store (MEASURED); a measurement now, if
+that is allowed and the device is local (MEASURED, and stored); interpolation between measured calls
+of the same operation (INTERPOLATED); the roofline (ANALYTICAL).
 """
 
 import math
@@ -26,21 +26,21 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.patterns import pattern, position_of
 from autopar.cost_models.store import OpTime, ProfileStore
 
-# How far outside the measured range of operations or bytes a ratio still holds, as a factor; from
-# there to this factor once more it fades.
+# The factor outside the measured range of operations or bytes within which a ratio applies; from
+# there to the square of this factor it fades out.
 _REACH = 4.0
 _NUM_NEIGHBOURS = 4
 _LASTING = frozenset(("aten", "prims", "quantized", "torchvision"))
-"""Namespaces of operators that change with their version alone, not as a user's own may."""
+"""Namespaces of operators that only change with their version, unlike a user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
-    """What one ``profile`` did.
+    """The result of ``profile``.
 
-    ``num_free`` launch nothing; ``num_left`` are not measured: there was no time, or measuring is
-    off. ``noisy`` are measured with too large a spread, now or before; ``failed`` could not be
-    measured, each with the reason.
+    ``num_free`` calls launch no kernels; ``num_left`` are not measured for lack of time, or because
+    measuring is off. ``noisy`` were measured with too large a spread, now or before; ``failed``
+    could not be measured, with the reason.
     """
 
     num_measured: int
@@ -52,11 +52,11 @@ class ProfileSummary:
 
 
 class Profiler:
-    """A ``ComputeModel`` over measurements on ``device``.
+    """A ``ComputeModel`` based on measurements on ``device``.
 
-    ``measuring`` False never runs an operation: the store and the roofline answer. ``measure``
-    takes the time of a call somewhere else than in this process, or raises CostError. ClusterError
-    where measuring is asked for and the device is not the one at hand.
+    With ``measuring`` False no operation is run: only the store and the roofline are used.
+    ``measure`` measures a call outside of this process, or raises CostError. Raises ClusterError if
+    measuring is on and the device is not the local one.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Profiler:
         self._tables: dict[str, dict[OpCall, list[_Neighbour]]] = {}
 
     def estimate(self, call: OpCall) -> OpEstimate:
-        """Seconds of ``call`` in each direction; CostError where no source can price it."""
+        """Seconds of ``call`` in each direction; raises CostError if it cannot be priced."""
         known = self._known.get(call)
         if known is None:
             known = self._known[call] = self._estimate(call)
@@ -91,10 +91,10 @@ class Profiler:
     def profile(
         self, calls: Iterable[OpCall], *, progress: bool = True, max_s: float = math.inf
     ) -> ProfileSummary:
-        """Measures every distinct call that the store knows nothing of, for ``max_s`` at most.
+        """Measure every distinct call that is not in the store, for at most ``max_s``.
 
-        Every time, or why there is none, is stored as soon as it is known: a run that is stopped
-        goes on where it was. Where ``measuring`` is False it only says what is missing.
+        Every time or failure is stored immediately, so that a run that was stopped can be
+        continued. With ``measuring`` False it only reports what is missing.
         """
         deadline = time.monotonic() + max_s
         num_left = 0
@@ -162,7 +162,7 @@ class Profiler:
         except CostError as error:
             for_now = isinstance(error, NotNowError) or not _lasts(call)
             self.store.put_failure(call, str(error), for_now=for_now)
-            warnings.warn(f"{error}; it is priced by the roofline", stacklevel=4)
+            warnings.warn(f"{error}; it is priced by the roofline model", stacklevel=4)
             return None
         self.num_measurements += 1
         self.store.put(call, times)
@@ -176,11 +176,11 @@ class Profiler:
             return measure_call(call, self.device, self.limits)
 
     def _interpolate(self, call: OpCall) -> OpEstimate | None:
-        """The roofline scaled by how far off it is at the nearest measured shapes, or None.
+        """The roofline scaled by its error at the nearest measured shapes, or None.
 
-        Distances are in the logarithms of operations and bytes; ratios are averaged in logarithms
-        too, weighted by the inverse square of the distance. Far outside the measured shapes they
-        fade (`_hold`).
+        Distances are in logarithms of operations and bytes; ratios are averaged in logarithms too,
+        weighted by the inverse square of the distance. Far outside the measured shapes they fade
+        out (`_hold`).
         """
         neighbours = self._table(call.target).get(pattern(call), [])
         if not neighbours:
@@ -213,7 +213,7 @@ class Profiler:
             for call, times in self.store.of_op(target):
                 try:
                     base = self.fallback.estimate(call)
-                except CostError:  # of an operation that is not known here, or no call of it
+                except CostError:  # the operation is not registered here, or the call is invalid
                     continue
                 neighbour = _Neighbour(
                     position=position_of(call),
@@ -243,7 +243,7 @@ def _log_ratio(measured_s: float, base_s: float) -> float:
 
 
 def _split(calls: list[OpCall]) -> tuple[list[OpCall], list[tuple[OpCall, str]]]:
-    """The calls worth measuring, and those that have no price at all with the reason."""
+    """The calls worth measuring, and those that cannot be priced, with the reason."""
     paid, unpriced = [], []
     for call in calls:
         try:
@@ -255,20 +255,22 @@ def _split(calls: list[OpCall]) -> tuple[list[OpCall], list[tuple[OpCall, str]]]
 
 
 def _lasts(call: OpCall) -> bool:
-    """Whether a failure of ``call`` is one for good, as its operator's code stays as it is."""
+    """Whether a failure of ``call`` is permanent, as the operator's code does not change."""
     return call.target.split(".")[0] in _LASTING
 
 
 def _is_paid(call: OpCall) -> bool:
-    """Whether any direction launches something: views and assertions are not worth measuring."""
+    """Whether any direction launches a kernel; views and assertions are not worth measuring."""
     todo = work(call)
     parts = (todo.forward, todo.input_grad, todo.weight_grad)
     return any(part.num_kernels for part in parts)
 
 
 def _hold(position: tuple[float, float], measured: list[tuple[float, float]]) -> float:
-    """How much of the measured ratios holds at ``position``: 1 among them and up to ``_REACH``
-    outside, less and less beyond, 0 from the square of that on."""
+    """The weight of the measured ratios at ``position``.
+
+    It is 1 up to a factor ``_REACH`` outside the measured range, and falls to 0 at its square.
+    """
     beyond = max(
         max(min(point[axis] for point in measured) - position[axis],
             position[axis] - max(point[axis] for point in measured))
@@ -297,5 +299,5 @@ def _check_device_is_here(device: DeviceSpec) -> None:
     if here != device.name:
         raise ClusterError(
             f"{device.name} cannot be measured here: this machine has {here}. Use "
-            "Cluster.detect() for the machine at hand, or Profiler(..., measuring=False)."
+            "Cluster.detect() for the local machine, or Profiler(..., measuring=False)."
         )

@@ -1,4 +1,4 @@
-"""The work of recurrent layers and of single cells."""
+"""The work of recurrent layers and cells."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from autopar.cost_models.work import NO_WORK, Family, MatrixShape, OpWork, Work,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recurrence:
-    """``num_cells`` cells, one a layer and direction, over ``rows`` inputs of all steps together.
+    """``num_cells`` cells, one per layer and direction, over ``rows`` inputs of all steps.
 
-    ``weights`` are those of one cell after another, each with the input's and the hidden state's
-    matrix first.
+    ``weights`` are those of each cell in sequence, beginning with the matrices of the input and of
+    the hidden state.
     """
 
     x: TensorSpec
@@ -27,7 +27,7 @@ class _Recurrence:
 
 
 def _of_layers(call: OpCall) -> _Recurrence:
-    """Of ``aten.lstm.input`` and its kin; of the overload ``data`` on packed sequences too."""
+    """The recurrence of ``aten.lstm.input`` and the like, and of ``data`` on packed sequences."""
     is_packed = call.target.endswith(".data")
     x, *options = (call.args[0], *call.args[2:]) if is_packed else call.args
     states, weights, _, num_layers, _, _, is_bidirectional = options[:7]
@@ -73,7 +73,7 @@ def _cell(call: OpCall) -> OpWork:
 
 
 def _recurrent(call: OpCall, found: _Recurrence) -> OpWork:
-    """Per cell and step: the gates from the step's input and from the hidden state."""
+    """For each cell and step, the gates from the step's input and the hidden state."""
     x, rows = found.x, found.rows
     matrices = [w for w in found.weights if len(w.shape) == 2]
     per_cell, matrices_per_cell = (len(w) // found.num_cells for w in (found.weights, matrices))
@@ -81,7 +81,7 @@ def _recurrent(call: OpCall, found: _Recurrence) -> OpWork:
     weight_bytes = sum(w.size_bytes for w in found.weights)
     hidden = [found.weights[cell * per_cell + 1].shape[-1] for cell in range(found.num_cells)]
     num_gates = matrices[0].shape[0] // found.states[-1].shape[-1]
-    # Gates and states are written and read at every step, the recurrent weights read again.
+    # At every step gates and states are written and read, and the weights are read.
     gate_bytes = 2 * (num_gates + 1) * rows * sum(hidden) * x.dtype.itemsize
     forward = Work(
         flops=total,
@@ -93,7 +93,7 @@ def _recurrent(call: OpCall, found: _Recurrence) -> OpWork:
     trained = [w for w in found.weights if w.requires_grad]
     first_ones = matrices[: matrices_per_cell * found.directions : matrices_per_cell]
     first_layer = sum(2 * rows * prod(w.shape) for w in first_ones)
-    # Gradients flow through time for either; only the first layer's input is left out without x's.
+    # Gradients flow through time in either case; without x's, the first layer's input is omitted.
     through_time = Work(
         flops=total if inputs else total - first_layer,
         size_bytes=forward.size_bytes + gate_bytes,

@@ -1,8 +1,7 @@
 """The outputs of a call, as specs.
 
-Closed formulas for the operations that models are made of, since running these on meta tensors
-takes up to 60 ms a call (an LSTM) and a search asks thousands of times. Every other operation runs
-once on meta tensors.
+Common operations have closed formulas, since running them on meta tensors is slow and a search
+needs thousands of them. All other operations are run once on meta tensors.
 """
 
 from functools import lru_cache, reduce
@@ -64,13 +63,13 @@ _MAYBE_COPIES = frozenset(["reshape", "contiguous", "flatten", "to"])
 
 
 def is_creation(call: OpCall) -> bool:
-    """Whether the call makes a tensor of values that depend on no other tensor's."""
+    """Whether the call creates a tensor whose values do not depend on other tensors."""
     return call.name in _CREATIONS
 
 
 @lru_cache(maxsize=1 << 16)
 def is_view(call: OpCall) -> bool:
-    """Whether the call's outputs share storage with an input, so that nothing is moved."""
+    """Whether the call's outputs share storage with an input, so that no data is moved."""
     if call.name in ("detach", "alias", "lift_fresh"):
         return True
     if not resolve(call.target).is_view:
@@ -93,7 +92,7 @@ def is_view(call: OpCall) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def outputs(call: OpCall) -> tuple[TensorSpec, ...]:
-    """Shape, dtype and stride of each output; CostError where they depend on data."""
+    """Shape, dtype and stride of each output; raises CostError if they depend on data."""
     formula = _FORMULAS.get(call.name)
     if formula is not None:
         return formula(call)
@@ -104,7 +103,7 @@ def outputs(call: OpCall) -> tuple[TensorSpec, ...]:
 
 
 def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that ``shapes`` broadcast to; CostError where they do not fit."""
+    """The shape that ``shapes`` broadcast to; raises CostError if they do not."""
     rank = max((len(shape) for shape in shapes), default=0)
     result = [1] * rank
     for shape in shapes:
@@ -131,13 +130,13 @@ def _pointwise(call: OpCall) -> TensorSpec:
         dtype = _promote(specs[1:] or specs)
     elif not isinstance(dtype, torch.dtype):
         dtype = _promote(specs)
-    # The order of dimensions in memory is kept, as TensorIterator does.
+    # As in TensorIterator, the order of dimensions in memory is kept.
     model = next((s for s in specs if s.shape == shape and 0 not in s.strides), None)
     return TensorSpec(shape, dtype, None if model is None else _dense_stride(model))
 
 
 def _dense_stride(spec: TensorSpec) -> tuple[int, ...] | None:
-    """The stride without gaps that keeps the order of ``spec``'s dimensions in memory."""
+    """The dense strides with the same order of dimensions in memory as ``spec``."""
     if spec.is_contiguous:
         return None
     stride = [1] * len(spec.shape)
@@ -177,7 +176,9 @@ def _on_meta(call: OpCall, target: Any) -> tuple[TensorSpec, ...]:
         with torch.no_grad():
             result = target(*(build(value) for value in call.args), **kwargs)
     except Exception as error:
-        raise CostError(f"{call.target} has no shapes without its data: {error}") from error
+        raise CostError(
+            f"the output shapes of {call.target} depend on its data: {error}"
+        ) from error
     leaves = result if isinstance(result, (tuple, list)) else (result,)
     return tuple(TensorSpec.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -248,7 +249,7 @@ def _recurrent(call: OpCall) -> tuple[TensorSpec, ...]:
     size = hidden.shape[-1] * directions
     stride = None
     if call.argument(8, "batch_first"):
-        # Computed step by step and transposed at the end.
+        # Computed step by step, and transposed at the end.
         batch, _steps, _ = source.shape
         stride = (size, batch * size, 1)
     out = TensorSpec((*source.shape[:-1], size), source.dtype, stride)

@@ -1,16 +1,16 @@
-"""Measured times on disk: one SQLite file, written by many processes, never trusted blindly.
+"""The profile store: measured times in one SQLite file, which many processes may write.
 
 A time belongs to a call, a device's name (with the number of processes that shared the host, and
 whether products run in TF32), a torch version and a number of threads; a collective's also to its
 kind, the shape of its group and its links, its size and its backend. A call that cannot be measured
-is kept with the reason. Every time is committed on its own, so a process killed at any moment loses
-at most the measurement in flight. Each row carries a checksum; one that does not fit is left out,
-and measured again where it is asked for.
+is stored with the reason. Every time is committed individually, so a process that is killed loses
+at most the measurement in progress. Each row has a checksum; a row with a wrong one is ignored and
+measured again on demand.
 
-It is a cache: a file that is damaged or of another layout is set aside under another name and a new
-one begun. Where that cannot be (the file is locked, read-only or another program's, or its disk
-full), what can be read is read, new times are kept in memory, and one `StoreWarning` says so. No
-call waits for another process for longer than `BUSY_S`.
+It is a cache: a file that is damaged or of another version is renamed, and a new one started. If
+that is impossible (the file is locked, read-only or another program's, or the disk is full), what
+is readable is used, new times are kept in memory, and a `StoreWarning` says so. No call waits for
+another process for longer than `BUSY_S`.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ CREATE TABLE entries (
 
 
 class StoreWarning(UserWarning):
-    """The profile store was damaged, foreign, locked or not writable, and what was done then."""
+    """The profile store is damaged, foreign, locked or not writable; says what was done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ class OpTime:
 
     @property
     def total_s(self) -> float:
-        """Of all directions."""
+        """Seconds of all directions."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     def scaled(self, factor: float) -> "OpTime":
-        """The times of a device that takes ``factor`` times as long."""
+        """The times on a device that is slower by ``factor``."""
         return replace(
             self,
             forward_s=self.forward_s * factor,
@@ -83,7 +83,7 @@ class OpTime:
         )
 
     def is_sane(self) -> bool:
-        """Whether every number can be a time; what is measured takes some forward."""
+        """Whether every number is plausible; the forward time is positive."""
         times = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.spread)
         are_times = all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
         return are_times and self.forward_s > 0
@@ -99,26 +99,26 @@ class CollectiveTime:
     num_samples: int
 
     def is_sane(self) -> bool:
-        """Whether every number can be a time."""
+        """Whether every number is plausible."""
         numbers = (self.size_bytes, self.time_s, self.spread)
         are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
         return are_numbers and self.size_bytes > 0 and self.time_s > 0 and self.spread >= 0
 
 
 class _NotOurs(Exception):
-    """A file that is left alone."""
+    """The file is not a profile store, and is not touched."""
 
 
 class ProfileStore:
-    """The times measured on one kind of device with one version of torch.
+    """The times measured on a kind of device with a version of torch.
 
-    ``path`` None keeps them in memory. Forked processes open the file anew; what is in memory alone
-    stays with the parent. Threads may share a store.
+    ``path`` None keeps them in memory. Forked processes reopen the file; times in memory only stay
+    with the parent. Threads may share a store.
     """
 
     def __init__(self, path: str | Path | None, device: DeviceSpec) -> None:
         self.path = None if path is None else Path(path)
-        # Processes beside each other share the host's memory, so their times are others.
+        # Concurrent processes share the host's memory, which changes their times.
         beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
         name = device.name + beside + _products(device)
         self._owner = json.dumps([name, torch.__version__, device.num_threads])
@@ -130,7 +130,7 @@ class ProfileStore:
         self._open()
 
     def close(self) -> None:
-        """Closes the file; a closed store must not be used."""
+        """Close the file; a closed store must not be used."""
         self._memory.close()
         if self._file is not None:
             self._file.close()
@@ -147,29 +147,29 @@ class ProfileStore:
         return next((t for v in found.values() if (t := self._read(v, OpTime))), None)
 
     def put(self, call: OpCall, times: OpTime) -> None:
-        """Keeps the times of ``call``, replacing earlier ones; committed at once."""
+        """Store the times of ``call``, replacing earlier ones; commits at once."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the times of {call.target}.")
         self._keep(_OPS, call.target, call_to_text(call), times)
 
     def failure(self, call: OpCall) -> str | None:
-        """Why ``call`` cannot be measured on this device; None where that was not found."""
+        """The reason why ``call`` cannot be measured on this device, or None."""
         found = self._find(_FAILURES, call.target, call_to_text(call))
         return next((self._read(value, str) for value in found.values()), None)
 
     def put_failure(self, call: OpCall, reason: str, *, for_now: bool = False) -> None:
-        """Keeps why ``call`` cannot be measured, so that no later run tries it again.
+        """Store the reason why ``call`` cannot be measured, so that later runs do not try again.
 
-        ``for_now``: nor does anybody who has this store open, but later runs do.
+        ``for_now``: only as long as this store is open.
         """
         self._keep(_FAILURES, call.target, call_to_text(call), reason, for_now=for_now)
 
     def of_op(self, target: str) -> Iterator[tuple[OpCall, OpTime]]:
-        """Every measured call of one operation on this device."""
+        """All measured calls of an operation on this device."""
         return self._calls(target)
 
     def everything(self) -> Iterator[tuple[OpCall, OpTime]]:
-        """Every measured call on this device."""
+        """All measured calls on this device."""
         return self._calls(None)
 
     def _calls(self, target: str | None) -> Iterator[tuple[OpCall, OpTime]]:
@@ -180,18 +180,18 @@ class ProfileStore:
             try:
                 call = call_from_text(key)
             except CostError as error:
-                self._say(f"a row that cannot be read is left out: {error}")
+                self._say(f"an unreadable row is ignored: {error}")
                 continue
             yield call, times
 
     def put_collective(self, kind: str, shape: str, backend: str, times: CollectiveTime) -> None:
-        """Keeps the time of one collective of one size on groups of one shape."""
+        """Store the time of a collective of one size on groups of one shape."""
         if not times.is_sane():
             raise CostError(f"{times} cannot be the time of {kind}.")
         self._keep(_COLLECTIVES, backend, json.dumps([kind, shape, times.size_bytes]), times)
 
     def collectives(self, backend: str) -> dict[tuple[str, str], tuple[CollectiveTime, ...]]:
-        """Measured times by kind and group shape, in order of size."""
+        """Measured times by kind and group shape, ordered by size."""
         found: dict[tuple[str, str], list[CollectiveTime]] = {}
         for (_, key), value in self._find(_COLLECTIVES, backend).items():
             times = self._read(value, CollectiveTime)
@@ -204,7 +204,7 @@ class ProfileStore:
         }
 
     def _keep(self, kind: str, name: str, key: str, value: Any, *, for_now: bool = False) -> None:
-        """In the file, or where it cannot be written in memory."""
+        """Write to the file, or to memory if the file is not writable."""
         row = (self._owner, kind, name, key, msgspec.json.encode(value).decode())
         insert = "INSERT OR REPLACE INTO entries VALUES (?,?,?,?,?,?)"
         self._reopen_after_fork()
@@ -214,13 +214,13 @@ class ProfileStore:
                 return
             except sqlite3.Error as error:
                 self._is_writable = False
-                self._say(f"it cannot be written, new times are kept in memory: {error}{_FIX}")
+                self._say(f"it cannot be written, so new times are kept in memory: {error}{_FIX}")
         self._memory.execute(insert, (*row, _checksum(row)))
 
     def _find(
         self, kind: str, name: str | None = None, key: str | None = None
     ) -> dict[tuple[str, str], str]:
-        """Sound values by name and key; those in memory are the newer ones."""
+        """Intact values by name and key; those in memory are newer."""
         query = "SELECT name, key, value, checksum FROM entries WHERE owner=? AND kind=?"
         given = [self._owner, kind]
         for column, wanted in (("name", name), ("key", key)):
@@ -234,26 +234,26 @@ class ProfileStore:
                 rows = self._file.execute(query, given).fetchall()
             except sqlite3.Error as error:
                 self._file = None
-                self._say(f"it broke while in use, times are kept in memory: {error}{_FIX}")
+                self._say(f"it failed while in use, so times are kept in memory: {error}{_FIX}")
         found = {}
         for *text, value, checksum in (*rows, *self._memory.execute(query, given)):
             if checksum == _checksum((self._owner, kind, *text, value)):
                 found[text[0], text[1]] = value
             else:
-                self._say("a damaged row is left out")
+                self._say("a damaged row is ignored")
         return found
 
     def _read(self, value: str, kind: type[T]) -> T | None:
-        """A value of this kind; None, and a warning, for one that no store has written."""
+        """Decode a value of this type; None, with a warning, if it is implausible."""
         with contextlib.suppress(msgspec.DecodeError):
             found = msgspec.json.decode(value, type=kind)
             if isinstance(found, str) or found.is_sane():  # type: ignore[attr-defined]
                 return found
-        self._say("a row of numbers that cannot be times is left out")
+        self._say("a row with implausible numbers is ignored")
         return None
 
     def _say(self, what: str) -> None:
-        """Once for each store: a damaged table has many rows."""
+        """Warn once per store and message, since a damaged table has many rows."""
         if what in self._said:
             return
         self._said.add(what)
@@ -261,11 +261,11 @@ class ProfileStore:
 
     def _reopen_after_fork(self) -> None:
         if self._pid != os.getpid():
-            # SQLite forbids a connection in the child; the parent's handle is left to the parent.
+            # SQLite connections must not be used after a fork; the parent keeps its own.
             self._open()
 
     def _open(self) -> None:
-        """The file at the path, begun where there is none; None where it cannot be used."""
+        """Open or create the file at the path; without one if it cannot be used."""
         self._pid = os.getpid()
         self._is_writable = True
         self._file = None
@@ -273,7 +273,7 @@ class ProfileStore:
             return
         try:
             if self.path.exists() and not self.path.is_file():
-                raise _NotOurs("it is no regular file")
+                raise _NotOurs("it is not a regular file")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._begun(self.path)
         except _NotOurs as reason:
@@ -281,7 +281,7 @@ class ProfileStore:
         except (OSError, ValueError, sqlite3.OperationalError) as error:
             self._is_writable = False
             self._file = None if _is_locked(error) else _opened_for_reading(self.path)
-            how = "opened, times" if self._file is None else "written, new times"
+            how = "opened, so times" if self._file is None else "written, so new times"
             self._say(f"it cannot be {how} are kept in memory: {error}{_FIX}")
 
     def _begun(self, path: Path) -> sqlite3.Connection:
@@ -297,30 +297,31 @@ class ProfileStore:
             except sqlite3.DatabaseError as error:
                 connection.close()
                 aside = path.with_name(f"{path.name}.aside-{time.time_ns()}")
-                # Another process may have begun a new one meanwhile.
+                # Another process may have created a new one in the meantime.
                 if path.exists() and path.stat().st_ino == inode:
                     _set_aside(path, aside)
                     self._say(
-                        f"it is damaged ({error}); it is now {aside.name}, a new one is begun"
+                        f"it is damaged ({error}); it was renamed to {aside.name}, and a new one "
+                        "started"
                     )
-        raise _NotOurs("it is damaged again and again")
+        raise _NotOurs("it is damaged repeatedly")
 
 
 _FIX = (
-    ". End what locks it, make it writable, or free its disk; $AUTOPAR_CACHE_DIR names another "
-    "folder for it"
+    ". Stop the process that locks it, make it writable, or free disk space; or set "
+    "$AUTOPAR_CACHE_DIR to another folder"
 )
 
 
 def default_store_path() -> Path:
-    """Where times are kept unless a path is given."""
+    """The default path of the store."""
     from autopar.cost_models.detect import cache_folder
 
     return cache_folder() / f"profile-{SCHEMA_VERSION}.sqlite3"
 
 
 def _products(device: DeviceSpec) -> str:
-    """What of a CUDA device's settings changes the time of a product, as part of its name."""
+    """The settings of a CUDA device that change the time of a product, as part of its name."""
     if device.kind != "cuda":
         return ""
     allowed = {
@@ -332,12 +333,12 @@ def _products(device: DeviceSpec) -> str:
 
 
 def _checksum(row: tuple[Any, ...]) -> int:
-    """A row's key and value as one number."""
+    """The checksum of a row's key and value."""
     return zlib.crc32(repr(row).encode())
 
 
 def _connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
-    """Text that is not UTF-8 is read with replacements: its checksum does not fit then."""
+    """Open a database; invalid UTF-8 is replaced, so that the row's checksum does not match."""
     connection = sqlite3.connect(
         database, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=uri
     )
@@ -346,10 +347,10 @@ def _connect(database: str | Path, *, uri: bool = False) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Check a file or lay it out; DatabaseError for one that must be set aside."""
+    """Check or initialize a file; raises DatabaseError if it must be renamed."""
     if _identity(connection) == (0, 0):
-        # New, or being laid out by another process at this moment: the lock decides. A failure
-        # closes the connection, which rolls the whole layout back.
+        # New, or being initialized by another process: the lock decides. A failure closes the
+        # connection, which rolls everything back.
         connection.execute("BEGIN IMMEDIATE")
         (count,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if _identity(connection) == (0, 0) and not count:
@@ -371,7 +372,7 @@ def _prepare(connection: sqlite3.Connection) -> None:
 
 
 def _log_ahead(connection: sqlite3.Connection) -> None:
-    """Change to a write-ahead log, which SQLite does not do while others do the same."""
+    """Switch to a write-ahead log, retrying while other processes do the same."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -394,14 +395,14 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _set_aside(path: Path, aside: Path) -> None:
-    """The file under another name, without the log that SQLite keeps beside it."""
+    """Rename the file, and remove its write-ahead log."""
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.replace(aside)
 
 
 def _opened_for_reading(path: Path) -> sqlite3.Connection | None:
-    """A usable file that cannot be written: read as it is, or None."""
+    """Open a file that cannot be written for reading; None if it is unusable."""
     for mode in ("mode=ro", "mode=ro&immutable=1"):
         with contextlib.suppress(sqlite3.Error):
             connection = _connect(f"{path.absolute().as_uri()}?{mode}", uri=True)

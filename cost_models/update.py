@@ -1,7 +1,7 @@
-"""The optimizer's update of one tensor of weights, as a call to be priced like any other.
+"""The optimizer's update of a parameter, as a call that is priced like any other.
 
-The call is AdamW's, fused: one kernel that reads weights, gradient and two tensors of state, and
-writes all but the gradient. Other updates take as much of its time as they move of its memory.
+The call is that of fused AdamW: one kernel that reads weights, gradient and two tensors of state,
+and writes all but the gradient. Other updates are scaled by their memory traffic.
 """
 
 import itertools
@@ -17,13 +17,12 @@ from autopar.cost_models.work import Family, OpWork, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What prices know of an optimizer: how many tensors of state, as large as it, a parameter has,
-    and whether an update is one kernel.
+    """The properties of an optimizer that prices and memory depend on.
 
-    While an update runs it holds other tensors: as large as all parameters that it updates at once,
-    ``temporaries_of_all`` times over; as the one that it is at, ``temporaries_of_one`` times; and
-    as the one before that, ``temporaries_before`` times. ``is_joint`` where it updates all
-    parameters of a device at once in any case.
+    ``num_states``: state tensors of a parameter's size. ``is_fused``: an update is one kernel. An
+    update also holds temporaries: ``temporaries_of_all`` times the size of all parameters updated
+    at once, ``temporaries_of_one`` times that of the current one, and ``temporaries_before`` times
+    that of the previous one. ``is_joint``: it always updates all parameters of a device at once.
     """
 
     num_states: int
@@ -35,16 +34,16 @@ class OptimizerSpec:
 
     @property
     def num_passes(self) -> int:
-        """How often an update goes through memory as large as the weights.
+        """The memory traffic of an update, in multiples of the size of the weights.
 
-        Weights and gradient are read and the weights written; each state is read and written. By
-        kernels of one operation each, a state and what is made of it take about eight: torch's SGD
-        with momentum makes 8 passes in all, RMSprop 13, Adam 18 and AdamW 20.
+        Weights and gradient are read and the weights written; each state is read and written. With
+        kernels of one operation each, a state takes about eight passes: torch's SGD with momentum
+        makes 8 passes in total, RMSprop 13, Adam 18 and AdamW 20.
         """
         return 3 + (2 if self.is_fused else 8) * self.num_states
 
     def workspace_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """What an update of parameters of these sizes, in this order, needs while it runs."""
+        """Bytes of temporaries while parameters of these sizes are updated in this order."""
         of_one = max(
             (
                 self.temporaries_of_one * size + self.temporaries_before * before
@@ -56,12 +55,11 @@ class OptimizerSpec:
 
 
 FUSED_ADAMW = OptimizerSpec(num_states=2, is_fused=True)
-"""The optimizer of an `update_call`."""
+"""The optimizer of `update_call`."""
 
 
 def adamw(device: DeviceSpec) -> OptimizerSpec:
-    """AdamW as the runtime runs it: by torch's fused kernel on CPUs, by kernels that update many
-    tensors at once elsewhere."""
+    """AdamW as in the runtime: torch's fused kernel on CPUs, multi-tensor kernels elsewhere."""
     if device.kind == "cpu":
         return FUSED_ADAMW
     return OptimizerSpec(num_states=FUSED_ADAMW.num_states, is_fused=False, temporaries_of_all=1.0)
@@ -80,14 +78,14 @@ _OPTIONS = {
 
 
 def update_call(num_elements: int, dtype: torch.dtype) -> OpCall:
-    """The update of ``num_elements`` weights."""
+    """The call that updates ``num_elements`` weights."""
     part = [TensorSpec((num_elements,), dtype)]
     steps = [TensorSpec((), torch.float32)]
     return OpCall.of("aten._fused_adamw_.default", [part, part, part, part, [], steps], _OPTIONS)
 
 
 def update_work(call: OpCall) -> OpWork:
-    """Operations and bytes of an `update_call`."""
+    """The work of an `update_call`."""
     (weights,) = call.argument(0, "self")
     return OpWork(
         family=Family.POINTWISE,

@@ -1,9 +1,9 @@
-"""The vocabulary of work: operations and bytes of each direction of a call.
+"""The types of work: operations and bytes of each direction of a call.
 
-Matrix products, convolutions, attention and recurrent layers count a multiply-add as two
-operations and leave additions of a bias out, as ``torch.utils.flop_counter`` does. Element-wise
-work counts nominal operations for each element. Bytes are reads and writes of main memory, each
-tensor once a kernel.
+Matrix products, convolutions, attention and recurrent layers count a multiply-add as two operations
+and ignore the addition of a bias, as ``torch.utils.flop_counter`` does. Element-wise work counts
+nominal operations per element. Bytes are reads and writes of main memory, each tensor once per
+kernel.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from autopar.cost_models.shapes import outputs
 
 
 class Family(StrEnum):
-    """Operations whose kernels reach similar parts of a device's peaks."""
+    """Families of operations whose kernels reach similar fractions of a device's peaks."""
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
@@ -72,7 +72,7 @@ NO_WORK = Work()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """The three directions of a call. ``dtype`` is what the arithmetic is done in."""
+    """The work of a call in three directions. ``dtype`` is that of the arithmetic."""
 
     family: Family
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class OpWork:
 
 
 def arithmetic_dtype(call: OpCall) -> torch.dtype:
-    """The real dtype of the first floating-point or complex tensor; float32 where there is none."""
+    """The real dtype of the first floating-point or complex tensor; float32 if there is none."""
     dtypes = (spec.dtype for spec in call.tensors())
     found = next((d for d in dtypes if d.is_floating_point or d.is_complex), torch.float32)
     return found.to_real()
@@ -94,7 +94,7 @@ def output_bytes(call: OpCall) -> int:
 
 
 def sides(specs: tuple[TensorSpec, ...]) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """The tensors whose gradients are input gradients, and those that are weight gradients."""
+    """The tensors with input gradients, and those with weight gradients."""
     wanted = [
         s for s in specs if s.requires_grad and (s.dtype.is_floating_point or s.dtype.is_complex)
     ]
@@ -102,7 +102,7 @@ def sides(specs: tuple[TensorSpec, ...]) -> tuple[list[TensorSpec], list[TensorS
 
 
 def generic(call: OpCall, family: Family, *, per_element: int, saved: bool = True) -> OpWork:
-    """One kernel that reads its inputs and writes its outputs; one more for each gradient."""
+    """One kernel that reads the inputs and writes the outputs, and one more per gradient."""
     specs = call.tensors()
     outs = outputs(call)
     out_bytes = sum(out.size_bytes for out in outs)

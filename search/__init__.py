@@ -1,4 +1,4 @@
-"""Strategy search over numbers alone: exact, memory-aware, anytime, with bounds."""
+"""Strategy search over plain numbers: exact, memory-aware, anytime, with bounds."""
 
 from autopar.search.api import solve
 from autopar.search.problem import (

@@ -1,4 +1,4 @@
-"""``solve``: constraints applied, a solver chosen, its answer returned."""
+"""``solve``: applies the constraints, chooses a solver, and returns its answer."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def solve(
     seed: int = 0,
     on_incumbent: Callable[[Solution], None] | None = None,
 ) -> Solution:
-    """Find the assignment of least cost within the memory budget.
+    """Find the cheapest assignment within the memory budget.
 
-    method: ``auto``, ``elimination``, ``ilp``, ``brute_force`` or ``mcmc``.
-    Other arguments as in ``solver.Options``. Raises ``SearchError`` for an unknown method and
-    for a problem that the asked method cannot take (``auto`` takes every problem).
+    method: ``auto``, ``elimination``, ``ilp``, ``brute_force`` or ``mcmc``. The other arguments are
+    those of ``solver.Options``. Raises ``SearchError`` for an unknown method and for a problem that
+    the method cannot handle (``auto`` handles all).
     """
     options = Options(
         time_limit_s=time_limit_s,
@@ -62,7 +62,7 @@ def solve(
     solver = SOLVERS[wanted]
     refusal = solver.refuses(problem, options)
     if refusal is not None:
-        raise SearchError(f"method {str(wanted)!r} cannot take this problem: {refusal}")
+        raise SearchError(f"method {str(wanted)!r} cannot handle this problem: {refusal}")
     progress = Progress(problem, options)
     if warm_start is not None:
         progress.offer(warm_start)
@@ -76,7 +76,7 @@ def solve(
 
 
 def _offer_start(problem: Problem, progress: Progress) -> None:
-    """What is at hand without a search: the cheapest choices, and the most frugal ones."""
+    """Offer two assignments without a search: the cheapest choices, and those of least memory."""
     progress.offer(cheapest_choices(problem))
     if problem.budgets is not None:
         progress.offer(frugal_choices(problem))

@@ -1,12 +1,12 @@
-"""``auto``: the solvers in the order in which they pay, with the best so far always at hand.
+"""``auto``: combines the solvers, cheapest first, and keeps the best assignment so far.
 
-In: any problem. Out: the optimum where it is affordable, else the best found and a valid bound.
+In: any problem. Out: the optimum if it is affordable, else the best found and a valid bound.
 
-1. Elimination, if its tables fit the cap and its work is small; reductions first if they are
-   cheaper than what they save.
-2. Under a budget that the optimum breaks: Lagrangian bounds, ILP, branch and bound (``budget``).
-3. Too dense to eliminate: message passing bounds and local search in turns; choices ruled out
-   are removed, and elimination is tried again on what is left; then the ILP.
+1. Elimination, if its tables fit the cap and its work is small; reductions first if they cost less
+   than they save.
+2. If the optimum exceeds the budget: Lagrangian bounds, ILP, branch and bound (``budget``).
+3. If the graph is too dense to eliminate: message-passing bounds alternate with local search;
+   choices that are ruled out are removed, and elimination is tried again on the rest; then the ILP.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from autopar.search.solver import Capability, Options, OutOfTimeError, Progress
 
 _OPERATIONS_PER_S = 1e9
 _MOST_OPERATIONS = 2e10  # without a time limit
-_SOON = 1e9  # operations that take about a second: not worth reducing first
+_SOON = 1e9  # operations of about a second: not worth reducing first
 _ROUNDS = 12
 _SWEEPS = 40
 _STALL = 1e-4
-_VARIABLES_PER_S = 2e5  # that the ILP takes in before it can look at the clock
+_VARIABLES_PER_S = 2e5  # rate at which the ILP is built, before it can check the clock
 _REDUCE_SHARE = 0.3  # of the time left
 
 
 class AutoSolver:
-    """All methods, cheapest proof first."""
+    """All methods, the cheapest proof first."""
 
     method = Method.AUTO
     capability = Capability(memory=True, proves=True, bounds=True)
@@ -46,7 +46,7 @@ class AutoSolver:
         return None
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """See the module's docstring; where HiGHS fails, the best so far stands."""
+        """See the module's docstring; if HiGHS fails, the best assignment so far is kept."""
         try:
             _search(problem, progress)
         except LinearSolverError as error:
@@ -65,10 +65,10 @@ def _search(problem: Problem, progress: Progress) -> None:
     try:
         with progress.limited_to(_REDUCE_SHARE * progress.remaining_s):
             reduction = reduce_problem(problem, check=progress.check)
-    except OutOfTimeError:  # dominance compares all pairs of choices: not in so little time
+    except OutOfTimeError:  # dominance compares all pairs of choices, for which there is no time
         reduction = reduce_problem(problem, dominance=False)
     if reduction is None:
-        progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        progress.prove_infeasible("every assignment has a forbidden choice or pair")
         return
     program = best_program(reduction.problem.node_costs, reduction.problem.edge_costs)
     if not _affordable(program, progress):
@@ -88,7 +88,7 @@ def _affordable(program: Program, progress: Progress) -> bool:
 
 
 def eliminate_reduced(reduction: Reduction, program: Program, progress: Progress) -> None:
-    """Elimination of a reduced problem, for ``progress`` on the original one."""
+    """Eliminate a reduced problem; ``progress`` is that of the original one."""
     progress.enter(Method.ELIMINATION)
     inner = reduction.problem
     if not progress.assignment:
@@ -96,7 +96,7 @@ def eliminate_reduced(reduction: Reduction, program: Program, progress: Progress
     cap_bytes = progress.options.table_cap_bytes
     values = program.run(inner.node_costs, inner.edge_costs, cap_bytes, progress.check)
     if values.optimum == math.inf:
-        progress.prove_infeasible("every assignment holds a forbidden choice or pair")
+        progress.prove_infeasible("every assignment has a forbidden choice or pair")
         return
     assignment = reduction.lift(program.assignment(values))
     progress.raise_bound(min(values.optimum, progress.problem.cost(assignment)))
@@ -106,7 +106,7 @@ def eliminate_reduced(reduction: Reduction, program: Program, progress: Progress
 
 
 def _dense(reduction: Reduction, progress: Progress) -> None:
-    """Bounds and assignments in turns, until the rest can be eliminated or given to the ILP."""
+    """Alternate bounds and assignments until the rest can be eliminated or given to the ILP."""
     if progress.problem.budgets is None:
         left = _squeeze(reduction, progress)
         if left is None or progress.done:
@@ -114,7 +114,7 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
         reduction = left
     else:
         if not reduction.problem.fits(frugal_choices(reduction.problem)):
-            report_least_budget(reduction, progress)  # not even if no pair were forbidden
+            report_least_budget(reduction, progress)  # infeasible even without forbidden pairs
             return
         _start_within_budget(reduction, progress)
         if progress.done:
@@ -128,7 +128,7 @@ def _dense(reduction: Reduction, progress: Progress) -> None:
 
 
 def _start_within_budget(reduction: Reduction, progress: Progress) -> None:
-    """The most frugal assignment, a bound that holds without the budget, and a chain."""
+    """Start from the assignment of least memory, a bound that ignores the budget, and a chain."""
     progress.offer(reduction.lift(frugal_choices(reduction.problem)))
     progress.enter("messages")
     with progress.limited_to(0.2 * progress.remaining_s):
@@ -139,7 +139,7 @@ def _start_within_budget(reduction: Reduction, progress: Progress) -> None:
 
 
 def _squeeze(reduction: Reduction, progress: Progress) -> Reduction | None:
-    """Message passing and local search; None when that closed the gap, else what is left."""
+    """Message passing and local search; None if they closed the gap, else the rest."""
     progress.enter("messages")
     current = reduction.lower(progress.assignment) if progress.assignment else None
     best = descend(reduction.problem, current or cheapest_choices(reduction.problem), progress)
@@ -168,7 +168,7 @@ def _squeeze(reduction: Reduction, progress: Progress) -> Reduction | None:
 
 
 def _sweep(messages: Messages, reduction: Reduction, progress: Progress, floor: float) -> None:
-    """Sweeps until the bound stalls, with an assignment decoded and improved now and then."""
+    """Sweep until the bound stalls, and decode and improve an assignment every few sweeps."""
     last = -math.inf
     for sweep in range(_SWEEPS):
         messages.sweep(forward=True)
@@ -200,7 +200,7 @@ def _sweep(messages: Messages, reduction: Reduction, progress: Progress, floor: 
 def compose_possible(
     messages: Messages, reduction: Reduction, progress: Progress
 ) -> Reduction | None:
-    """What is left of the choices below the best known cost, reduced again."""
+    """The choices possible below the best known cost, reduced again; None if there are none."""
     masks = messages.possible(progress.cost)
     if not all(mask.any() for mask in masks):
         return None
@@ -208,7 +208,7 @@ def compose_possible(
 
 
 def _finish(left: Reduction, program: Program, progress: Progress) -> None:
-    """Eliminate what is left; all else costs at least what the best known did."""
+    """Eliminate the rest; everything else costs at least as much as the best known."""
     progress.enter(Method.ELIMINATION)
     inner = left.problem
     cap_bytes = progress.options.table_cap_bytes

@@ -1,7 +1,7 @@
-"""Every assignment, one by one: the oracle of the tests and the answer for tiny problems.
+"""Enumeration of all assignments: the tests' oracle, and a solver for tiny problems.
 
-In: a problem of at most ``LIMIT`` assignments. Out: the optimum, the first one in lexicographic
-order where several cost the same.
+In: a problem of at most ``LIMIT`` assignments. Out: the optimum; ties go to the first in
+lexicographic order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BruteForce:
     capability = Capability(memory=True, proves=True, bounds=False)
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
-        """Too many assignments."""
+        """Refuse more than ``LIMIT`` assignments."""
         count = math.prod(len(cost) for cost in problem.node_costs)
         return None if count <= LIMIT else f"{count:.3g} assignments, over {LIMIT}"
 

@@ -1,11 +1,10 @@
-"""The search within a memory budget: Lagrangian bounds, then whatever closes the gap.
+"""Search within a memory budget: Lagrangian bounds, then methods that close the gap.
 
 In: a problem with budgets whose elimination fits the table cap. Out, on the ``Progress``: the
-optimum, or the best found and a bound, or the least feasible budget.
-
-The steps, each left as soon as the gap is closed: is the budget feasible at all; the best prices;
-mixtures of dear and frugal assignments; the choices no better assignment takes are removed; the
-rest goes to the ILP, first with only the choices seen so far, or to branch and bound on L.
+optimum, or the best found and a bound, or the least feasible budget. The steps, which end as soon
+as the gap is closed: check that the budget is feasible; find the best prices; mix expensive and
+frugal assignments; remove choices that no better assignment has; give the rest to the ILP, first
+with only the choices seen so far, or to branch and bound on L.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _POOL_GAP = 1e-4
 
 
 def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool) -> None:
-    """Close the gap as far as the time allows; raises ``TableTooLargeError`` over the cap."""
+    """Close the gap as far as time allows; raises ``TableTooLargeError`` above the cap."""
     progress.enter("lagrangian")
     dual = Lagrangian(reduction, progress)
     if not _is_feasible(dual, progress):
@@ -53,7 +52,7 @@ def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool
 
 
 def _is_feasible(dual: Lagrangian, progress: Progress) -> bool:
-    """Offer the most frugal assignment; report a budget that no assignment keeps."""
+    """Offer the assignment of least memory; report a budget that is infeasible."""
     frugal = dual.least_memory([1.0] * len(dual.groups))
     progress.offer(dual.reduction.lift(frugal))
     if progress.assignment:
@@ -68,17 +67,17 @@ def _is_feasible(dual: Lagrangian, progress: Progress) -> bool:
 
 
 def report_least_budget(reduction: Reduction, progress: Progress) -> None:
-    """INFEASIBLE, with the least number of bytes that would do for every group."""
+    """Prove INFEASIBLE, with the least number of bytes per group that would be feasible."""
     left_s = None if math.isinf(progress.remaining_s) else max(1.0, progress.remaining_s)
     least = ilp.least_budget(reduction.problem, left_s)
     if least is None:
-        progress.prove_infeasible("no assignment keeps the memory budget")
+        progress.prove_infeasible("no assignment fits the memory budget")
     else:
         progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
 
 
 def _by_pool(dual: Lagrangian, best: Point, progress: Progress) -> None:
-    """The ILP over the choices that matter at the best prices: assignments, but no bound."""
+    """The ILP over the choices that matter at the best prices: gives assignments, but no bound."""
     pool = reduce_within(dual.pool(best), progress)
     if pool is not None:
         progress.enter("ilp")
@@ -87,7 +86,7 @@ def _by_pool(dual: Lagrangian, best: Point, progress: Progress) -> None:
 
 
 def _by_ilp(left: Reduction, progress: Progress) -> None:
-    """The ILP over every choice that is left."""
+    """The ILP over all remaining choices."""
     smaller = reduce_within(left, progress)
     floor = progress.cost
     if smaller is None:
@@ -98,7 +97,7 @@ def _by_ilp(left: Reduction, progress: Progress) -> None:
 
 
 def reduce_within(outer: Reduction, progress: Progress) -> Reduction | None:
-    """Reduce a smaller problem once more."""
+    """Reduce a reduction once more; None if no assignment is left."""
     inner = reduce_problem(outer.problem, check=progress.check)
     if inner is None:
         return None
@@ -109,9 +108,9 @@ def reduce_within(outer: Reduction, progress: Progress) -> Reduction | None:
 def branch_and_bound(
     root: Reduction, progress: Progress, prices: Sequence[float], floor: float
 ) -> None:
-    """Split the choices of one node at a time, the branch of least L first.
+    """Split the choices of one node at a time, the branch with the smallest L first.
 
-    floor: a bound on every assignment outside ``root``.
+    floor: a bound on all assignments outside ``root``.
     """
     progress.enter("branch_and_bound")
     count = itertools.count()
@@ -140,7 +139,7 @@ def branch_and_bound(
 
 
 def _can_fit(dual: Lagrangian) -> bool:
-    """Offer the branch's most frugal assignment; False if some group is over whatever it takes."""
+    """Offer the branch's assignment of least memory; False if some group can never fit."""
     budgets, frugal = dual.problem.budgets, dual.least_memory([1.0] * len(dual.groups))
     if dual.problem.cost(frugal) == math.inf:
         return False
@@ -153,22 +152,22 @@ def _can_fit(dual: Lagrangian) -> bool:
 
 
 def _split(dual: Lagrangian, best: Point) -> list[list[Array]]:
-    """Two sets of masks that share the branch's assignments; none if only one is left."""
+    """Two sets of masks that partition the branch's assignments; none if only one is left."""
     sizes = [len(cost) for cost in dual.problem.node_costs]
     open_nodes = [node for node, size in enumerate(sizes) if size > 1]
     if not open_nodes:
         return []
     ends = dual.ends()
-    dear = best if ends is None else ends[0]
+    costly = best if ends is None else ends[0]
     other = best if ends is None else ends[1]
     memory = dual.problem.node_memory
     assert memory is not None
 
     def weight(node: int) -> tuple[bool, float]:
-        first, second = dear.assignment[node], other.assignment[node]
+        first, second = costly.assignment[node], other.assignment[node]
         return first != second, float(abs(memory[node][first] - memory[node][second]))
 
     node = max(open_nodes, key=weight)
-    taken = np.arange(sizes[node]) == dear.assignment[node]
+    taken = np.arange(sizes[node]) == costly.assignment[node]
     whole = [np.ones(size, dtype=bool) for size in sizes]
     return [[*whole[:node], mask, *whole[node + 1 :]] for mask in (taken, ~taken)]

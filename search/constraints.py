@@ -1,7 +1,7 @@
-"""What the user pins, forbids or forces, turned into +inf costs before any solver runs.
+"""Constraints (pin, forbid, force) as +inf costs, applied before any solver runs.
 
 In: a problem with constraints. Out: the same problem without them, where every choice that they
-rule out costs +inf. Constraints that leave nothing are an error that names the two that clash.
+rule out costs +inf. Contradictory constraints are an error that names the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def apply_constraints(problem: Problem) -> Problem:
     by_node: dict[int, list[Constraint]] = {}
     for constraint in problem.constraints:
         if not isinstance(constraint, Constraint):
-            raise SearchError(f"constraints holds {constraint!r}, which is no Pin, Forbid or Force")
+            raise SearchError(
+                f"constraints holds {constraint!r}, which is not a Pin, Forbid or Force"
+            )
         by_node.setdefault(_node(problem, constraint), []).append(constraint)
     allowed = {node: _allowed(problem, node, each) for node, each in by_node.items()}
     _check_edges(problem, by_node, allowed)
@@ -49,7 +51,7 @@ def _node(problem: Problem, constraint: Constraint) -> int:
     if isinstance(node, str):
         names = problem.node_names or [str(index) for index in range(problem.num_nodes)]
         if node not in names:
-            raise SearchError(f"{constraint} names no node of the problem")
+            raise SearchError(f"{constraint} names a node that the problem does not have")
         return list(names).index(node)
     if not 0 <= node < problem.num_nodes:
         raise SearchError(f"{constraint} names a node outside 0..{problem.num_nodes - 1}")
@@ -57,7 +59,7 @@ def _node(problem: Problem, constraint: Constraint) -> int:
 
 
 def _mask(problem: Problem, node: int, constraint: Constraint) -> Array:
-    """Which choices of the node the constraint leaves."""
+    """The choices of the node that the constraint allows."""
     num_choices = problem.num_choices(node)
     wanted = (constraint.choice,) if isinstance(constraint, Pin) else constraint.choices
     try:
@@ -75,7 +77,7 @@ def _mask(problem: Problem, node: int, constraint: Constraint) -> Array:
 
 
 def _allowed(problem: Problem, node: int, constraints: Sequence[Constraint]) -> Array:
-    """The choices that all constraints of one node leave, and that do not cost +inf."""
+    """The choices that all constraints of a node allow, and that do not cost +inf."""
     possible = problem.node_costs[node] < math.inf
     masks = [_mask(problem, node, constraint) for constraint in constraints]
     for constraint, mask in zip(constraints, masks):
@@ -88,19 +90,19 @@ def _allowed(problem: Problem, node: int, constraints: Sequence[Constraint]) -> 
             if not (mask & masks[first] & possible).any():
                 raise SearchError(
                     f"{constraints[first]} and {constraints[second]} contradict each other: "
-                    f"no choice of node {problem.name(node)!r} satisfies both; drop one"
+                    f"no choice of node {problem.name(node)!r} satisfies both; remove one"
                 )
     together = np.logical_and.reduce(masks)
     if not (together & possible).any():
         listed = ", ".join(str(constraint) for constraint in constraints)
-        raise SearchError(f"{listed} together leave node {problem.name(node)!r} no choice")
+        raise SearchError(f"together, {listed} leave node {problem.name(node)!r} no choice")
     return together
 
 
 def _check_edges(
     problem: Problem, by_node: dict[int, list[Constraint]], allowed: dict[int, Array]
 ) -> None:
-    """Refuse two constrained neighbours whose remaining choices exclude each other."""
+    """Raise SearchError for constrained neighbours whose remaining choices exclude each other."""
     for (i, j), table in problem.edge_costs.items():
         if i not in allowed or j not in allowed or not (table < math.inf).any():
             continue
@@ -108,5 +110,5 @@ def _check_edges(
             raise SearchError(
                 f"{by_node[i][0]} and {by_node[j][0]} contradict each other: every pair of "
                 f"choices they leave costs +inf on edge ({problem.name(i)!r}, "
-                f"{problem.name(j)!r}); drop one"
+                f"{problem.name(j)!r}); remove one"
             )

@@ -1,21 +1,20 @@
 """Exact search by variable elimination: PaSE's recurrence as min-plus products of tables.
 
-In: a problem's tables and an elimination order. Out: the optimum F(G, phi*), an assignment that
-reaches it, and the kept tables, from which ``marginals`` reads the least cost of every choice.
-
-PaSE (Elango, IPDPS 2021, arXiv 2407.04001), step by step:
+In: a problem's tables and an elimination order. Out: the optimum F(G, phi*), an optimal assignment,
+and the tables, from which ``marginals`` computes the least cost of every choice. PaSE (Elango,
+IPDPS 2021, arXiv 2407.04001), step by step:
 
 - objective F(G, phi) = sum_v t_l(v, phi) + sum_(u,v) t_x(u, v, phi): ``Problem.cost``;
 - vertex order and dependent sets D(i) of GenerateSeq: ``ordering.simulate``, one rule of several;
 - H(i, phi), the layer cost of v_i plus its edges to later vertices: the factors of v_i's bucket;
-- R(i, phi) = min over C(v_i) of H(i, phi') + sum_j R(j, phi' restricted): ``min_sum``, for all
-  phi over D(i) at once; the R(j) are the results that earlier steps left in the bucket;
-- extraction of phi* from the stored minimisers: ``Program.assignment``, which looks the minimiser
-  up again in the factors, last eliminated node first. Ties go to the lowest choice.
+- R(i, phi) = min over C(v_i) of H(i, phi') + sum_j R(j, phi' restricted): ``min_sum``, for all phi
+  over D(i) at once; the R(j) are results of earlier steps in the bucket;
+- extraction of phi* from the stored minimisers: ``Program.assignment``, which recomputes the
+  minimiser from the factors, last eliminated node first. Ties go to the lowest choice.
 
-What is new here: an order is first compiled to a ``Program`` without touching a number. Two steps
-on the very same tables in the same arrangement are one operation of the program, so 32 equal
-layers cost one, and the work and memory of a program are known exactly before it runs.
+In addition, an order is first compiled to a ``Program`` without reading the numbers. Two steps on
+the same tables in the same arrangement are one operation of the program, so 32 equal layers cost
+one, and the work and memory of a program are known exactly before it runs.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ Scope = tuple[int, ...]  # ascending nodes, one for each dim of a table
 
 
 class TableTooLargeError(SearchError):
-    """The elimination would make more tables than the stated memory cap allows."""
+    """The elimination needs more memory for tables than the cap allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One distinct step: the minimum over dim 0 of a sum of tables.
+    """A distinct step: the minimum over dim 0 of a sum of tables.
 
-    shape: of the joined table, the eliminated node first. inputs: (dims of the table, table).
+    shape: that of the joined table, with the eliminated node first. inputs: (dims of the table,
+    table).
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One eliminated node: its dependent set, its bucket, and where R over the set lies."""
+    """An eliminated node: its dependent set, its bucket, and its result R over the set."""
 
     node: int
     scope: Scope
@@ -63,8 +63,8 @@ class Step:
 class Program:
     """An order compiled for the identities of one problem's tables.
 
-    leaves: for each input table a place it stands at: a node, or an edge.
-    num_operations: additions over all distinct steps. size_bytes: all distinct results together.
+    leaves: for each input table, a node or an edge that has it. num_operations: additions over all
+    distinct steps. size_bytes: the size of all distinct results.
     """
 
     order: Order
@@ -81,9 +81,9 @@ class Program:
         cap_bytes: float,
         check: Check = go_on,
     ) -> Values:
-        """Fill in every table; raises ``TableTooLargeError`` over the cap.
+        """Compute every table; raises ``TableTooLargeError`` above the cap.
 
-        check: called before every step and between the pieces of one; may raise to stop.
+        check: called before every step and between the pieces of a large one; may raise to stop.
         """
         if self.size_bytes > cap_bytes:
             largest = max(_elements(operation.shape[1:]) for operation in self.operations)
@@ -103,7 +103,7 @@ class Program:
         return Values(tables=tuple(tables), optimum=math.fsum(roots))
 
     def assignment(self, values: Values) -> tuple[int, ...]:
-        """phi*, read back from the last eliminated node to the first; ties to the lowest."""
+        """phi*, reconstructed from the last eliminated node to the first; ties go to the lowest."""
         chosen = [0] * len(self.steps)
         for step in reversed(self.steps):
             total: Array | None = None
@@ -118,11 +118,11 @@ class Program:
     def marginals(self, values: Values) -> list[Array]:
         """For every node [K_i]: the least cost of any assignment with that choice.
 
-        The second, downward sweep: what the rest of the graph costs at best, as a table over
-        each step's dependent set, handed from a step to those whose results it took in.
+        This is the downward sweep: the least cost of the rest of the graph, as a table over each
+        step's dependent set, is passed from a step to those whose results it used.
         """
         outside: dict[int, Array] = {}
-        owner: dict[int, int] = {}  # node -> index of the step whose bucket takes its result
+        owner: dict[int, int] = {}  # node -> index of the step whose bucket has its result
         position = {step.node: index for index, step in enumerate(self.steps)}
         for step in self.steps:
             if step.scope:
@@ -167,7 +167,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """A program's tables filled in, and the optimum; +inf where nothing is allowed."""
+    """The tables of a program that has run, and the optimum; +inf if no assignment is allowed."""
 
     tables: tuple[Array, ...]
     optimum: float
@@ -179,10 +179,10 @@ def compile_order(
     edge_costs: Mapping[Edge, Array],
     node_keys: Sequence[object] | None = None,
 ) -> Program:
-    """Eliminate by identity alone.
+    """Compile an elimination order, by the identity of the tables alone.
 
-    node_keys: equal for nodes whose cost tables will be the same array at every run; by default
-    the identity of the arrays in ``node_costs``.
+    node_keys: equal for nodes that have the same cost array in every run; by default the ids of the
+    arrays in ``node_costs``.
     """
     keys = [id(cost) for cost in node_costs] if node_keys is None else node_keys
     builder = _Builder()
@@ -216,7 +216,7 @@ def compile_order(
 
 
 class _Builder:
-    """Numbers tables so that equal ones share a number."""
+    """Numbers tables so that identical ones share a number."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -268,7 +268,7 @@ def best_program(
     edge_costs: Mapping[Edge, Array],
     node_keys: Sequence[object] | None = None,
 ) -> Program:
-    """The program of least distinct work among the orders worth compiling."""
+    """The program with the least distinct work among the orders worth compiling."""
     orders = candidate_orders([len(cost) for cost in node_costs], edge_costs)
     limit = 3 * orders[0].num_operations
     worth = [order for order in orders if order.num_operations <= limit]

@@ -1,7 +1,7 @@
 """The elimination solver: the order of least work, and one elimination.
 
-In: any problem whose tables fit the cap. Out: the optimum with its proof; under a memory budget
-by branch and bound on Lagrangian bounds, each of which is an elimination.
+In: any problem whose tables fit the cap. Out: the proved optimum; under a memory budget by branch
+and bound on Lagrangian bounds, each of which is an elimination.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.search.problem import Method, Problem
 from autopar.search.reduction import reduce_problem
 from autopar.search.solver import Capability, Options, Progress
 
-_LONG = 1e8  # operations that take about a tenth of a second
+_LONG = 1e8  # operations of about a tenth of a second
 
 
 class EliminationSolver:
@@ -25,14 +25,14 @@ class EliminationSolver:
     capability = Capability(memory=True, proves=True, bounds=True)
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
-        """Tables over the cap whatever the order."""
+        """Refuse tables above the cap."""
         program = best_program(problem.node_costs, problem.edge_costs)
         if program.size_bytes <= options.table_cap_bytes:
             return None
         return f"{program.size_bytes:.3g} bytes of tables, over {options.table_cap_bytes:.3g}"
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """Eliminate; under a budget that the optimum breaks, branch on Lagrangian bounds."""
+        """Eliminate; if the optimum exceeds the budget, branch on Lagrangian bounds."""
         program = best_program(problem.node_costs, problem.edge_costs)
         eliminate(problem, program, progress)
         if progress.done or problem.budgets is None:
@@ -43,7 +43,7 @@ class EliminationSolver:
 
 
 def eliminate(problem: Problem, program: Program, progress: Progress) -> None:
-    """The optimum without the budget: a bound, and the answer if it keeps the budget."""
+    """The optimum without the budget: a bound, and the answer if it fits the budget."""
     progress.enter(Method.ELIMINATION)
     if program.num_operations > _LONG and math.isfinite(progress.remaining_s):
         start = progress.assignment or cheapest_choices(problem)

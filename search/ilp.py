@@ -1,14 +1,12 @@
 """The search as an integer linear program, linear relaxation first.
 
 In: any problem, with or without a memory budget. Out: the optimum, or the best found and a bound.
-
 Variables: x[i, a], node i takes choice a; y[e, r, s] >= 0, edge e pays for a pair of choices, one
 for every pair of *different* rows r and columns s of its table. Constraints, in this order
-(``_Builder``): sum_a x[i, a] = 1; sum_s y[e, r, s] = sum of x[i, a] with row r; the same for
-columns; the memory of each group above its least, as a part of what the budget leaves, at most 1.
-
-The relaxation is integral on most instances of this kind, which proves optimality at once. Where
-it is not, its rounding is offered, and HiGHS branches from the best assignment known.
+(``Formulation``): sum_a x[i, a] = 1; sum_s y[e, r, s] = sum of x[i, a] with row r; the same for
+columns; the memory of each group above its minimum, as a fraction of what the budget leaves, is at
+most 1. The relaxation is integral on most such instances, which proves optimality at once.
+Otherwise its rounding is offered, and HiGHS branches from the best known assignment.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from autopar.search.solver import OPTIMAL_GAP, Capability, Options, Progress
 
 _MAX_VARIABLES = 3_000_000
 _INTEGRAL = 1e-6
-_TRUST = 1e-7  # HiGHS' own tolerance, as a part of the largest cost; bounds yield as much
+_TRUST = 1e-7  # HiGHS' tolerance, as a fraction of the largest cost; bounds are lowered by as much
 _SLACK = 2e-6
-_LARGEST = 1e4  # scaled costs lie in 0..1e4
+_LARGEST = 1e4  # scaled costs are in 0..1e4
 
 
 class IlpSolver:
@@ -38,7 +36,7 @@ class IlpSolver:
     capability = Capability(memory=True, proves=True, bounds=True)
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
-        """More variables than would fit in memory."""
+        """Refuse more variables than fit in memory."""
         num_variables = num_edge_variables(problem)
         if num_variables <= _MAX_VARIABLES:
             return None
@@ -62,10 +60,10 @@ def solve_reduced(
     gap: float = 0.0,
     relax_first: bool = True,
 ) -> None:
-    """Relaxation, then branch and bound, on ``progress`` in terms of the original problem.
+    """Relaxation, then branch and bound; ``progress`` is that of the original problem.
 
-    floor: a bound for every assignment that the reduction left out. relax_first: False where a
-    bound at least as good as the relaxation's is known, as a Lagrangian one is.
+    floor: a bound on the assignments that the reduction excludes. relax_first: False if a bound at
+    least as good as the relaxation's is known, such as a Lagrangian one.
     """
     if not reduction.problem.num_nodes:
         progress.offer(())
@@ -90,11 +88,11 @@ def solve_reduced(
             return
         if session.take(result, bounds=slack == 0.0):
             return
-        slack = _SLACK  # over the budget by rounding: ask again with a little less
+        slack = _SLACK  # over the budget by rounding: solve again with a slightly smaller one
 
 
 def _relaxation_settles(session: _Session) -> bool:
-    """Solve the relaxation and take what it gives; whether nothing is left to do."""
+    """Solve the relaxation and use its result; returns whether nothing is left to do."""
     program, progress = session.form.program(), session.progress
     relaxed = solve_linear(program, time_limit_s=_left(progress), relaxed=True)
     if relaxed.infeasible:
@@ -106,7 +104,7 @@ def _relaxation_settles(session: _Session) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """What a result of HiGHS means for the original problem."""
+    """Translates results of HiGHS to the original problem."""
 
     form: Formulation
     reduction: Reduction
@@ -133,12 +131,12 @@ class _Session:
 
 
 def _left(progress: Progress) -> float | None:
-    """Seconds for HiGHS, which looks at its clock seldom and overruns by a tenth or more."""
+    """Time limit for HiGHS, which checks the clock rarely and overruns by a tenth or more."""
     return None if math.isinf(progress.remaining_s) else 0.8 * progress.remaining_s
 
 
 def _report_infeasible(session: _Session) -> None:
-    """No assignment is left: either a better one is known, or there is none at all."""
+    """No assignment is left: either a better one is known, or the problem is infeasible."""
     progress = session.progress
     if progress.assignment:
         progress.raise_bound(min(session.floor, progress.cost))
@@ -146,13 +144,13 @@ def _report_infeasible(session: _Session) -> None:
         least = least_budget(session.reduction.problem, _left(progress))
         if least is None:
             over = " or is over the budget" if session.reduction.problem.budgets else ""
-            progress.prove_infeasible(f"every assignment holds a forbidden pair{over}")
+            progress.prove_infeasible(f"every assignment has a forbidden pair{over}")
         else:
             progress.prove_infeasible(f"the least feasible budget is {least:.6g} bytes", least)
 
 
 def least_budget(problem: Problem, time_limit_s: float | None = None) -> float | None:
-    """The least bytes that, given to every group, leave an assignment; None if not known."""
+    """The least bytes per group for which an assignment exists; None if not known."""
     if problem.node_memory is None:
         return None
     if not any(table.max() == math.inf for table in problem.edge_costs.values()):
@@ -166,7 +164,7 @@ def least_budget(problem: Problem, time_limit_s: float | None = None) -> float |
 
 
 def _independent_least_budget(problem: Problem) -> float | None:
-    """Without forbidden pairs every node may take its most frugal choice."""
+    """The least budget without forbidden pairs: each node takes its choice of least memory."""
     frugal = []
     assert problem.node_memory is not None
     for cost, memory in zip(problem.node_costs, problem.node_memory):
@@ -177,7 +175,7 @@ def _independent_least_budget(problem: Problem) -> float | None:
 
 
 class Formulation:
-    """The arrays of the program, with costs shifted and scaled to what HiGHS resolves well.
+    """The arrays of the program, with costs shifted and scaled to the precision of HiGHS.
 
     peak: minimise the largest memory of any group instead of the cost.
     """
@@ -212,7 +210,7 @@ class Formulation:
         return self.span_s / _LARGEST if self.span_s > 0 and not self.peak else 1.0
 
     def program(self, slack: float = 0.0) -> LinearProgram:
-        """The arrays; ``slack`` takes that part off every budget."""
+        """The arrays; ``slack`` reduces every budget by that fraction."""
         lower = np.concatenate([low for low, _ in self._row_bounds])
         upper = np.concatenate([high for _, high in self._row_bounds])
         if self._num_memory_rows and slack:
@@ -235,16 +233,16 @@ class Formulation:
         )
 
     def assignment(self, values: Array) -> tuple[int, ...]:
-        """The largest value of every node; ties to the lowest choice."""
+        """The choice with the largest value of each node; ties go to the lowest choice."""
         pairs = zip(self.offsets[:-1], self.offsets[1:])
         return tuple(int(values[low:high].argmax()) for low, high in pairs)
 
     def is_integral(self, values: Array | None) -> bool:
-        """Whether the values are 0 or 1 to HiGHS' tolerance."""
+        """Whether the values are 0 or 1 within HiGHS' tolerance."""
         return values is not None and bool((np.abs(values - values.round()) <= _INTEGRAL).all())
 
     def hint(self, assignment: Sequence[int]) -> Array:
-        """Values of all variables at an assignment."""
+        """The values of all variables for an assignment."""
         values = np.zeros(self._num_columns)
         values[self.offsets[:-1] + np.asarray(assignment)] = 1.0
         for i, j, start, rows, columns, num_columns in self._edge_starts:
@@ -302,10 +300,10 @@ class Formulation:
         self._edge_starts.append((i, j, start, rows, columns, num_columns))
 
     def _add_memory(self) -> None:
-        """What each group takes over its least is at most what the budget leaves above that.
+        """The memory of each group above its minimum is at most what the budget leaves above that.
 
-        Only differences count, so that a byte more or less is seen beside terabytes. With
-        ``peak`` the budget is the largest least of any group plus a last variable.
+        Differences to the minimum keep a byte significant next to terabytes. With ``peak`` the
+        budget is the largest minimum of any group plus a last variable.
         """
         budgets, memory = self.problem.budgets, self.problem.node_memory
         self._num_memory_rows = 0
@@ -337,7 +335,7 @@ class Formulation:
             if group in row_of:
                 columns = self.offsets[node] + np.arange(len(each))
                 self._put(np.full(len(each), row_of[group]), columns, each / scales[group])
-                if not self.peak:  # no choice that is over the budget by itself
+                if not self.peak:  # exclude choices that exceed the budget alone
                     self._upper[node] = (each <= max(0.0, left[group])).astype(float)
         if self.peak:
             self._put(
@@ -351,13 +349,13 @@ class Formulation:
 
 
 def distinct_rows(table: Array) -> Array:
-    """Labels 0.. of the rows of a table, equal for equal rows, in order of first appearance."""
+    """Labels of the rows of a table, equal for equal rows, numbered by first appearance."""
     seen: dict[bytes, int] = {}
     return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
 
 
 def num_edge_variables(problem: Problem) -> int:
-    """How many pairs of choices the program has variables for."""
+    """The number of pairs of choices that have a variable."""
     distinct = {id(table): _pairs(table) for table in problem.edge_costs.values()}
     return sum(distinct[id(table)] for table in problem.edge_costs.values())
 

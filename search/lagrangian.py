@@ -1,16 +1,16 @@
-"""Memory budgets by Lagrangian bounds on elimination: prices of memory, one for each group.
+"""Memory budgets by Lagrangian bounds on elimination, with a price of memory for each group.
 
 In: a reduced problem with budgets whose elimination fits the cap. Out, on a ``Progress``: a lower
-bound, good assignments within the budget, and a smaller problem (``Reduction``) that still holds
+bound, good assignments within the budget, and a smaller problem (``Reduction``) that still has
 every assignment better than the best known.
 
 With prices p >= 0, L(p) = min_x F(x) + sum_g p_g (memory_g(x) - budget_g) is one elimination with
 node costs c_i + p m_i, and a lower bound on the budgeted optimum. The best p is found by cutting
-planes in a box around the best point (each x found is a line above L; their minimum is maximised
+planes in a box around the best point (each x found gives a line above L; their minimum is maximised
 by a small linear program). At the best prices, the least L over assignments with x_i = a (the
-min-marginal) rules out choice a when it exceeds the best known cost. Repeated layers all switch
-choice at the same price, so the best assignments mix two of those found: dear choices up to some
-node and frugal ones after it.
+min-marginal) rules out choice a if it exceeds the best known cost. Repeated layers all switch
+choice at the same price, so the best assignments mix two of those found: expensive choices up to
+some node and frugal ones after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLOSE = 1e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One elimination at given prices: its assignment, that one's cost and memory, and L."""
+    """An elimination at given prices: its assignment, with cost and memory, and L."""
 
     prices: tuple[float, ...]
     assignment: tuple[int, ...]
@@ -44,11 +44,11 @@ class Point:
 
 @dataclass(slots=True)
 class Lagrangian:
-    """The dual of one reduced problem, with everything evaluated so far.
+    """The dual of a reduced problem, with all points evaluated so far.
 
-    Prices are in seconds for a whole ``unit`` of memory (the group's budget), which keeps them
-    near the size of the costs. Groups without a limit are left out. ``floor`` is a bound on all
-    assignments that the reduction left out; -inf where L bounds only a branch.
+    Prices are in seconds per ``unit`` of memory (the group's budget), which keeps them at the scale
+    of the costs. Groups without a limit are omitted. ``floor`` is a bound on the assignments that
+    the reduction excludes; -inf if L bounds only a branch.
     """
 
     reduction: Reduction
@@ -77,7 +77,7 @@ class Lagrangian:
         self.program = best_program(problem.node_costs, problem.edge_costs, keys)
 
     def evaluate(self, prices: Sequence[float]) -> Point:
-        """One elimination at these prices: L is a bound, and what it finds is offered."""
+        """An elimination at these prices: L is a bound, and its assignment is offered."""
         point = self._solve(self.program, prices, self._priced(prices))
         self.points.append(point)
         self.progress.raise_bound(min(point.value, self.floor))
@@ -86,7 +86,7 @@ class Lagrangian:
     def evaluate_split(
         self, prices: Sequence[float], other: Sequence[float], until: Sequence[int]
     ) -> Point:
-        """Nodes of limited group k before ``until[k]`` at the ``other`` prices: no bound."""
+        """Evaluate with nodes of group k before ``until[k]`` at ``other`` prices; not a bound."""
         costs, earlier = self._priced(prices), self._priced(other)
         limits = dict(zip(self.groups, until))
         for node in range(self.problem.num_nodes):
@@ -111,7 +111,7 @@ class Lagrangian:
         return point
 
     def fits(self, point: Point) -> bool:
-        """Whether the point keeps every budget."""
+        """Whether the point fits every budget."""
         return self.problem.fits(point.assignment)
 
     def excess(self, memory: Sequence[float]) -> list[float]:
@@ -127,7 +127,7 @@ class Lagrangian:
         return math.fsum(parts)
 
     def _priced(self, prices: Sequence[float], *, scale: float = 1.0) -> list[Array]:
-        """c_i + p m_i; equal arrays stay one object."""
+        """c_i + p m_i; identical arrays stay one object."""
         memory = self.problem.node_memory
         assert memory is not None
         rate = {g: p / u for p, g, u in zip(prices, self.groups, self.units)}
@@ -142,7 +142,7 @@ class Lagrangian:
         return priced
 
     def least_memory(self, weights: Sequence[float]) -> tuple[int, ...]:
-        """The assignment that uses the least weighted sum of memory / unit over the groups."""
+        """The assignment with the least weighted sum of memory / unit over the groups."""
         costs, edges = self._priced(weights, scale=0.0), self._pure_edges()
         program = best_program(costs, edges)
         cap_bytes = self.progress.options.table_cap_bytes
@@ -150,7 +150,7 @@ class Lagrangian:
         return program.assignment(values)
 
     def least_of_each_group(self) -> tuple[float, ...]:
-        """The least bytes that each limited group can use, whatever the others do."""
+        """The least bytes that each limited group can use, independent of the others."""
         count = len(self.groups)
         found = []
         for k, group in enumerate(self.groups):
@@ -159,7 +159,7 @@ class Lagrangian:
         return tuple(found)
 
     def _pure_edges(self) -> dict[tuple[int, int], Array]:
-        """Only what is forbidden: 0 or +inf; edges that forbid nothing are left out."""
+        """Edges with 0 for allowed and +inf for forbidden pairs, if they forbid any."""
         known: dict[int, Array | None] = {}
         for table in self.problem.edge_costs.values():
             if id(table) not in known:
@@ -169,7 +169,7 @@ class Lagrangian:
         return {edge: table for edge, table in pure.items() if table is not None}
 
     def maximise(self, start: Sequence[float] | None = None) -> Point:
-        """The best prices; stops when the cutting planes meet L, or out of time."""
+        """The best prices; stops when the cutting planes meet L, or at the time limit."""
         best = self.evaluate([0.0] * len(self.groups) if start is None else start)
         radius = abs(best.cost) or 1.0
         for _ in range(_ROUNDS):
@@ -189,7 +189,7 @@ class Lagrangian:
         return best
 
     def _next_prices(self, best: Point, radius: float) -> tuple[list[float], float]:
-        """Maximise the least of all lines within the box of ``radius`` around ``best``."""
+        """Maximise the minimum of all lines within the box of ``radius`` around ``best``."""
         count = len(self.groups)
         slopes = np.array([self.excess(point.memory) for point in self.points])
         heights = np.array([point.cost for point in self.points])
@@ -216,7 +216,7 @@ class Lagrangian:
         return prices, float(result.values[count]) * scale
 
     def ends(self) -> tuple[Point, Point] | None:
-        """The best points over and within the budget, by L; None if one kind is missing."""
+        """The best points (by L) over and within the budget; None if either is missing."""
         over = [point for point in self.points if not self.fits(point)]
         under = [point for point in self.points if self.fits(point)]
         if not over or not under:
@@ -224,25 +224,25 @@ class Lagrangian:
         return max(over, key=lambda p: p.value), max(under, key=lambda p: p.value)
 
     def mix(self) -> None:
-        """Per group, bisect on the node up to which the dear (or the frugal) prices fit."""
+        """For each group, bisect on the node up to which the expensive (or frugal) choices fit."""
         ends = self.ends()
         if ends is None:
             return
-        dear, frugal = ends
-        for dear_first in (True, False):
-            first, second = (dear, frugal) if dear_first else (frugal, dear)
-            start = 0 if dear_first else self.problem.num_nodes
+        costly, frugal = ends
+        for costly_first in (True, False):
+            first, second = (costly, frugal) if costly_first else (frugal, costly)
+            start = 0 if costly_first else self.problem.num_nodes
             until = [start] * len(self.groups)
             for k in range(len(self.groups)):
                 low, high = 0, self.problem.num_nodes
                 while high - low > 1 and not self.progress.done:
                     until[k] = (low + high) // 2
                     fits = self.fits(self.evaluate_split(second.prices, first.prices, until))
-                    low, high = (until[k], high) if fits == dear_first else (low, until[k])
-                until[k] = low if dear_first else high
+                    low, high = (until[k], high) if fits == costly_first else (low, until[k])
+                until[k] = low if costly_first else high
 
     def fix(self, best: Point) -> Reduction | None:
-        """Only the choices of assignments better than the best known; None if there is none."""
+        """The choices of assignments better than the best known; None if there are none."""
         costs = self._priced(best.prices)
         cap_bytes = self.progress.options.table_cap_bytes
         values = self.program.run(costs, self.problem.edge_costs, cap_bytes, self.progress.check)
@@ -254,7 +254,7 @@ class Lagrangian:
         return compose(self.reduction, masks)
 
     def pool(self, best: Point) -> Reduction:
-        """Only the choices of the points whose lines cross near the best prices, and the best."""
+        """The choices of the best assignment, and of the lowest lines at the best prices."""
         masks = [np.zeros(len(cost), dtype=bool) for cost in self.problem.node_costs]
         lines = [(self._line(point, best), point.assignment) for point in self.points]
         lines.sort(key=lambda line: line[0])
@@ -266,6 +266,6 @@ class Lagrangian:
         return compose(self.reduction, masks)
 
     def _line(self, point: Point, at: Point) -> float:
-        """F(x) + p (memory(x) - budget) of one point at the prices of another."""
+        """F(x) + p (memory(x) - budget) of a point at the prices of another."""
         pairs = zip(at.prices, self.excess(point.memory))
         return point.cost + math.fsum(price * over for price, over in pairs)

@@ -1,8 +1,8 @@
-"""Better assignments from a good one: single nodes, then neighbourhoods solved exactly.
+"""Local search: changes of single nodes, then neighbourhoods solved exactly.
 
-In: a problem and an assignment. Out: assignments offered to the ``Progress``. A neighbourhood
-frees some nodes and fixes the others, such that what is free has small tables; elimination then
-finds the best assignment of all free nodes at once.
+In: a problem and an assignment. Out: assignments offered to the ``Progress``. A neighbourhood frees
+some nodes and fixes the others, such that the free part has small tables; elimination then finds
+the best assignment of all free nodes at once.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PATIENCE = 60
 
 
 def cheapest_choices(problem: Problem) -> tuple[int, ...]:
-    """Each node's cheapest choice by its own cost, edges left out; ties to the lowest."""
+    """Each node's cheapest choice by its own cost, without edges; ties go to the lowest."""
     return tuple(int(cost.argmin()) for cost in problem.node_costs)
 
 
 def frugal_choices(problem: Problem) -> tuple[int, ...]:
-    """Each node's choice of least memory among those of finite cost; ties to the lowest."""
+    """Each node's choice of least memory among those of finite cost; ties go to the lowest."""
     assert problem.node_memory is not None
     pairs = zip(problem.node_costs, problem.node_memory)
     return tuple(int(np.where(cost < math.inf, each, math.inf).argmin()) for cost, each in pairs)
 
 
 def descend(problem: Problem, assignment: Sequence[int], progress: Progress) -> tuple[int, ...]:
-    """Change one node at a time to its best choice until none gets better, or out of time."""
+    """Change one node at a time to its best choice, until none improves or time is up."""
     near = neighbours(problem)
     chosen = list(assignment)
     waiting = list(range(problem.num_nodes))
@@ -55,7 +55,7 @@ def descend(problem: Problem, assignment: Sequence[int], progress: Progress) -> 
 
 
 def neighbours(problem: Problem) -> list[list[tuple[int, Array]]]:
-    """For every node (neighbour, table with the node's choices first)."""
+    """For each node, (neighbour, table with the node's choices first)."""
     near: list[list[tuple[int, Array]]] = [[] for _ in range(problem.num_nodes)]
     for (i, j), table in problem.edge_costs.items():
         near[i].append((j, table))
@@ -71,7 +71,7 @@ def improve(
     *,
     until_s: float,
 ) -> tuple[int, ...]:
-    """Free one random neighbourhood after the other, until none of many got better.
+    """Solve random neighbourhoods until many in a row bring no improvement.
 
     until_s: as ``Progress.elapsed_s``. Returns the last assignment; each better one is offered.
     """
@@ -101,7 +101,7 @@ def _charged(
 def _grow(
     problem: Problem, near: list[list[tuple[int, Array]]], generator: np.random.Generator
 ) -> list[int]:
-    """Nodes around a random one, as many as keep the elimination of the free part small."""
+    """Nodes around a random one, as many as the limit on the work of elimination allows."""
     start = int(generator.integers(problem.num_nodes))
     seen, order = {start}, [start]
     for node in order:
@@ -110,7 +110,7 @@ def _grow(
         seen.update(others)
         order.extend(others)
     low, high = 1, len(order)
-    while low < high:  # the largest prefix that is small enough, by bisection
+    while low < high:  # bisect for the largest prefix within the limit
         middle = (low + high + 1) // 2
         if _operations(problem, near, order[:middle]) <= _STEP_OPERATIONS:
             low = middle

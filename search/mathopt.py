@@ -1,7 +1,7 @@
 """The adapter to OR-Tools MathOpt: linear and mixed-integer programs as arrays.
 
-In: a ``LinearProgram`` of numpy arrays. Out: a ``LinearResult``. Nothing else of this package
-touches OR-Tools. The model goes over as one protocol buffer, which is far quicker than adding
+In: a ``LinearProgram`` of numpy arrays. Out: a ``LinearResult``. No other module of this package
+uses OR-Tools. The model is passed as one protocol buffer, which is much faster than adding
 variables one by one.
 """
 
@@ -19,15 +19,15 @@ from autopar.search.problem import Array, SearchError
 
 
 class LinearSolverError(SearchError):
-    """The solver stopped with an error of its own."""
+    """The solver failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearProgram:
     """Minimise costs @ x with row_lower <= A x <= row_upper and lower <= x <= upper.
 
-    rows, columns, coefficients: the entries of A in any order, none twice.
-    num_wanted: only the first so many values are read back.
+    rows, columns, coefficients: the entries of A in any order, without duplicates. num_wanted: how
+    many of the first values are returned.
     """
 
     costs: Array
@@ -44,7 +44,7 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearResult:
-    """values: the best solution, None without one. bound: on the least cost; -inf if unknown."""
+    """values: the best solution, or None. bound: a lower bound on the cost; -inf if unknown."""
 
     values: Array | None
     cost: float
@@ -62,10 +62,10 @@ def solve_linear(
     relative_gap: float = 0.0,
     small: bool = False,
 ) -> LinearResult:
-    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` is a start for all variables.
+    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` starts all variables.
 
-    small: use GLOP, for linear programs of a few columns, on which HiGHS sometimes stops
-    with "Unknown". Raises ``LinearSolverError`` if the solver fails.
+    small: use GLOP, for linear programs of a few columns, on which HiGHS sometimes stops with
+    "Unknown". Raises ``LinearSolverError`` if the solver fails.
     """
     model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
     is_integer = bool(program.integer.any()) and not relaxed
@@ -87,7 +87,7 @@ def solve_linear(
             model_params=model_parameters,
         )
     except (RuntimeError, ValueError, AttributeError) as error:
-        # ortools 9.15 turns some of the solvers' own failures into an AttributeError of its wrapper
+        # ortools 9.15 raises an AttributeError in its wrapper for some failures of the solvers
         raise LinearSolverError(
             f"the solver failed on {len(program.costs)} variables: {error.__context__ or error}"
         ) from error
@@ -97,7 +97,7 @@ def solve_linear(
 def _read(
     result: mathopt.SolveResult, wanted: list[mathopt.Variable], *, bounds: bool
 ) -> LinearResult:
-    """``bounds``: whether an unfinished run bounds the optimum; that of a simplex does not."""
+    """``bounds``: whether an unfinished run gives a valid bound; a simplex run does not."""
     reason = result.termination.reason
     values, cost = None, math.inf
     if result.has_primal_feasible_solution():

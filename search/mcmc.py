@@ -1,10 +1,10 @@
-"""FlexFlow's Markov-chain search: the baseline that exact plans are held against.
+"""FlexFlow's Markov-chain search, a baseline for exact plans.
 
-In: any problem. Out: the best assignment met, and no bound. As in FlexFlow (Jia, MLSys 2019), a
-step proposes a random choice for a random node and takes it with probability
-min(1, exp(beta (F(x) - F(x')))), with beta raised twice. The chain starts from the warm start, or
-from each node's cheapest choice, and again from the best known when it has gone half of its
-steps without a better one. Assignments over the memory budget pay for what they are over.
+In: any problem. Out: the best assignment found, without a bound. As in FlexFlow (Jia, MLSys 2019),
+a step proposes a random choice for a random node and accepts it with probability min(1, exp(beta
+(F(x) - F(x')))), with beta raised twice. The chain starts from the warm start, or from each node's
+cheapest choice, and restarts from the best known after half of its steps without improvement.
+Assignments over the memory budget pay a penalty for the excess.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autopar.search.solver import Capability, Options, Progress
 _STEPS_PER_NODE = 3_000
 _MIN_STEPS = 20_000
 _CLOCK_EVERY = 1024
-_SHARES = (1.0, 0.3, 0.1)  # 1/beta, in turn, as a part of the nodes' mean cheapest cost
+_SHARES = (1.0, 0.3, 0.1)  # values of 1/beta, as fractions of the mean cheapest cost of a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McmcSolver:
     """Metropolis sampling over single-node changes; equal seeds give equal answers.
 
-    The default is 3,000 steps a node; ``Options.max_steps`` and a time limit end it sooner.
+    The default is 3,000 steps per node; ``Options.max_steps`` and a time limit may end it sooner.
     """
 
     @property
@@ -38,7 +38,7 @@ class McmcSolver:
 
     @property
     def capability(self) -> Capability:
-        """It keeps budgets, and proves nothing."""
+        """Respects budgets, and proves nothing."""
         return Capability(memory=True, proves=False, bounds=False)
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
@@ -46,7 +46,7 @@ class McmcSolver:
         return None
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """Walk until the steps or the time are spent."""
+        """Walk until the steps or the time are used up."""
         progress.enter(Method.MCMC)
         num_steps = max(_MIN_STEPS, _STEPS_PER_NODE * problem.num_nodes)
         if progress.options.max_steps is not None:
@@ -61,7 +61,7 @@ class McmcSolver:
 
 
 class _Walk:
-    """The chain with its schedule of temperatures and its restarts."""
+    """The chain with its temperatures and restarts."""
 
     def __init__(self, problem: Problem, progress: Progress, num_steps: int) -> None:
         self.problem = problem
@@ -75,7 +75,7 @@ class _Walk:
         self.since_better = 0
 
     def go(self, start: int, draws: Array) -> None:
-        """One step for each column of ``draws``; the best assignment is offered at the end."""
+        """Take one step per column of ``draws``, then offer the best assignment."""
         chain, sizes, num_nodes = self.chain, self.sizes, len(self.sizes)
         found: list[int] | None = None
         for step, (where, what, luck) in enumerate(draws.T.tolist(), start):
@@ -99,7 +99,7 @@ class _Walk:
 
 
 class Chain:
-    """An assignment with its energy: the cost, and what it is over budget at a steep price."""
+    """An assignment with its energy: the cost plus a steep penalty for exceeding the budget."""
 
     def __init__(self, problem: Problem, assignment: tuple[int, ...]) -> None:
         self.problem = problem
@@ -114,11 +114,11 @@ class Chain:
         self.energy = problem.cost(assignment) + self.price * self._over(self.used)
 
     def unit_s(self) -> float:
-        """The mean over nodes of their cheapest choice's cost, to which 1 / beta relates."""
+        """The mean cheapest cost of a node, the unit of 1 / beta."""
         return self.price / max(1, len(self.assignment))
 
     def change(self, node: int, choice: int) -> float:
-        """The energy of the proposal minus the current one; +inf for what is forbidden."""
+        """The change in energy of the proposal; +inf if it is forbidden."""
         old = self.assignment[node]
         cost = self.problem.node_costs[node]
         after, before = cost.item(choice), cost.item(old)
@@ -137,7 +137,7 @@ class Chain:
         return after - before + self.price * (self._over(moved) - self._over(self.used))
 
     def move(self, node: int, choice: int, change: float) -> None:
-        """Take the proposal."""
+        """Accept the proposal."""
         if self.used:
             self.used = self._moved(node, choice)
         self.assignment[node] = choice

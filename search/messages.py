@@ -1,11 +1,11 @@
-"""Lower bounds for graphs too dense to eliminate, by passing costs between nodes and edges.
+"""Message passing: lower bounds for graphs that are too dense to eliminate.
 
-In: a reduced problem. Out: a bound, assignments that it suggests, and the choices that no better
-assignment can take. The cost is written anew as sum_i t_i[x_i] + sum_e t_e[x_i, x_j], always equal
-to F(x); sum_i min t_i + sum_e min t_e is a lower bound for any such writing. A sweep goes over the
-nodes, pulls into t_i what the edges of i charge whatever happens, and pushes shares of t_i into
-the edges ahead (sequential reweighted message passing: Kolmogorov, PAMI 2015, which on pairs is
-TRW-S). The bound never falls, and tends to that of the linear relaxation.
+In: a reduced problem. Out: a bound, assignments decoded from it, and the choices that no better
+assignment can have. The cost is reparametrised as sum_i t_i[x_i] + sum_e t_e[x_i, x_j], always
+equal to F(x); sum_i min t_i + sum_e min t_e is a lower bound for any reparametrisation. A sweep
+visits the nodes, pulls the minimum of each edge of i into t_i, and pushes shares of t_i to the
+edges ahead (sequential reweighted message passing: Kolmogorov, PAMI 2015, which on pairs is TRW-S).
+The bound never decreases, and tends to that of the linear relaxation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.search.problem import Array, Problem
 
 
 class Messages:
-    """One rewriting of a problem's cost: t_e = E + u[:, None] + v[None, :]."""
+    """A reparametrisation of a problem's cost: t_e = E + u[:, None] + v[None, :]."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -46,14 +46,14 @@ class Messages:
             self.node_terms[node] = self.node_terms[node] - share * len(ahead)
 
     def bound(self) -> float:
-        """The lower bound of the present writing."""
+        """The lower bound of the current reparametrisation."""
         terms = [float(term.min()) for term in self.node_terms]
         return math.fsum(
             terms + [float(self._edge(index).min()) for index in range(len(self.edges))]
         )
 
     def decode(self) -> tuple[int, ...]:
-        """Node by node, the choice that is cheapest given those before; ties to the lowest."""
+        """Choose the cheapest choice node by node, given those before; ties go to the lowest."""
         chosen: list[int] = []
         for node, term in enumerate(self.node_terms):
             total = term
@@ -66,7 +66,7 @@ class Messages:
         return tuple(chosen)
 
     def possible(self, limit_s: float) -> list[Array]:
-        """For every node the mask of choices that an assignment of at most ``limit_s`` may take."""
+        """For each node, the mask of choices that an assignment of at most ``limit_s`` may have."""
         total = self.bound()
         slack = 1e-9 * max(abs(limit_s), abs(total))
         masks = []
@@ -83,7 +83,7 @@ class Messages:
         return self.tables[index] + rows[:, None] + columns[None, :]
 
     def _least(self, index: int, side: int) -> Array:
-        """For each choice on one side the least that the edge charges."""
+        """The least cost of the edge for each choice on one side."""
         rows, columns = self.sides[index]
         if side == 0:
             return np.asarray((self.tables[index] + columns[None, :]).min(axis=1) + rows)

@@ -1,8 +1,8 @@
-"""The one numerical kernel of elimination: the minimum over a dim of a sum of tables.
+"""The numerical kernel of elimination: the minimum over a dim of a sum of tables.
 
 In: tables over some of the dims 0..n. Out: the minimum over dim 0 of their broadcast sum, a table
-over dims 1..n. Work goes in pieces that stay in the processor's cache, and where it is large,
-choices that no table tells apart are worked out once.
+over dims 1..n. The work is done in pieces that fit the processor's cache; in large steps, choices
+that are equal in all tables are computed once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def min_sum_step(
     classes: dict[tuple[int, int], Array],
     check: Check = go_on,
 ) -> Array:
-    """min over dim 0 of the sum of ``local`` tables, given with their dims.
+    """The minimum over dim 0 of the sum of ``local`` tables, given with their dims.
 
-    classes: remembers which slices of a table are equal, under (id of the table, axis); it must
-    not outlive the tables. check: called between pieces of a large step; may raise to stop it.
+    classes: caches which slices of a table are equal, by (id of the table, axis); it must not
+    outlive the tables. check: called between the pieces of a large step; may raise to stop.
     """
     if math.prod(shape) < _COMPRESS_ABOVE:
         return _min_sum(shape, aligned(len(shape), local), check)
@@ -54,7 +54,7 @@ def min_sum_step(
 
 
 def aligned(num_dims: int, local: Local) -> list[Array]:
-    """Tables with ``num_dims`` dims each; those inside another's dims are added to it."""
+    """Tables with ``num_dims`` dims each; a table whose dims another one covers is added to it."""
     wide: list[tuple[frozenset[int], Array]] = []
     for dims, table in sorted(local, key=lambda item: -len(item[0])):
         index: list[slice | None] = [None] * num_dims
@@ -74,7 +74,7 @@ def aligned(num_dims: int, local: Local) -> list[Array]:
 def _classes(
     shape: tuple[int, ...], local: Local, known: dict[tuple[int, int], Array]
 ) -> tuple[list[Array], list[Array]]:
-    """For dims 1..n: one representative of each class of choices, and the class of each choice."""
+    """For dims 1..n, a representative of each class of equal choices, and each choice's class."""
     keep: list[Array] = []
     back: list[Array] = []
     for dim in range(1, len(shape)):
@@ -90,7 +90,7 @@ def _classes(
 
 
 def _labels(table: Array, axis: int, known: dict[tuple[int, int], Array]) -> Array:
-    """Equal slices of ``table`` along ``axis`` get equal labels below its length."""
+    """Labels of the slices of ``table`` along ``axis``, equal for equal slices."""
     key = (id(table), axis)
     if key not in known:
         seen: dict[bytes, int] = {}
@@ -100,7 +100,7 @@ def _labels(table: Array, axis: int, known: dict[tuple[int, int], Array]) -> Arr
 
 
 def _min_sum(shape: tuple[int, ...], tables: Sequence[Array], check: Check) -> Array:
-    """min over dim 0 of the broadcast sum of tables with all dims (size 1 where absent)."""
+    """The minimum over dim 0 of the broadcast sum of tables with all dims (size 1 where absent)."""
     if len(tables) == 1:
         return np.asarray(tables[0].min(axis=0))
     if math.prod(shape) <= _CHUNK_ELEMENTS:

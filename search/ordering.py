@@ -1,8 +1,8 @@
-"""In which order to eliminate the nodes: several orders are simulated, the cheapest is taken.
+"""Elimination orders: several are simulated, and the cheapest is used.
 
-In: the graph and the number of choices of every node. Out: an ``Order`` with its predicted work
-and tables. Only sizes are looked at, never costs, so an order serves every problem on the same
-graph (the Lagrangian solves hundreds of them).
+In: the graph and the number of choices of every node. Out: an ``Order`` with its predicted work and
+tables. An order depends on sizes, not on costs, so it serves every problem on the same graph (the
+Lagrangian solves hundreds of them).
 
 Eliminating node v joins it with its dependent set D(v), the neighbours it has by then (PaSE
 section 4): work K_v * prod K_u, result table prod K_u over u in D(v). PaSE's GenerateSeq takes
@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-_LOG_SCALE = 1 << 20  # logarithms are kept as integers: sums stay exact in any order
+_LOG_SCALE = 1 << 20  # logarithms are integers, so that sums are exact in any order
 
 
 class Rule(StrEnum):
     """How the next node is picked; ties go to the shallowest step, then to the lowest index.
 
-    The depth of a step counts the steps whose results it builds on. Shallow ones first means
-    that equal layers are worked off side by side, each in the same way, and their equal steps
-    are recognised (``elimination.Tables``) instead of mixing with what lies to their left.
+    The depth of a step is the number of steps in the chain of results it builds on. Shallow steps
+    first means that equal layers are eliminated in parallel and in the same way, so that their
+    equal steps are recognised (``elimination.Program``) instead of merging with what precedes them.
     """
 
     LEAST_WORK = "least_work"
@@ -35,15 +35,15 @@ class Rule(StrEnum):
     NATURAL = "natural"
 
 
-HOPELESS = 1e60  # entries of a table: no other rule makes it affordable
+HOPELESS = 1e60  # entries of a table: no other rule can make it affordable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """An elimination order with what it is predicted to take.
+    """An elimination order with its predicted work and memory.
 
     num_operations: additions and comparisons over all steps, without reuse of equal steps.
-    largest_table, total_table: elements of the result tables.
+    largest_table, largest_step: elements of the largest result and of the largest step.
     width: size of the largest dependent set, PaSE's M.
     """
 
@@ -52,14 +52,13 @@ class Order:
     num_operations: float
     largest_table: float
     largest_step: float
-    total_table: float
     width: int
 
 
 def candidate_orders(
     sizes: Sequence[int], edges: Iterable[tuple[int, int]], *, cheap: float = 2e8
 ) -> list[Order]:
-    """Orders by rising predicted work; rules are tried until one is ``cheap``."""
+    """Orders by increasing predicted work; rules are tried until one is ``cheap``."""
     edge_list = list(edges)
     orders: list[Order] = []
     for rule in Rule:
@@ -73,7 +72,7 @@ def candidate_orders(
 
 
 def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule) -> Order:
-    """Eliminate symbolically under one rule and add up what it takes."""
+    """Eliminate symbolically under a rule, and sum up work and memory."""
     graph = _Graph(sizes, edges)
     score = graph.score(rule)
     depth = [0] * len(sizes)
@@ -81,7 +80,7 @@ def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule)
     current = [value for value, _, _ in heap]
     heapq.heapify(heap)
     nodes: list[int] = []
-    operations = largest = largest_step = total = 0.0
+    operations = largest = largest_step = 0.0
     width = 0
     while heap:
         value, level, node = heapq.heappop(heap)
@@ -91,8 +90,8 @@ def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule)
         width = max(width, len(graph.adjacent[node]))
         table = _elements(graph.log_step[node] - graph.logs[node])
         step = table * sizes[node]
-        operations, largest, total = operations + step, max(largest, table), total + table
-        largest_step = max(largest_step, step)
+        operations += step
+        largest, largest_step = max(largest, table), max(largest_step, step)
         near = graph.adjacent[node]
         for touched in graph.eliminate(node, wide=rule is Rule.LEAST_FILL):
             current[touched] = score(touched)
@@ -105,7 +104,6 @@ def simulate(sizes: Sequence[int], edges: Iterable[tuple[int, int]], rule: Rule)
         num_operations=operations,
         largest_table=largest,
         largest_step=largest_step,
-        total_table=total,
         width=width,
     )
 
@@ -142,7 +140,7 @@ class _Graph:
         return lambda node: node
 
     def fill(self, node: int) -> int:
-        """Sum over the missing pairs of D(node) of the logarithm of their table."""
+        """The sum of the logarithms of the tables of all missing pairs of D(node)."""
         near = sorted(self.adjacent[node])
         total = 0
         for index, first in enumerate(near):
@@ -153,7 +151,7 @@ class _Graph:
         return total
 
     def eliminate(self, node: int, *, wide: bool) -> list[int]:
-        """Join the neighbours of ``node`` to each other; return those whose score may change."""
+        """Connect the neighbours of ``node``; returns the nodes whose score may change."""
         self.gone[node] = True
         near = self.adjacent[node]
         for other in near:

@@ -1,11 +1,10 @@
-"""The search problem and its answer, as numbers alone.
+"""The search problem and its solution, as plain numbers.
 
-In: for every node its choices' costs, for some pairs of nodes a table of costs, and perhaps the
-memory of every choice with a budget. Out: the same, checked and frozen, in a canonical order that
-does not depend on how the caller filled the mapping. Every solver of this package starts from a
-``Problem`` and ends in a ``Solution``; neither knows what a node or a choice stands for.
-
-The cost of an assignment x is F(x) = sum_i c_i[x_i] + sum_(i,j) E_ij[x_i, x_j], PaSE's F(G, phi).
+In: the costs of each node's choices, tables of costs for some pairs of nodes, and optionally the
+memory of every choice with a budget. Out: the same, validated and frozen, in a canonical order that
+does not depend on the order of the mapping. Every solver takes a ``Problem`` and returns a
+``Solution``; neither knows what a node or a choice stands for. The cost of an assignment x is F(x)
+= sum_i c_i[x_i] + sum_(i,j) E_ij[x_i, x_j], PaSE's F(G, phi).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class SearchError(ValueError):
 
 
 class Status(StrEnum):
-    """What a ``Solution`` claims."""
+    """The status of a ``Solution``."""
 
     OPTIMAL = "OPTIMAL"
     FEASIBLE = "FEASIBLE"
@@ -82,8 +81,8 @@ class Problem:
 
     node_costs: for node i an array [K_i] of seconds; +inf forbids a choice.
     edge_costs: (i, j) -> array [K_i, K_j] of seconds; +inf forbids a pair. A key with i > j is
-        read as its transpose. The same array object may stand at many nodes and edges: it is
-        checked, stored and eliminated once, never copied.
+        read as its transpose. The same array object may be used at many nodes and edges: it is
+        validated, stored and eliminated once, never copied.
     node_memory: for node i an array [K_i] of bytes on each device of the node's group.
     memory_budget: bytes that the nodes of one group may use together; one number for all
         groups, or a sequence with one number for each group.
@@ -122,17 +121,17 @@ class Problem:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the problem has."""
+        """The number of nodes."""
         return len(self.node_costs)
 
     @property
     def num_groups(self) -> int:
-        """How many memory groups (pipeline stages) there are; 1 without ``memory_groups``."""
+        """The number of memory groups (pipeline stages); 1 without ``memory_groups``."""
         return 1 + max(self.memory_groups, default=0) if self.memory_groups is not None else 1
 
     @property
     def budgets(self) -> tuple[float, ...] | None:
-        """Bytes allowed for each group, or None where memory is not limited."""
+        """Bytes allowed for each group, or None if memory is not limited."""
         if self.memory_budget is None:
             return None
         if isinstance(self.memory_budget, Sequence):
@@ -148,18 +147,18 @@ class Problem:
         return 0 if self.memory_groups is None else self.memory_groups[node]
 
     def name(self, node: int) -> str:
-        """The node's name as messages show it."""
+        """The node's name in messages."""
         return str(node) if self.node_names is None else self.node_names[node]
 
     def cost(self, assignment: Sequence[int]) -> float:
-        """F(x) in seconds, rounded once, so that the order of nodes and edges cannot matter."""
+        """F(x) in seconds, rounded once, so that the order of nodes and edges does not matter."""
         self.check_assignment(assignment)
         terms = [c.item(x) for c, x in zip(self.node_costs, assignment)]
         terms += [e.item(assignment[i], assignment[j]) for (i, j), e in self.edge_costs.items()]
         return math.fsum(terms)
 
     def memory(self, assignment: Sequence[int]) -> tuple[float, ...]:
-        """Bytes that each group uses; empty where the problem has no memory."""
+        """Bytes that each group uses; empty if the problem has no memory."""
         if self.node_memory is None:
             return ()
         used: list[list[float]] = [[] for _ in range(self.num_groups)]
@@ -168,14 +167,14 @@ class Problem:
         return tuple(math.fsum(terms) for terms in used)
 
     def fits(self, assignment: Sequence[int]) -> bool:
-        """Whether the assignment keeps every group within its budget."""
+        """Whether every group is within its budget."""
         budgets = self.budgets
         return budgets is None or all(
             used <= budget for used, budget in zip(self.memory(assignment), budgets)
         )
 
     def with_node_costs(self, node_costs: Sequence[Array]) -> Problem:
-        """The same problem with other costs of the same nodes; nothing else is checked again."""
+        """The same problem with other node costs; nothing else is validated again."""
         other = object.__new__(Problem)
         for each in fields(Problem):
             object.__setattr__(other, each.name, getattr(self, each.name))
@@ -190,7 +189,7 @@ class Problem:
         return other
 
     def check_assignment(self, assignment: Sequence[int]) -> None:
-        """Raise ``SearchError`` unless there is one valid choice for every node."""
+        """Raise ``SearchError`` unless there is a valid choice for every node."""
         if len(assignment) != self.num_nodes:
             raise SearchError(
                 f"the assignment has {len(assignment)} choices for {self.num_nodes} nodes"
@@ -205,17 +204,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What a solver found, with a bound that always holds.
+    """A solver's result, with a valid bound.
 
-    assignment: the choice of every node; empty where none is known.
-    cost: F(assignment) in seconds; +inf where none is known.
-    bound: no assignment within the budget costs less than this many seconds.
-    gap: (cost - bound) / |cost|; 0 when OPTIMAL or INFEASIBLE, +inf where nothing is known.
-    method: the solver that found it, and for ``auto`` those that it went through.
-    memory: bytes that each group uses.
-    least_feasible_budget: for INFEASIBLE by memory, the smallest single number of bytes that,
-        given to every group, leaves a feasible assignment; None otherwise or where not known.
-    message: one line for people: why this status.
+    assignment: the choice of every node; empty if none is known. cost: F(assignment) in seconds;
+    +inf if none is known. bound: no assignment within the budget costs less than this many seconds.
+    gap: (cost - bound) / |cost|; 0 when OPTIMAL or INFEASIBLE, +inf if nothing is known. method:
+    the solver that found it, or for ``auto`` the sequence of solvers. memory: bytes that each group
+    uses. least_feasible_budget: if INFEASIBLE by memory, the smallest number of bytes per group
+    with a feasible assignment; None otherwise or if not known. message: the reason for the status,
+    in one line.
     """
 
     assignment: tuple[int, ...]
@@ -250,7 +247,7 @@ def _check_names(names: tuple[str, ...], num_nodes: int) -> None:
 
 
 def _as_table(value: Any, shape: tuple[int, ...], what: str) -> Array:
-    """A read-only float64 view of ``value`` (a copy only where the type differs)."""
+    """A read-only float64 view of ``value`` (a copy only if the type differs)."""
     try:
         table = np.asarray(value, dtype=np.float64).view()
     except (TypeError, ValueError, OverflowError) as error:
@@ -343,7 +340,7 @@ def _groups(problem: Problem) -> tuple[int, ...] | None:
     try:
         groups = tuple(operator.index(group) for group in problem.memory_groups)
     except TypeError as error:
-        raise SearchError(f"memory_groups must hold one whole number a node: {error}") from None
+        raise SearchError(f"memory_groups must hold one whole number per node: {error}") from None
     if len(groups) != problem.num_nodes:
         raise SearchError(f"memory_groups has {len(groups)} entries, {problem.num_nodes} nodes")
     for node, group in enumerate(groups):

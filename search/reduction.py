@@ -1,16 +1,16 @@
-"""Smaller problems with the same optimum: what an exact search need not look at.
+"""Reductions to smaller problems with the same optimum.
 
-In: a problem without constraints. Out: a ``Reduction``: a problem with fewer choices and edges,
-and the way back. Each rule keeps at least one optimal assignment of the budgeted problem:
+In: a problem without constraints. Out: a ``Reduction``: a problem with fewer choices and edges, and
+the map back. Each rule keeps at least one optimal assignment of the budgeted problem:
 
 - support: a choice of infinite cost, or with no allowed partner on some edge, is removed;
-- separable edges: E_ij[a, b] = f[a] + g[b] goes into the two nodes' costs, and the edge goes;
+- separable edges: E_ij[a, b] = f[a] + g[b] is added to the two nodes' costs, and the edge removed;
 - dominance (Goldstein's criterion): choice b of node i is removed if some choice a uses no more
-  memory (where there is a budget) and
-  c_i[a] - c_i[b] + sum over edges of max_y (E_ij[a, y] - E_ij[b, y]) <= 0,
-  for then a is as good as b whatever the neighbours take. Of two equal choices the lower stays.
+  memory (where there is a budget) and c_i[a] - c_i[b] + sum over edges of max_y (E_ij[a, y] -
+  E_ij[b, y]) <= 0, since then a is as good as b for any choices of the neighbours. Of two equal
+  choices the lower one is kept.
 
-Equal tables stay one object, so what is the same in 32 layers is worked out once.
+Identical tables stay one object, so that 32 equal layers are reduced once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ROUNDING = 4 * np.finfo(np.float64).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A smaller problem, and for each node the original choices that are left."""
+    """A smaller problem, and for each node its original choices."""
 
     problem: Problem
     keep: tuple[Array, ...]
 
     def lift(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        """The original assignment of one of the smaller problem."""
+        """The original assignment for one of the smaller problem."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.keep, assignment))
 
     def lower(self, assignment: Sequence[int]) -> tuple[int, ...] | None:
-        """The smaller problem's assignment of an original one; None if a choice is gone."""
+        """The smaller problem's assignment for an original one; None if a choice was removed."""
         lowered = []
         for kept, choice in zip(self.keep, assignment):
             place = int(np.searchsorted(kept, choice))
@@ -52,7 +52,7 @@ class Reduction:
 def reduce_problem(
     problem: Problem, *, dominance: bool = True, check: Check = go_on
 ) -> Reduction | None:
-    """Apply every rule until nothing changes; None if no assignment is allowed at all.
+    """Apply every rule until nothing changes; None if no assignment is allowed.
 
     check: called between tables; may raise to stop.
     """
@@ -71,20 +71,20 @@ def reduce_problem(
 
 
 def compose(outer: Reduction, masks: Iterable[Array]) -> Reduction:
-    """``outer`` with only the choices of its smaller problem whose mask is True."""
+    """``outer`` restricted to the choices of its smaller problem whose mask is True."""
     inner = restrict(outer.problem, masks)
     keep = tuple(kept[more] for kept, more in zip(outer.keep, inner.keep))
     return Reduction(problem=inner.problem, keep=keep)
 
 
 def dominance_operations(problem: Problem) -> float:
-    """What one round of dominance takes, in additions over the distinct tables."""
+    """The number of additions in one round of dominance, over the distinct tables."""
     distinct = {id(table): table.shape for table in problem.edge_costs.values()}
     return float(sum(rows * cols * (rows + cols) for rows, cols in distinct.values()))
 
 
 def restrict(problem: Problem, masks: Iterable[Array]) -> Reduction:
-    """Only the choices whose mask is True; equal tables under equal masks stay one object."""
+    """The problem restricted to choices whose mask is True; sharing of tables is preserved."""
     shared: dict[tuple[int, bytes], Array] = {}
     keep = []
     for mask in masks:
@@ -112,7 +112,7 @@ def restrict(problem: Problem, masks: Iterable[Array]) -> Reduction:
 
 
 def _supported(problem: Problem) -> list[Array] | None:
-    """Choices of finite cost that have a partner on every edge; None if a node has none left."""
+    """Masks of choices with finite cost and a partner on every edge; None if a node has none."""
     masks = [cost < math.inf for cost in problem.node_costs]
     holed = {id(table): bool(table.max() == math.inf) for table in problem.edge_costs.values()}
     edges = [(e, table < math.inf) for e, table in problem.edge_costs.items() if holed[id(table)]]
@@ -137,7 +137,7 @@ def _split(table: Array) -> tuple[Array, Array] | None:
 
 
 def _without_separable(problem: Problem) -> Problem:
-    """Fold edges that are a sum of two node costs into the nodes."""
+    """Fold separable edges into the costs of their nodes."""
     distinct = {id(table): table for table in problem.edge_costs.values()}
     parts = {key: _split(table) for key, table in distinct.items()}
     edges: dict[Edge, Array] = {}
@@ -166,7 +166,7 @@ def _without_separable(problem: Problem) -> Problem:
 
 
 def _undominated(problem: Problem, check: Check) -> list[Array]:
-    """For each node the mask of choices that no other choice dominates."""
+    """For each node, the mask of choices that no other choice dominates."""
     near: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_nodes)]
     tables: dict[int, Array] = {}
     for (i, j), table in problem.edge_costs.items():
@@ -194,7 +194,7 @@ def _undominated(problem: Problem, check: Check) -> list[Array]:
 
 
 def _worst_difference(table: Array) -> Array:
-    """[a, b] -> max over columns y of table[a, y] - table[b, y]; forbidden b never counts."""
+    """[a, b] -> max over columns y of table[a, y] - table[b, y]; forbidden b are ignored."""
     table = np.ascontiguousarray(table)
     result = np.empty((len(table), len(table)))
     with np.errstate(invalid="ignore"):
@@ -219,7 +219,9 @@ def _undominated_choices(cost: Array, memory: Array | None, worst: Sequence[Arra
         beats &= memory[:, None] <= memory[None, :]
     np.fill_diagonal(beats, False)
     alive = np.ones(len(cost), dtype=bool)
-    for choice in range(len(cost)):  # one at a time: rounding could make two beat each other
+    for choice in range(
+        len(cost)
+    ):  # one at a time: by rounding, two choices could dominate each other
         if (beats[:, choice] & alive).any():
             alive[choice] = False
     return alive

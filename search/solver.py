@@ -1,8 +1,8 @@
-"""The one small interface of every solver, and the state that makes each of them anytime.
+"""The interface of the solvers, and the state that makes them anytime.
 
-A solver states what it can take (``Capability``) and, in ``run``, offers assignments and raises
-the bound on a ``Progress``. Whatever ends the run (proof, time limit, memory cap), the best
-assignment so far and a valid bound are there, and ``Progress.solution`` turns them into an answer.
+A solver declares what it can do (``Capability``) and, in ``run``, offers assignments and raises the
+bound on a ``Progress``. However the run ends (proof, time limit, memory cap), ``Progress`` has the
+best assignment so far and a valid bound, which ``Progress.solution`` returns.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ OPTIMAL_GAP = 1e-9
 
 
 class OutOfTimeError(Exception):
-    """The time limit was reached inside a computation; ``Progress`` holds the best so far."""
+    """The time limit was reached inside a computation; ``Progress`` has the best so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to search.
+    """Options of a search.
 
-    time_limit_s: seconds for the whole call; None lets a solver finish its proof.
-    gap: stop once the relative gap is at most this; 0 asks for the optimum.
-    cutoff: stop once nothing can cost less than this, as where a better answer is known already.
-    table_cap_bytes: memory that elimination tables may take together.
-    warm_start: an assignment to start from and to be at least as good as.
-    max_steps: proposals of the Markov chain; None leaves their number to it.
-    seed: for solvers that draw random numbers; equal seeds give equal answers.
-    on_incumbent: called with every better ``Solution`` as soon as it is known.
+    time_limit_s: seconds for the whole call; None lets a solver finish its proof. gap: stop once
+    the relative gap is at most this; 0 asks for the optimum. cutoff: stop once no assignment can
+    cost less than this, for example if a better one is already known. table_cap_bytes: total memory
+    of elimination tables. warm_start: an assignment to start from. max_steps: proposals of the
+    Markov chain; None for its default. seed: for solvers that draw random numbers; equal seeds give
+    equal answers. on_incumbent: called with every better ``Solution`` as soon as it is found.
     """
 
     time_limit_s: float | None = None
@@ -49,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """What a solver can take and what its answer is worth.
+    """What a solver can do.
 
     memory: it respects a memory budget. proves: given time, it proves optimality.
     bounds: it gives a lower bound even when it stops early.
@@ -61,25 +59,25 @@ class Capability:
 
 
 class Solver(Protocol):
-    """One way to search."""
+    """The interface of a solver."""
 
     @property
     def method(self) -> Method:
-        """The name under which ``solve`` knows the solver."""
+        """The name of the solver in ``solve``."""
 
     @property
     def capability(self) -> Capability:
-        """What the solver can take."""
+        """What the solver can do."""
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
-        """Why this problem is beyond the solver, as one line; None where it is not."""
+        """The reason why the solver cannot handle this problem, in one line, or None."""
 
     def run(self, problem: Problem, progress: Progress) -> None:
-        """Offer assignments and raise the bound on ``progress`` until done or out of time."""
+        """Offer assignments and raise the bound on ``progress`` until done or time is up."""
 
 
 class Progress:
-    """The best assignment and bound so far, with the clock."""
+    """The best assignment and bound so far, and the time left."""
 
     def __init__(self, problem: Problem, options: Options) -> None:
         self.problem = problem
@@ -96,7 +94,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the call began."""
+        """Seconds since the call started."""
         return time.perf_counter() - self.start_s
 
     @property
@@ -116,12 +114,12 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """The relative gap now."""
+        """The current relative gap."""
         return relative_gap(self.cost, self.bound)
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is worth doing: closed, infeasible, too dear, or out of time."""
+        """Whether to stop: gap closed, infeasible, above the cutoff, or time is up."""
         closed = self.infeasible is not None or self.gap <= max(self.options.gap, OPTIMAL_GAP)
         return closed or self.bound >= self.options.cutoff or self.remaining_s <= 0
 
@@ -131,12 +129,12 @@ class Progress:
             raise OutOfTimeError
 
     def enter(self, step: str) -> None:
-        """Note a step of the search for ``Solution.method``."""
+        """Record a step of the search for ``Solution.method``."""
         if not self.trail or self.trail[-1] != step:
             self.trail.append(step)
 
     def offer(self, assignment: Sequence[int]) -> bool:
-        """Take the assignment if it is within the budget and better; say whether it was."""
+        """Keep the assignment if it is better and within the budget; returns whether it was."""
         cost = self.problem.cost(assignment)
         if not cost < self.cost or not self.problem.fits(assignment):
             return False
@@ -147,16 +145,16 @@ class Progress:
         return True
 
     def raise_bound(self, bound: float) -> None:
-        """Note that no assignment costs less than ``bound`` (rounding is cut off at the cost)."""
+        """Record that no assignment costs less than ``bound``; the result caps it at the cost."""
         self.bound = max(self.bound, bound)
 
     def prove_infeasible(self, message: str, least_feasible_budget: float | None = None) -> None:
-        """Note that no assignment is allowed at all, or none within the budget."""
+        """Record that no assignment is allowed, or none within the budget."""
         self.infeasible = message
         self.least_feasible_budget = least_feasible_budget
 
     def solution(self) -> Solution:
-        """The answer as of now."""
+        """The current answer."""
         method = "+".join(self.trail)
         if self.infeasible is not None:
             return Solution(

@@ -1,9 +1,9 @@
-"""Cut a chain of blocks into contiguous stages: the slowest stage as fast as it can be.
+"""Cutting of a chain of blocks into contiguous stages that minimizes the slowest stage.
 
-In: seconds of each block, and seconds of the traffic across each possible cut. Out: where the
-stages begin. A stage takes its blocks' time and that of the traffic at both its ends. Exact, by
-dynamic programming in O(stages x blocks^2): the first pass finds the least time of the slowest
-stage, the second one, among all cuts that reach it, the least traffic in all.
+In: seconds of each block, and of the traffic across each possible cut. Out: where the stages begin.
+A stage takes the time of its blocks and of the traffic at both ends. Exact, by dynamic programming
+in O(stages x blocks^2): the first pass finds the least time of the slowest stage, the second the
+least total traffic among all cuts that achieve it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ _ROUNDING = 1e-12
 def cut_chain(
     block_s: Sequence[float], traffic_s: Sequence[float], num_stages: int
 ) -> tuple[int, ...]:
-    """The first block of each stage; ``traffic_s[i]`` is that between blocks i and i + 1.
+    """The first block of each stage; ``traffic_s[i]`` is the traffic between blocks i and i + 1.
 
-    Raises SearchError where there are fewer blocks than stages.
+    Raises SearchError if there are fewer blocks than stages.
     """
     num_blocks = len(block_s)
     if len(traffic_s) != max(num_blocks - 1, 0):
-        raise SearchError(f"{len(traffic_s)} cuts between {num_blocks} blocks: give one less")
+        raise SearchError(
+            f"{len(traffic_s)} cuts for {num_blocks} blocks: give one less than blocks"
+        )
     if not 1 <= num_stages <= num_blocks:
         raise SearchError(
             f"{num_blocks} blocks cannot be cut into {num_stages} stages of at least one block; "
@@ -51,7 +53,7 @@ def cut_chain(
 def _best(
     num_blocks: int, num_stages: int, cost: Callable[[int, int, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least cost of stages over all blocks, and their starts; the last stage counts first."""
+    """The least cost of stages over all blocks, and their starts; built from the last stage."""
     costs = [math.inf] * num_blocks + [0.0]
     chosen: list[list[int]] = []
     for remaining in range(1, num_stages + 1):

@@ -1,7 +1,7 @@
-"""Problems that differ in their node costs only: ordered and compiled once, solved one by one.
+"""Variants of a problem that differ in node costs only: compiled once, solved one by one.
 
-In: a problem, and for each variant the costs of every node (+inf where the variant rules a choice
-out, as a known strategy does). Out: one ``Solution`` a variant, equal to what ``solve`` gives.
+In: a problem, and for each variant the costs of every node (+inf where the variant rules out a
+choice, as a known strategy does). Out: one ``Solution`` per variant, equal to that of ``solve``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.search.exact import eliminate
 from autopar.search.problem import Array, Problem, SearchError, Solution
 from autopar.search.solver import Options, OutOfTimeError, Progress
 
-_MOST_OPERATIONS = 1e9  # beyond, each variant is better reduced by itself first
+_MOST_OPERATIONS = 1e9  # above this, it is better to reduce each variant first
 
 
 def solve_each(
@@ -25,11 +25,11 @@ def solve_each(
 ) -> list[Solution]:
     """The best assignment under each variant's node costs.
 
-    Arrays that stand at many nodes of all variants are eliminated once, as in ``Problem``.
+    Arrays that are shared by many nodes in all variants are eliminated once, as in ``Problem``.
     time_limit_s: for each variant. Raises ``SearchError`` for a problem with constraints.
     """
     if problem.constraints:
-        raise SearchError("variants are given by their costs: write constraints as +inf in them")
+        raise SearchError("variants cannot have constraints: write +inf into their costs instead")
     if not variants:
         return []
     keys = [tuple(id(costs[node]) for costs in variants) for node in range(problem.num_nodes)]

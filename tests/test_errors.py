@@ -137,7 +137,7 @@ def test_one_constraint_needs_no_list_and_others_are_refused():
     cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
     plan = autopar.plan(model, cluster, make_batch(0), constraints=autopar.Force("zero3"))
     assert set(plan.parameters.values()) == {"S0"}
-    with pytest.raises(autopar.ConstraintError, match="'zero3', which is none of Force"):
+    with pytest.raises(autopar.ConstraintError, match="'zero3', which is not a Force"):
         autopar.plan(model, cluster, make_batch(0), constraints=["zero3"])
 
 
@@ -170,8 +170,8 @@ def test_memory_budget_of_nothing(size):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"stored": "Q7"}, "'Q7' is none of R.*write Pin.'weight', stored='S0 R'"),
-        ({"stored": "V"}, "stored whole .R. or split"),
+        ({"stored": "Q7"}, "'Q7' is not R, P.*write Pin.'weight', stored='S0 R'"),
+        ({"stored": "V"}, "stored replicated .R. or split"),
         ({"choice": "m//2"}, "'m//2' is neither.*write Pin.'weight', choice='m0 -'"),
     ],
 )
@@ -255,5 +255,5 @@ def test_planning_options_of_the_wrong_kind(options):
 
 @pytest.mark.parametrize("given", [{"stored": 3}, {"choice": ["n"]}])
 def test_pin_that_is_no_text(given):
-    with pytest.raises(autopar.ConstraintError, match="is no text; write Pin"):
+    with pytest.raises(autopar.ConstraintError, match="is not a string; write Pin"):
         autopar.Pin("weight", **given)

@@ -143,8 +143,8 @@ def test_a_model_of_one_block_says_that_it_has_no_stages() -> None:
     loss = {"loss_fn": lambda output, target: (output - target).square().mean()}
     batch = (torch.randn(8, 4), torch.randn(32))
     found = autopar.plan(model, CLUSTER, batch, schedule="auto", **loss)
-    assert "1 place of this model only" in found.search.not_pipelines["2 pipeline devices"]
-    with pytest.raises(ConstraintError, match=r"1 place of this model only.*fix less"):
+    assert "this model has only 1 place" in found.search.not_pipelines["2 pipeline ranks"]
+    with pytest.raises(ConstraintError, match=r"this model has only 1 place.*fix fewer options"):
         autopar.plan(model, CLUSTER, batch, schedule="auto", num_stages=2, **loss)
 
 

@@ -54,7 +54,7 @@ def test_all_that_a_step_takes_fits_the_device(kind: str) -> None:
     exact = planned(cluster(kind, taken))
     assert sizes(exact)[1] <= taken
     usable = (tensors + taken) // 2
-    with pytest.raises(ConstraintError, match=f"fits {usable:,} bytes a device"):
+    with pytest.raises(ConstraintError, match=f"fits {usable:,} bytes per device"):
         planned(cluster(kind, usable))
     in_parts = planned(cluster(kind, usable), schedule="auto")
     assert in_parts.schedule.num_microbatches > 1
@@ -67,7 +67,7 @@ def test_a_budget_is_for_tensors(kind: str) -> None:
     tensors, _ = sizes(free)
     kept = planned(cluster(kind), constraints=[autopar.MemoryBudget(tensors)])
     assert kept.ops == free.ops
-    with pytest.raises(ConstraintError, match=f"fits {tensors // 2:,} bytes a device"):
+    with pytest.raises(ConstraintError, match=f"fits {tensors // 2:,} bytes per device"):
         planned(cluster(kind), constraints=[autopar.MemoryBudget(tensors // 2)])
 
 

@@ -100,7 +100,7 @@ def edited(plan: Plan, **changes: object) -> str:
     [
         (lambda p: edited(p, schema_version=99), "schema_version 99"),
         (lambda p: edited(p, surprise=1), "unknown field `surprise`"),
-        (lambda p: "not json", "no file can be read"),
+        (lambda p: "not json", "cannot read"),
         (lambda p: "{", "not JSON"),
         (lambda p: edited(p, ops=[1]), r"ops"),
     ],
@@ -137,7 +137,7 @@ def test_plan_for_another_number_of_devices(plan, captured):
     ("changes", "message"),
     [
         ({"ops": {"nonsense": "d0 -"}}, "op 'nonsense'"),
-        ({"parameters": {}}, "disagree on"),
+        ({"parameters": {}}, "is missing from the"),
     ],
 )
 def test_plans_that_contradict_the_graph_are_refused(plan, captured, changes, message):
@@ -158,7 +158,7 @@ class Returned(nn.Module):
 
 
 def test_a_loss_that_nothing_computes_is_refused():
-    with pytest.raises(InputError, match="computes nothing"):
+    with pytest.raises(InputError, match="nothing to plan"):
         autopar.plan(Returned(), Cluster.preset("cpu"), (torch.tensor(1.0),))
 
 
@@ -229,7 +229,7 @@ def test_prices_of_too_large_a_spread_are_counted(captured):
     ).plan
     count = sum(op.target_name == "aten.addmm.default" for op in captured.graph.ops)
     assert found.prediction.num_noisy == found.prediction.sources["measured"] == count > 0
-    assert f"{count} from measurements of too large a spread" in str(found)
+    assert f"{count} noisy" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,8 @@ def test_mesh_must_multiply_to_the_devices(captured):
     ("constraint", "message"),
     [
         (Pin("nowhere.*", choice="m0"), "matches no op"),
-        (Pin("addmm", choice="zzz"), "nothing is left to choose for op 'addmm'"),
-        (Force("zero3", axis="q"), r"no axis 'q'; write axis='x', .*: mesh=\{'q': 4\}"),
+        (Pin("addmm", choice="zzz"), "no choice is left for op 'addmm'"),
+        (Force("zero3", axis="q"), r"no axis 'q'; write axis='x', .* mesh=\{'q': 4\}"),
         (Pin("addm_2", choice="n"), r"matches no op; .*graph\.ops\]; did you mean 'addmm_2'\?"),
         (
             Pin("transformer.wt.weight", stored="R"),
@@ -332,7 +332,7 @@ def test_a_plan_for_plain_sgd_fits_where_adamws_does_not(captured):
     options["constraints"].append(MemoryBudget(sum(plain.prediction.memory_bytes.values())))
     again = autopar.plan(model, CLUSTER, make_batch(0), optimizer=sgd, **options)
     assert again.parameters == plain.parameters
-    with pytest.raises(ConstraintError, match="no strategy was found that fits"):
+    with pytest.raises(ConstraintError, match="no strategy found that fits"):
         autopar.plan(model, CLUSTER, make_batch(0), **options)
 
 
@@ -365,7 +365,7 @@ def test_of_three_constraints_the_two_that_contradict_each_other_are_named(captu
     ]
     with pytest.raises(ConstraintError) as caught:
         make_planned(captured, CLUSTER, Space(mesh={"x": 4}), constraints=constraints)
-    assert f"{constraints[0]} and {constraints[2]}; drop one" in str(caught.value)
+    assert f"{constraints[0]} and {constraints[2]}; remove one" in str(caught.value)
     assert "Force" not in str(caught.value)
 
 

@@ -103,7 +103,12 @@ PLACES: list[tuple[str, Callable[[Any], None], str]] = [
     ("two axes", put("prediction", "step_time_s", value=0), r"at \$\.prediction\.step_time_s"),
     ("two axes", put("schedule", "num_devices", value=2), r"at \$\.schedule\.num_devices: 2 pipe"),
     ("two axes", put("schedule", "num_microbatches", value=3), r"num_microbatches: a batch of 8 c"),
-    ("two axes", put("schedule", "num_microbatches", value=0), r"\.num_microbatches: it is from 1"),
+    (
+        "two axes",
+        put("schedule", "num_microbatches", value=0),
+        r"\.num_microbatches: it must be "
+        "from 1",
+    ),
     (
         "two axes",
         put("schedule", "num_microbatches", value=2**40),
@@ -150,22 +155,22 @@ def changed_text(old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: changed_text('"gap": 0.0', '"gap": NaN'), "NaN is no number"),
-        (lambda: changed_text('"gap": 0.0', '"gap": -Infinity'), "-Infinity is no number"),
+        (lambda: changed_text('"gap": 0.0', '"gap": NaN'), "no number NaN"),
+        (lambda: changed_text('"gap": 0.0', '"gap": -Infinity'), "no number -Infinity"),
         (lambda: changed_text('"gap": 0.0', '"gap": 1e999'), r"\$\.search\.gap: .*not finite"),
         (lambda: changed_text('"gap": 0.0', f'"gap": {"9" * 9000}'), "not JSON"),
         (lambda: changed_text('"mesh": {', '"mesh": 1, "mesh": {'), r"at \$: key 'mesh' is giv"),
         (lambda: changed_text('"inputs": {', '"inputs": {"ids": "R R", '), "'ids' is given twice"),
-        (lambda: changed_text('"gap": 0.0', '"gap": ' + "[" * 900_000), "nested too deeply"),
-        (lambda: changed_text('"gap": 0.0', '"gap": ' + "[" * 40 + "]" * 40), "nested too deeply"),
+        (lambda: changed_text('"gap": 0.0', '"gap": ' + "[" * 900_000), "levels deep"),
+        (lambda: changed_text('"gap": 0.0', '"gap": ' + "[" * 40 + "]" * 40), "levels deep"),
         (lambda: changed_text('"gap": 0.0', '"gap": [' + "0," * 2_000_000), "more than 1,000,000"),
-        (lambda: "{" + " " * (MAX_BYTES + 1), "no such document has more"),
+        (lambda: "{" + " " * (MAX_BYTES + 1), "the limit is"),
         (lambda: "{" * 1000, "not JSON"),
         (lambda: b"{\xff}", "byte 1 is no UTF-8"),
         (lambda: "{\ud800", "not JSON"),
         (lambda: b"", "not JSON"),
-        (lambda: "\0", "no file can be read"),
-        (lambda: 3, "pass JSON text, bytes of it, or the path"),
+        (lambda: "\0", "cannot read"),
+        (lambda: 3, "pass JSON text, its UTF-8 bytes, or the path"),
     ],
     ids=range(16),
 )  # fmt: skip
@@ -209,7 +214,7 @@ def test_a_schedule_of_any_size_is_refused_before_work_is_done_by_it() -> None:
         document["schedule"]["actions"][2] = f"placement: {stages}"
         document["schedule"].update(num_stages=300_000, first_blocks=["x"] * 300_000)
 
-    with pytest.raises(PlanError, match=r"\$\.schedule\.num_stages: it is from 1 to 4,096"):
+    with pytest.raises(PlanError, match=r"\$\.schedule\.num_stages: it must be from 1 to 4,096"):
         Plan.from_json(edited(change, "pipeline"))
 
 
@@ -226,7 +231,7 @@ def test_a_whole_plan_is_accepted_as_text_bytes_and_file(tmp_path: Path, kind: s
     "text", ["S0/0", "S0/", "S", "S-1", "S٣", "S0/²", "S0\n", " R", "", "S1/" + "9" * 5000, "Q"]
 )
 def test_a_placement_is_a_state_or_a_digit_of_a_dimension(text: str) -> None:
-    with pytest.raises(PlanError, match="is none of R, P, V, S<dim>"):
+    with pytest.raises(PlanError, match="is not R, P, V, S<dim>"):
         parse_placement(text)
 
 

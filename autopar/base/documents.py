@@ -1,8 +1,8 @@
-"""JSON documents from outside, read within bounds and refused with the place of what is wrong.
+"""Untrusted JSON documents, read within fixed limits; an error gives the path of the bad value.
 
-In: text, bytes or a path that anybody may have written. Out: plain values or a msgspec struct of
-them, or a `DocumentError`, which the reader of each kind of document raises as its own class.
-Nothing of a document is run, and the bounds hold before memory is taken or time is spent.
+In: text, bytes or a path, from anyone. Out: plain values or a msgspec struct; or a `DocumentError`,
+which the reader of each kind of document re-raises as its own class. Nothing in a document is
+executed, and the limits are checked before memory or time is spent on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from autopar.base.errors import AutoparError
 
 MAX_BYTES = 32 << 20
-"""No document is larger: a plan for thousands of devices has less than a tenth of it."""
+"""Size limit of a document; a plan for thousands of devices needs less than a tenth of it."""
 MAX_VALUES = 1_000_000
 MAX_DEPTH = 32
 MAX_WHOLE = 2**1000
@@ -31,13 +31,13 @@ MAX_WHY = 400
 T = TypeVar("T")
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""What no terminal should be sent, and what no UTF-8 can hold; tabs and line breaks are text."""
+"""Characters unsafe on a terminal or not encodable in UTF-8; tabs and line breaks are allowed."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_]\w{0,79}", re.ASCII)
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
 class DocumentError(AutoparError, ValueError):
-    """A document is refused; ``place`` is a JSON path in it, empty where it is the whole."""
+    """A document was refused; ``place`` is the JSON path of the bad value, empty for the whole."""
 
     def __init__(self, why: str, place: str = "") -> None:
         super().__init__(f"at {place}: {why}" if place else why)
@@ -46,7 +46,7 @@ class DocumentError(AutoparError, ValueError):
 
 
 def shown(value: object) -> str:
-    """A value in a message, however large it is."""
+    """A value as an error message shows it, shortened if it is long."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value)
@@ -67,10 +67,11 @@ def _step(key: str | int) -> str:
 
 
 def text_of(source: object) -> str:
-    """The text of a document: itself, UTF-8 bytes of it, or what the file at a path holds.
+    """The text of a document given as text, as UTF-8 bytes, or as the path of a file.
 
-    A string with a line break, or that starts with ``{``, is text. A byte order mark is passed
-    over. Raises DocumentError, also for what is no regular file: reading a pipe may never end.
+    A string that has a line break or starts with ``{`` is text, not a path. A byte order mark is
+    skipped. Raises DocumentError, also for anything but a regular file, as reading a pipe may never
+    end.
     """
     if isinstance(source, str) and ("\n" in source or source.lstrip("\ufeff \t\r")[:1] == "{"):
         if len(source) > MAX_BYTES:
@@ -82,7 +83,8 @@ def text_of(source: object) -> str:
         data = _content(source)
     else:
         raise DocumentError(
-            f"pass JSON text, bytes of it, or the path of its file, not {shown(source)} of type "
+            f"pass JSON text, its UTF-8 bytes, or the path of a JSON file, not {shown(source)} of "
+            "type "
             f"{type(source).__name__}"
         )
     if len(data) > MAX_BYTES:
@@ -90,15 +92,17 @@ def text_of(source: object) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DocumentError(f"byte {error.start} is no UTF-8; save it as UTF-8 text") from error
+        raise DocumentError(
+            f"byte {error.start} is not valid UTF-8; save it as UTF-8 text"
+        ) from error
 
 
 def _too_large(size: int) -> DocumentError:
-    return DocumentError(f"it has {size:,} bytes; no such document has more than {MAX_BYTES:,}")
+    return DocumentError(f"it has {size:,} bytes; the limit is {MAX_BYTES:,}")
 
 
 def _content(path: str | Path) -> bytes:
-    """At most one byte more than is allowed of a regular file."""
+    """The content of a regular file, read no further than one byte past the limit."""
     what = shown(str(path))
     try:
         status = os.stat(path)
@@ -114,18 +118,18 @@ def _content(path: str | Path) -> bytes:
         raise
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DocumentError(f"no file can be read at {what}: {why}") from error
-    raise DocumentError(f"no file can be read at {what}: it is no regular file")
+        raise DocumentError(f"cannot read {what}: {why}") from error
+    raise DocumentError(f"cannot read {what}: not a regular file")
 
 
 def load(text: str) -> Any:
-    """The values of a JSON text; DocumentError for anything that is not plainly one value.
+    """Parse strict JSON text; raises DocumentError.
 
-    Keys given twice, numbers that no float holds, control characters and lone
-    surrogates are refused, as are sizes and nesting that no document of ours has.
+    Duplicate keys, numbers outside the range of a float, control characters, lone surrogates, and
+    documents that exceed the limits on size and nesting are refused.
     """
     if sum(map(text.count, "[{,")) > MAX_VALUES:
-        raise DocumentError(f"it has more than {MAX_VALUES:,} values; no such document has")
+        raise DocumentError(f"it has more than {MAX_VALUES:,} values, which is the limit")
     repeated: list[_Repeated] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,29 +148,29 @@ def load(text: str) -> Any:
     except ValueError as error:
         raise DocumentError(f"it is not JSON: {error}") from error
     _check(document, ())
-    if repeated:  # inside a value that was itself given twice, and lost
+    if repeated:  # nested in the value of a duplicate key, so dropped by the parser
         raise DocumentError(repeated[0].why)
     return document
 
 
-_TOO_DEEP = "it is nested too deeply; no such document is"
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep, which is the limit"
 
 
 class _Repeated(dict[str, Any]):
-    """An object in which a key is given twice."""
+    """An object with a duplicate key."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
         keys = Counter(key for key, _ in pairs)
-        self.why = f"key {shown(keys.most_common(1)[0][0])} is given twice; leave one out"
+        self.why = f"key {shown(keys.most_common(1)[0][0])} is given twice; remove one"
 
 
 def _no_number(word: str) -> NoReturn:
-    raise DocumentError(f"it is not JSON: {word} is no number there; write a finite one")
+    raise DocumentError(f"it is not JSON, which has no number {word}; write a finite one")
 
 
 def _check(value: Any, keys: tuple[str | int, ...]) -> None:
-    """Raise DocumentError for the first value that is refused by itself."""
+    """Raise DocumentError for the first value that is refused, depth first."""
     why = _TOO_DEEP if len(keys) > MAX_DEPTH else _why_not(value)
     if why is not None:
         raise DocumentError(why, path_of(keys))
@@ -182,25 +186,25 @@ def _check(value: Any, keys: tuple[str | int, ...]) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether text has no control characters (but tabs and line breaks) and no lone surrogates."""
+    """Whether text has no lone surrogates, and no control characters but tabs and line breaks."""
     return value.isprintable() or _CONTROL.search(value) is None
 
 
 def _why_not(value: Any) -> str | None:
     if isinstance(value, str):
         if not is_text(value):
-            return f"{shown(value)} has a control character or a lone surrogate in it; leave it out"
+            return f"{shown(value)} contains a control character or a lone surrogate; remove it"
     elif isinstance(value, _Repeated):
         return value.why
     elif isinstance(value, float) and not math.isfinite(value):
         return "the number is not finite"
     elif isinstance(value, int) and abs(value) >= MAX_WHOLE:
-        return f"{shown(value)} is too large for any number"
+        return f"{shown(value)} is too large"
     return None
 
 
 def convert(document: Any, kind: type[T]) -> T:
-    """``document`` as a struct; DocumentError with the place of what does not fit its types."""
+    """``document`` as a struct; raises DocumentError with the path of a value of the wrong type."""
     try:
         return msgspec.convert(document, kind)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -211,7 +215,7 @@ def convert(document: Any, kind: type[T]) -> T:
 
 
 def _named(document: Any, kind: Any, path: str) -> str:
-    """msgspec's path, with the key that it writes as ``[...]``: the first whose value is wrong."""
+    """msgspec's path, with each ``[...]`` replaced by the first key whose value does not fit."""
     keys: list[str | int] = []
     for field, index in _STEP.findall(path):
         if field and _is_struct(kind) and isinstance(document, dict) and field in document:

@@ -1,7 +1,7 @@
-"""Every error that autopar raises for a user's mistake or a machine's fault.
+"""The errors that autopar raises for a user's mistake or a machine's fault.
 
-Each message names what was wrong with which value, the rule it breaks, and the fix as code that
-can be pasted. ``AutoparError`` is the common base, so a user can catch them all at once.
+Each message names the value, the rule that it breaks, and the fix as code that can be pasted. All
+of them derive from ``AutoparError``.
 """
 
 
@@ -14,7 +14,7 @@ class CaptureError(AutoparError):
 
 
 class GradientError(CaptureError):
-    """The captured graph computes another loss or other gradients than the model in eager mode."""
+    """The captured graph's loss or gradients differ from the model's in eager mode."""
 
 
 class InputError(AutoparError, ValueError):
@@ -26,11 +26,11 @@ class DeviceError(AutoparError, ValueError):
 
 
 class ConstraintError(AutoparError, ValueError):
-    """The user's constraints name nothing, or contradict each other."""
+    """The user's constraints match nothing or contradict each other."""
 
 
 class PlanError(AutoparError, ValueError):
-    """A plan cannot be read, or belongs to another graph or mesh."""
+    """A plan cannot be read or was made for another graph or mesh."""
 
 
 class OptimizerError(AutoparError, ValueError):
@@ -46,14 +46,14 @@ class SearchError(AutoparError, ValueError):
 
 
 class RuleError(AutoparError):
-    """A rule is wrong: the op on shards differs from the op unsplit."""
+    """A sharding rule is wrong: on shards the op computes other values than on whole tensors."""
 
 
 class ScheduleError(AutoparError, ValueError):
     """A schedule breaks a rule; the message names device, step and action.
 
-    ``line`` is that of a text which cannot be read, from 1, and ``device`` that of the step; each
-    is None where the message is about no single one.
+    ``line`` (from 1) is where a schedule's text could not be parsed, ``device`` the one whose step
+    is wrong; each is None where the error is not about a single line or device.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ClusterError(AutoparError, ValueError):
 
 
 class NonFiniteError(AutoparError, FloatingPointError):
-    """The loss or the gradients of a training step are not finite; the step has not happened.
+    """The loss or the gradients of a training step are not finite; the step was rolled back.
 
-    ``block`` and ``location`` (file and line in the user's code) say where the first such value was
-    made, in the ``"forward"`` or ``"backward"`` pass of a micro-batch; None where that is not
-    known.
+    ``block`` and ``location`` (file and line of the user's code) say where the first such value was
+    computed, ``phase`` (``"forward"`` or ``"backward"``) and ``microbatch`` when; each is None if
+    unknown.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class NonFiniteError(AutoparError, FloatingPointError):
 
 
 class WorkerError(AutoparError, RuntimeError):
-    """A worker process failed; carries its rank and its traceback."""
+    """A worker process failed; carries that worker's rank and traceback."""
 
     def __init__(self, message: str, *, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
@@ -102,4 +102,4 @@ class WorkerError(AutoparError, RuntimeError):
 
 
 class StepError(WorkerError):
-    """An op raised in a training step; the step has not happened, and training can go on."""
+    """An op raised in a training step; the step was rolled back, and training can continue."""

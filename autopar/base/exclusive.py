@@ -1,8 +1,8 @@
-"""What one thread of a process does at a time: tracing and compiling.
+"""The process-wide lock under which models are traced, planned and compiled.
 
-``torch.export`` and ``make_fx`` keep what they trace in globals of the process, warnings and the
-garbage collector are the process's too, and what is measured beside another compilation would be
-slower. So threads that compile, plan or lower at once take turns.
+``torch.export`` and ``make_fx`` keep state in process globals, so do warnings and the garbage
+collector, and a measurement that runs during another compilation comes out too slow. So threads
+that plan, compile or lower at the same time take turns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autopar.base.errors import InputError
 
 
 class _Turn:
-    """The lock that all threads of this process share."""
+    """The lock that all threads of this process share; a forked child gets a new one."""
 
     def __init__(self) -> None:
         self.begin()
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """Nobody's turn: a forked child does not have the thread whose turn it was."""
+        """Start unlocked: the thread that held the lock does not exist in a forked child."""
         self.lock = threading.RLock()
 
 
@@ -32,9 +32,9 @@ _TURN = _Turn()
 
 @contextmanager
 def in_turn(refusal: str | None = None) -> Iterator[None]:
-    """Wait until no other thread is inside; may be nested, and used as a decorator.
+    """Hold the lock; re-entrant, and usable as a decorator.
 
-    With ``refusal`` nothing is waited for: InputError with this text.
+    With ``refusal``, raises InputError with this text instead of waiting for another thread.
     """
     lock = _TURN.lock
     if not lock.acquire(blocking=refusal is None):

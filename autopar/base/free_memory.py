@@ -1,4 +1,4 @@
-"""How much memory a device has left, for work that has to choose its size."""
+"""The memory that a device has left, for work that adapts its size to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that may be allocated now: on a GPU by the driver, on the CPU by system and cgroup."""
+    """Bytes that can be allocated now, as reported by the GPU's driver or the OS and its cgroup."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

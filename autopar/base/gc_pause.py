@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, paused where many objects are made and few become garbage.
+"""A pause of Python's cyclic garbage collector while many long-lived objects are made.
 
-Tracing and pricing make millions of objects that live until the end. Each full collection walks
-over all of them: a quarter of the time to capture a model of 2,000 operators.
+Tracing and pricing make millions of objects that live until the end, and every full collection
+would traverse all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection inside; as before outside. May be nested, and used as a decorator."""
+    """Disable collection inside, then restore the previous state; nests; also a decorator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Whose code a file holds, by where packages really lie, whatever their folders are called."""
+"""Whether a source file is the user's, ours or torch's, by the real paths of the packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def real_path(filename: str) -> str:
 
 
 def lies_in(filename: str, places: Iterable[str | Path]) -> bool:
-    """Whether a file is one of ``places`` or in one of them; links are followed."""
+    """Whether a file is one of ``places`` or inside one of them; links are followed."""
     path = real_path(filename)
     return any(
         path == place or path.startswith(place + os.sep)
@@ -30,7 +30,7 @@ def lies_in(filename: str, places: Iterable[str | Path]) -> bool:
 
 _LIBRARIES = (
     PACKAGE,
-    PACKAGE / "cost_models",  # a link, in a checkout
+    PACKAGE / "cost_models",  # in a checkout, a link to a folder outside of PACKAGE
     PACKAGE / "search",
     Path(torch.__file__).parent,
     Path(contextlib.__file__),
@@ -40,5 +40,5 @@ _LIBRARIES = (
 
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
-    """Whether a file's code is neither torch's nor ours nor made on the way."""
+    """Whether a file is neither torch's nor ours, and its code was not generated."""
     return not filename.startswith("<") and not lies_in(filename, _LIBRARIES)

@@ -1,4 +1,4 @@
-"""Hints at the name that was probably meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MAX_LENGTH = 200
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'zero3'?"`` where a known name is alike, else nothing.
+    """``"; did you mean 'zero3'?"`` if a known name is similar, else an empty string.
 
-    Case and dashes do not count, and names that nobody typed are not compared.
+    Case is ignored and dashes count as underscores; a name too long to be typed is not compared.
     """
     if len(name) > MAX_LENGTH:
         return ""

@@ -1,6 +1,6 @@
-"""All use of private torch API, each with the versions it was seen in.
+"""All uses of private torch API, each with the torch versions that have it.
 
-Nothing else in the project imports a name with a leading underscore from torch.
+No other module imports a name with a leading underscore from torch.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def inlined_higher_order_body(
     return getattr(module, str(body.target)), tuple(operands), bool(enabled)
 
 
-# torch.fx._lazy_graph_module (2.11 to 2.13): its context makes modules whose code is generated when
-# they first run. Export makes some fifty that never run, a tenth of its time.
+# torch.fx._lazy_graph_module (2.11 to 2.13): a context in which graph modules generate their code
+# on first use. Export makes dozens that never run.
 def without_generated_code() -> contextlib.AbstractContextManager[None]:
-    """Graph modules made inside get their Python code when they first run, not before."""
+    """Delay code generation of the graph modules made inside until they first run."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     made: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
@@ -91,10 +91,10 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
 
 
 def mark_no_grad_regions(module: nn.Module) -> None:
-    """Detach what leaves the ``no_grad`` regions of an exported graph, nested ones included.
+    """Detach the results of the ``no_grad`` regions of an exported graph, nested ones included.
 
-    They are calls of ``wrap_with_set_grad_enabled``, which ``run_decompositions`` inlines, and
-    with that forgets that no gradient flows back through them (2.11 to 2.13).
+    These are calls of ``wrap_with_set_grad_enabled``, which ``run_decompositions`` inlines without
+    a record that no gradient flows back through them (2.11 to 2.13).
     """
     for graph_module in module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
@@ -121,14 +121,14 @@ def _detach(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 def has_several_outputs(target: Any) -> bool:
     """Whether ``target`` is an operator that returns more than one value.
 
-    ``torch._ops.OpOverload`` and its ``_schema`` (2.11 to 2.13); a split returns a list, which
-    counts as one here: its parts are all alike.
+    ``torch._ops.OpOverload`` and its ``_schema`` (2.11 to 2.13). A list, such as a split returns,
+    counts as one value.
     """
     return isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) > 1
 
 
 def is_composite(target: Any) -> bool:
-    """Whether ``target`` is an operator made of others, which returns no view of its arguments.
+    """Whether ``target`` is a composite operator that returns no view of its arguments.
 
     ``torch._C._dispatch_has_kernel_for_dispatch_key`` (2.11 to 2.13).
     """
@@ -139,7 +139,7 @@ def is_composite(target: Any) -> bool:
 
 
 def returns_views(target: Any) -> bool:
-    """Whether what ``target`` returns shares memory with an argument, by its schema.
+    """Whether by its schema a result of ``target`` shares memory with an argument.
 
     ``torch._ops.OpOverload._schema`` (2.11 to 2.13).
     """
@@ -149,10 +149,10 @@ def returns_views(target: Any) -> bool:
 
 @contextlib.contextmanager
 def autograd_again() -> Iterator[None]:
-    """Record gradients inside the kernel of an operator, where dispatch has left autograd behind.
+    """Re-enable autograd inside an operator's kernel, which runs below autograd in the dispatcher.
 
-    ``torch._C._ForceDispatchKeyGuard`` and the thread's dispatch key sets (2.11 to 2.13). Autocast,
-    which is off by being excluded, stays as it is.
+    ``torch._C._ForceDispatchKeyGuard`` and the thread's dispatch key sets (2.11 to 2.13). Autocast
+    stays excluded.
     """
     included = torch._C._dispatch_tls_local_include_set()
     current = torch._C._dispatch_tls_local_exclude_set()
@@ -165,7 +165,7 @@ def autograd_again() -> Iterator[None]:
 
 
 def outside_of_tracing() -> Any:
-    """A context in which nothing is recorded, though a trace may be going on around it.
+    """A context whose operators are not recorded by a surrounding trace.
 
     ``torch.utils._python_dispatch._disable_current_modes`` (2.11 to 2.13).
     """
@@ -186,18 +186,20 @@ def custom_op_function(target: Any) -> tuple[str, Any] | None:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether something runs when its gradient is there: ``Tensor._backward_hooks``,
-    ``._post_accumulate_grad_hooks`` (2.11 to 2.13)."""
+    """Whether a parameter has hooks on its gradient.
+
+    ``Tensor._backward_hooks``, ``._post_accumulate_grad_hooks`` (2.11 to 2.13).
+    """
     found = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
     return any(found)
 
 
 # --- memory --------------------------------------------------------------------------------
 def allocations(profiler: torch.profiler.profile) -> list[int]:
-    """Bytes that were allocated, or freed (negative), one after another, as a profile saw them.
+    """Bytes of each allocation and (negative) release in a memory profile, in order.
 
-    ``profile.profiler.kineto_results.events()``, of which those named ``[memory]`` (2.11 to 2.13);
-    of ``profile_memory=True``, after ``stop()``.
+    The events named ``[memory]`` of ``profile.profiler.kineto_results.events()`` (2.11 to 2.13);
+    needs ``profile_memory=True`` and ``stop()``.
     """
     results: Any = profiler.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
@@ -206,13 +208,12 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
 
 # --- optimizers ----------------------------------------------------------------------------
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something else runs before or after each of its steps (2.11 to 2.13)."""
+    """Whether an optimizer has hooks before or after its steps (2.11 to 2.13)."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 class PeakOfNew(TorchDispatchMode):
-    """The most bytes of tensors that were made, and not yet let go of, while it is entered (2.11 to
-    2.13)."""
+    """Peak bytes of the tensors that were created inside and not yet released (2.11 to 2.13)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +247,7 @@ def is_overload(target: Any) -> bool:
 
 
 def overloads_named(name: str) -> list[str]:
-    """How the functional overloads of torch's own operator ``name`` are written; none if unknown.
+    """Qualified names of the functional overloads of ATen operator ``name``; none if it is unknown.
 
     ``OpOverload._schema.is_mutable`` (2.11 to 2.13).
     """
@@ -258,7 +259,7 @@ def overloads_named(name: str) -> list[str]:
 def canonical_call(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as torch.export writes them: by position where possible, defaults left out.
+    """Arguments in torch.export's form: positional where possible, defaults omitted.
 
     ``OpOverload._schema`` (2.11 to 2.13). Raises TypeError for an argument the operator lacks.
     """

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them."""
+"""Sizes and times formatted for people."""
 
 from __future__ import annotations
 

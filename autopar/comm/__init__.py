@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives by mesh axis, process groups, and what carries them."""
+"""Communication between ranks: axis-named collectives, process groups and transports."""

@@ -35,10 +35,10 @@ def travels_alone(size_bytes: int, *, is_sum: bool) -> bool:
 
 
 def start_sum(parts: Sequence[Tensor], collectives: Collectives) -> Wait:
-    """Begin to sum each tensor over the group.
+    """Start an all-reduce of several tensors.
 
-    The results are views of one new buffer: an operand may be read elsewhere, as where one tensor
-    is the gradient of two parameters.
+    The results are views of one new buffer: an operand may be read elsewhere, as when one tensor is
+    the gradient of two parameters.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
     arrive = collectives.all_reduce(flat, overlapped=True)

@@ -1,9 +1,9 @@
 """Axis-named collectives over ``torch.distributed``: one process group per axes label.
 
 In: a mesh, this process's rank and the labels that a program uses. Out: for each raw op of
-`autopar.comm.ops` a plain function of a local tensor. A digit behind ``outer`` of a dimension is
-laid out for the wire by ``disassemble`` and read back by ``assemble``; the plain split of dimension
-0 is the wire's own layout and goes straight into the output.
+`autopar.comm.ops` a plain function of a local tensor. Shards are laid out contiguously for the wire
+by ``disassemble`` and read back by ``assemble``; a contiguous split of dimension 0 already has the
+layout of the wire, so it is received straight into the output.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Group:
 
 
 class TimedGroup:
-    """Positions on the axis in time, and on device axes behind it; it never communicates."""
+    """Positions on the micro-batch axis and any device axes after it; it never communicates."""
 
     def __init__(self, communicator: Communicator, label: str) -> None:
         axes = label.partition(",")[2]
@@ -63,7 +63,7 @@ class TimedGroup:
 
     @property
     def index(self) -> int:
-        """That of the present micro-batch."""
+        """Position of the current micro-batch."""
         inside = self._devices.index if self._devices else 0
         return self._communicator.microbatch * self._num_devices + inside
 
@@ -72,12 +72,12 @@ AnyGroup = Group | TimedGroup
 
 
 class Communicator:
-    """This rank's groups of one mesh, of which a pipeline has one on each of its devices.
+    """This rank's groups over the mesh of its pipeline rank.
 
-    Making it is collective: all ranks, the same labels and sets of devices. ``mesh`` and ``rank``
-    are those of this rank's own device, ``pipeline_device`` of ``num_devices``. With
-    ``reduces_late``, gradients have groups of their own: collectives of a group are done in their
-    order, and those of the next step must not wait behind a step's last reductions.
+    Construction is collective: all ranks pass the same labels and device sets. ``mesh`` and
+    ``rank`` are those within this pipeline rank, which is ``pipeline_device`` of ``num_devices``.
+    With ``reduces_late``, gradients have groups of their own: a group executes its collectives in
+    order, and those of the next step must not queue behind the last reductions of this one.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Communicator:
             self.messages = _messages(self._device_group(every), device.type)
 
     def group(self, label: str) -> AnyGroup:
-        """The group of a label; collective where it is new."""
+        """The group of a label; the first call for a label is collective."""
         if label not in self._groups and label.split(",")[0] == MICROBATCH:
             self._groups[label] = TimedGroup(self, label)
         if label not in self._groups:
@@ -171,9 +171,9 @@ class Communicator:
         return function
 
     def bind_in_place(self, label: str) -> LocalFunction:
-        """``all_reduce`` of a tensor that nobody else reads: it may be overwritten."""
+        """``all_reduce`` of a tensor that has no other reader and may be overwritten."""
         group = self.group(label)
-        assert isinstance(group, Group), "nothing is summed along the axis in time"
+        assert isinstance(group, Group), "the micro-batch axis has no all-reduce"
         function = _all_reduce_in_place(group)
         function.__name__ = f"all_reduce__{label.replace(',', '_')}"
         function.__module__ = __name__
@@ -181,7 +181,7 @@ class Communicator:
 
 
 class _Known:
-    """Meshes and groups of the present default process group: made once, used by every program."""
+    """Meshes and groups of the current default process group, shared by all programs."""
 
     def __init__(self) -> None:
         self.world: Any = None
@@ -201,7 +201,7 @@ _KNOWN = _Known()
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """torch's mesh with our axis names. Collective the first time."""
+    """torch's `DeviceMesh` with our axis names; the first call for a mesh is collective."""
     known = _KNOWN.of_this_world().meshes
     if (device_type, mesh) not in known:
         with sealed():
@@ -212,14 +212,14 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 def _joint_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
-    """This rank's group among ``groups``; all ranks make all of them, in the same order."""
+    """This rank's group among ``groups``; all ranks create all of them, in the same order."""
     if len(groups) == 1 and groups[0] == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     return _new_group(groups, rank, "all")
 
 
 def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> Any:
-    """As `_joint_group`, never that of all processes; one for each purpose."""
+    """Like `_joint_group`, but always a new group, one per purpose."""
     known = _KNOWN.of_this_world().groups
     if (purpose, groups) not in known:
         assert all(list(group) == sorted(group) for group in groups), groups
@@ -259,7 +259,7 @@ def _reduced(x: Tensor, group: Group, reduction: Reduction = Reduction.SUM) -> T
 
 def _all_reduce(group: Group) -> LocalFunction:
     def all_reduce(x: Tensor) -> Tensor:
-        if x.dtype is torch.bool:  # a sum of truth values is "any"; as bytes it would be 2
+        if x.dtype is torch.bool:  # the sum of booleans is a logical or; as bytes it would count
             return _reduced(_as_bytes(x), group, Reduction.MAX).to(torch.bool)
         return _reduced(x.clone(memory_format=torch.contiguous_format), group)
 
@@ -292,7 +292,7 @@ def _all_reduce_max(group: Group) -> LocalFunction:
 
 
 def _wire(x: Tensor) -> Tensor:
-    """Truth values travel as bytes, which every backend moves."""
+    """Booleans are sent as bytes, which every backend supports."""
     return x.view(torch.uint8) if x.dtype is torch.bool else x
 
 

@@ -1,4 +1,4 @@
-"""Moves of values between placements, as axis-named ops that fx can trace, print and differentiate.
+"""Moves between placements as axis-named ops that fx can trace, print and differentiate.
 
 A move is an ``autograd.Function`` whose forward and backward call raw ops of the ``autopar``
 library. The raw ops name mesh *axes*, not process groups, so a sharded graph is built without any
@@ -6,7 +6,8 @@ process group; at run time each raw op is bound to a communicator
 (`autopar.runtime.machine.process`), and in tests the programs of all ranks run side by side in one
 process (`autopar.testing.lockstep`).
 
-Raw ops, ``num`` being the group's size, ``dim`` and ``outer`` the digit (see autopar.ir.placement):
+The raw ops, where ``num`` is the group's size and ``dim`` and ``outer`` give the digit (see
+`autopar.ir.placement`):
 
 - ``all_reduce(x, axes, num)``
 - ``all_gather(x, axes, num, dim, outer)``      dim grows ``num`` times
@@ -105,7 +106,7 @@ COLLECTIVES = frozenset({ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER,
 
 
 class _Move(torch.autograd.Function):
-    """One step: ``forward_op`` on the value, ``backward_op`` on its gradient."""
+    """A move: ``forward_op`` on the value, ``backward_op`` on its gradient."""
 
     @staticmethod
     def forward(
@@ -130,9 +131,9 @@ Function = Callable[[Tensor], Tensor]
 
 
 def step_functions(step: Step, bind: Callable[..., Function]) -> tuple[Function, Function]:
-    """What a step does to the local part, and to its gradient.
+    """A move's function of the local shard, and that of its gradient.
 
-    ``bind(op, *digits)`` gives the raw ``op`` along the step's axes as a function of a tensor.
+    ``bind(op, *digits)`` gives the raw ``op`` along the move's axes as a function of a tensor.
     """
     source, target = (step.source.dim, step.local_outer), (step.target.dim, step.target_local_outer)
     leave, enter = (step.source.dim, step.padding), (step.target.dim, step.target_padding)
@@ -168,14 +169,14 @@ def step_functions(step: Step, bind: Callable[..., Function]) -> tuple[Function,
 
 
 def _padded(function: Function, dim: int, padding: int) -> Function:
-    """Zeros behind the end of ``dim`` before ``function``."""
+    """``function`` of a tensor padded with zeros at the end of ``dim``."""
     if not padding:
         return function
     return lambda x: function(pad_end(x, dim, padding))
 
 
 def _trimmed(function: Function, dim: int, padding: int) -> Function:
-    """Without the padding of ``dim`` after ``function``."""
+    """``function`` with the padding of ``dim`` removed from its result."""
     if not padding:
         return function
 
@@ -187,7 +188,7 @@ def _trimmed(function: Function, dim: int, padding: int) -> Function:
 
 
 def pad_end(x: Tensor, dim: int, padding: int) -> Tensor:
-    """``x`` with ``padding`` zeros behind the end of ``dim``."""
+    """``x`` with ``padding`` zeros appended to ``dim``."""
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, padding]) if padding else x
 
 
@@ -196,7 +197,7 @@ def _traced(op: Any, *args: Any) -> Function:
 
 
 def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
-    """Apply one step of `redistribute` to the local part ``x``."""
+    """Apply one move of `redistribute` to the local shard ``x``."""
     axes, num = mesh.axes_label(step.axes), mesh.size(step.axes)
     if num == 1:
         return x
@@ -207,7 +208,7 @@ def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
 
 
 def with_gradient(x: Tensor, forward: Function, backward: Function) -> Tensor:
-    """``forward(x)``, whose gradient goes through ``backward``."""
+    """``forward(x)`` with ``backward`` applied to its gradient."""
     result: Tensor = _Move.apply(x, forward, backward)
     return result
 
@@ -215,16 +216,16 @@ def with_gradient(x: Tensor, forward: Function, backward: Function) -> Tensor:
 def move(
     x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Tensor:
-    """Turn the local part of a value of global ``shape`` from ``source`` into ``target``."""
+    """Redistribute the local shard of a value of global ``shape`` from ``source`` to ``target``."""
     for step in redistribute(source, target, shape, mesh):
         x = apply_step(x, step, mesh)
     return x
 
 
 def assemble(parts: Tensor, dim: int, outer: int) -> Tensor:
-    """``[num, *local]`` to the whole: the parts become the digit behind ``outer`` of ``dim``.
+    """Shards ``[num, *local]`` to the whole tensor, split on ``dim`` inside ``outer``.
 
-    Contiguous, as the graphs around it were traced, also where a size of 1 would allow a view.
+    The result is contiguous, as the surrounding graph was traced, even where it could be a view.
     """
     num, local = parts.shape[0], list(parts.shape[1:])
     split = [*local[:dim], outer, local[dim] // outer, *local[dim + 1 :]]
@@ -242,7 +243,7 @@ def disassemble(whole: Tensor, num: int, dim: int, outer: int) -> Tensor:
 
 
 def digit_slice(whole: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
-    """Slice ``index`` of the digit behind ``outer`` of ``dim``; a view where ``outer`` is 1."""
+    """Shard ``index`` of ``whole``, split on ``dim`` inside ``outer``; a view if ``outer`` is 1."""
     if outer == 1:
         size = whole.shape[dim] // num
         return whole.narrow(dim, index * size, size)

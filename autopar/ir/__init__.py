@@ -1,1 +1,1 @@
-"""The values that every later stage speaks of: graph, blocks, mesh, placements."""
+"""The intermediate representation: graph, blocks, mesh, placements."""

@@ -1,17 +1,18 @@
-"""Cut a graph's ops into blocks: contiguous runs that are lowered and scheduled as one.
+"""Blocks: contiguous runs of ops that are lowered and scheduled as one unit.
 
-A block is a repeated unit of the model, a transformer layer or a residual unit: the deepest
-element of a module list that holds at least `MIN_OPS` ops, and at most four fifths of the model's.
-What lies between such units (the embedding, the head) forms blocks of its own, named after the
-modules they share. Ops that depend on neither parameters nor inputs form the first block,
-``fixed``, which runs once.
+A block is a repeated unit of the model, a transformer layer or a residual unit: the deepest element
+of a module list that holds at least `MIN_OPS` ops, and at most four fifths of the model's. Ops
+between such units (the embedding, the head) form blocks of their own, named after the module that
+contains them all. Ops that depend on neither parameters nor inputs form the first block, ``fixed``,
+which runs once.
 
-Where more than a quarter of the model lies between two units (its layers are plain attributes, or
-elements of few ops each), that is cut in front of each child module that reads parameters; a child
-that has more than a quarter itself, at its own children. Activations, and what the module around
-them computes (a residual sum), stay with the child before. Neighbours are put together until they
-have `MIN_PART_OPS` ops, or an eighth of the model's if that is less, and named after all their
-modules: ``norm+head``, or ``layers.0..layers.4`` where they are more than three.
+A run between two units that holds more than a quarter of the model's ops (its layers are plain
+attributes, or list elements of few ops each) is cut in front of each child module that reads
+parameters, and a child with more than a quarter of the ops in front of its own children.
+Activations and ops of the enclosing module (a residual sum) stay with the preceding child.
+Neighbours are merged until they have `MIN_PART_OPS` ops, or an eighth of the model's if that is
+fewer, and named after all their modules: ``norm+head``, or ``layers.0..layers.4`` for more than
+three.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ MIN_OPS = 5
 MIN_PART_OPS = 3
 FIXED = "fixed"
 TOTALS = "totals"
-"""The block of the totals that means divide by: see `autopar.sharding.microbatches`."""
+"""The block that computes the divisors of means: see `autopar.sharding.microbatches`."""
 
 
 def cut_into_blocks(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Block, ...]:
-    """Blocks that cover ``ops`` in order; fixed ops must come first."""
+    """Cut ``ops`` into blocks, in order; fixed ops must come first."""
     fixed = [all(o is None or values[o].fixed for o in op.outputs) for op in ops]
     num_ops = fixed.count(False)
     units = _large_units(ops[-num_ops:] if num_ops else (), num_ops)
@@ -51,7 +52,7 @@ def cut_into_blocks(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Block, 
 
 
 def lies_in(path: str, module: str) -> bool:
-    """Whether the module at ``path`` is ``module`` or inside it; all are inside ``""``."""
+    """Whether the module at ``path`` is ``module`` or inside it; every module is inside ``""``."""
     return not module or path == module or path.startswith(f"{module}.")
 
 
@@ -63,7 +64,7 @@ def _large_units(ops: Sequence[Op], num_ops: int) -> set[str]:
 
 
 def _units(path: str) -> list[str]:
-    """Prefixes of a module path that are elements of a list: ``a.layers.3`` of ``a.layers.3.b``."""
+    """Prefixes of a module path that are list elements: ``a.layers.3`` for ``a.layers.3.b``."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
@@ -72,10 +73,10 @@ def _key(op: Op, units: set[str]) -> str:
     return next((unit for unit in reversed(_units(op.module_path)) if unit in units), "")
 
 
-# --- what lies between units --------------------------------------------------------------------
+# --- ops between units --------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Ops that stay together: how many, and of which modules."""
+    """Consecutive ops that stay together: their number and modules."""
 
     num_ops: int
     modules: tuple[str, ...]
@@ -87,7 +88,7 @@ class _Part:
 def _between_units(
     run: Sequence[Op], values: Sequence[Value], num_ops: int
 ) -> list[tuple[str, int]]:
-    """Names and sizes of the blocks of a run of ops that are in no unit, in a model of so many."""
+    """Names and sizes of the blocks of a run outside of all units; ``num_ops`` is the model's."""
     parts: list[_Part] = []
     if len(run) > num_ops / 4:
         least = max(1, min(MIN_PART_OPS, num_ops // 8))
@@ -98,7 +99,7 @@ def _between_units(
 
 
 def _parts(run: Sequence[Op], values: Sequence[Value], module: str, most: float) -> Iterator[_Part]:
-    """``run`` cut at the children of ``module``, and those of over ``most`` ops at their own."""
+    """``run`` cut at the children of ``module``; a child of over ``most`` ops is cut at its own."""
     children = dict(_children_with_parameters(run, values, module))
     first = run[0].index
     for start, stop in itertools.pairwise(sorted({first, *children, first + len(run)})):
@@ -114,9 +115,10 @@ def _parts(run: Sequence[Op], values: Sequence[Value], module: str, most: float)
 def _children_with_parameters(
     run: Sequence[Op], values: Sequence[Value], module: str
 ) -> Iterator[tuple[int, str]]:
-    """Where calls of children of ``module`` begin, of those that read parameters; their names.
+    """First op and name of each call of a child of ``module`` that reads parameters.
 
-    After ops of other modules a child goes on with its call, unless it begins as that began.
+    Ops of a child that follow other modules' ops continue its last call, unless they start with the
+    submodule that call started with.
     """
     calls: list[tuple[str, list[Op]]] = []
     for child, group in itertools.groupby(run, lambda op: _child(op.module_path, module)):
@@ -131,7 +133,7 @@ def _children_with_parameters(
 
 
 def _child(path: str, module: str) -> str:
-    """The child of ``module`` that ``path`` is or lies in; nothing where there is none."""
+    """The child of ``module`` that is or contains ``path``; empty if there is none."""
     if path == module or not lies_in(path, module):
         return ""
     depth = module.count(".") + 2 if module else 1
@@ -139,12 +141,12 @@ def _child(path: str, module: str) -> str:
 
 
 def _label(path: str, module: str) -> str:
-    """What a part inside ``module`` is named after for an op of ``path``; not what is around it."""
+    """The module that names an op at ``path`` in a part of ``module``; empty if it encloses it."""
     return _child(path, module) or ("" if lies_in(module, path) else path)
 
 
 def _put_together(parts: Iterable[_Part], least: int) -> list[_Part]:
-    """Neighbours joined until they have ``least`` ops; too few at the end join those before."""
+    """Neighbours merged until each has ``least`` ops; a small last part joins the one before."""
     joined: list[_Part] = []
     for part in parts:
         if joined and joined[-1].num_ops < least:
@@ -157,7 +159,7 @@ def _put_together(parts: Iterable[_Part], least: int) -> list[_Part]:
 
 
 def _shared_name(paths: Sequence[str]) -> str:
-    """The deepest module that holds all of ``paths``, or the outermost names among them."""
+    """The deepest module that contains all of ``paths``, else their outermost modules."""
     parts = [p.split(".") for p in paths if p]
     if not parts:
         return "model"
@@ -170,6 +172,6 @@ def _shared_name(paths: Sequence[str]) -> str:
 
 
 def _joined(names: Iterable[str]) -> str:
-    """All of the names where they are few, the first and the last of more."""
+    """The names joined: all of up to three, else the first and the last."""
     distinct = list(dict.fromkeys(names))
     return "+".join(distinct) if len(distinct) < 4 else f"{distinct[0]}..{distinct[-1]}"

@@ -1,8 +1,8 @@
-"""oneDNN's LSTM, one operator a layer and direction, with the workspace that its derivative reads.
+"""oneDNN's LSTM as an operator per layer and direction that returns the workspace for its backward.
 
-On CPUs PyTorch runs an LSTM as ``aten.mkldnn_rnn_layer``, about twice as fast as step by step. That
-operator keeps its workspace only while gradients are recorded, which they are not where a traced
-graph runs; traces have the one below in its place, which always keeps it.
+On CPUs PyTorch runs an LSTM as ``aten.mkldnn_rnn_layer``, much faster than step by step. That
+operator returns its workspace only while autograd records, which it does not when a traced graph
+runs. Traces therefore contain the operator below, which always returns it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 _WORKSPACE_STATES = (6.0, 4.8)
-"""Of ``max(features, hidden)`` and of ``hidden`` for each sequence at each step and one before, in
-what oneDNN keeps besides the gates: fitted to it at sixteen shapes, within 1.5% from 100 kB on."""
+"""Multiples of ``max(features, hidden)`` and ``hidden`` in oneDNN's workspace, besides the gates.
+
+Per sequence and step, plus the initial state; fitted to the sizes that oneDNN reports.
+"""
 _LINE = 16
 _BAD_STRIDE = 256
 
@@ -72,7 +74,7 @@ def _(
 
 
 def workspace_bytes(steps: int, batch: int, features: int, hidden: int, itemsize: int) -> int:
-    """What oneDNN keeps of one layer in one direction for its derivative, about."""
+    """Approximate size of oneDNN's workspace for one layer in one direction."""
     first, second = _WORKSPACE_STATES
     gates = steps * _row(4 * hidden)
     states = (steps + 1) * (first * _row(max(features, hidden)) + second * _row(hidden))
@@ -82,9 +84,9 @@ def workspace_bytes(steps: int, batch: int, features: int, hidden: int, itemsize
 def scratch_bytes(
     steps: int, batch: int, features: int, hidden: int, itemsize: int, *, is_backward: bool
 ) -> int:
-    """What oneDNN needs only while it runs a layer: weights in rows of its own, and the gates.
+    """Memory that oneDNN uses only while it runs a layer: weights in its own layout, and the gates.
 
-    Backward, the weights a second time, in rows of the other dimension, where that pads them.
+    In backward it also holds the weights in the transposed layout, where that layout is padded.
     """
     sizes = (features, hidden)
     needed = (sum(sizes) + steps * batch) * _row(4 * hidden)
@@ -94,6 +96,6 @@ def scratch_bytes(
 
 
 def _row(size: int) -> int:
-    """Rows start on cache lines, at a distance that is no multiple of a page's quarter."""
+    """Row length padded to a multiple of a cache line, but not of a quarter page (conflicts)."""
     padded = -(-size // _LINE) * _LINE
     return padded if padded % _BAD_STRIDE else padded + _LINE

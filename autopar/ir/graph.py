@@ -1,4 +1,4 @@
-"""The captured graph: frozen values, ops and blocks that every later stage reads.
+"""The captured graph: frozen values, ops and blocks.
 
 Made by `autopar.frontend.capture.capture`. An op refers to values by `Ref`; multi-output ops list
 all their outputs, so there are no tuple-indexing nodes. Ops are in topological order and blocks are
@@ -37,12 +37,11 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor of the graph. ``target`` is the key in ``state_dict()``, for those it has.
+    """One tensor of the graph. ``target`` is its key in ``state_dict()``, None if it has none.
 
-    ``differentiable``: a gradient flows back through it. ``fixed``: it depends on no parameter
-    and no input, and is not large, so it is computed once, alike on all devices (masks,
-    positions). ``strides``: in elements, of an op's result as the model makes it; None where it is
-    contiguous.
+    ``differentiable``: a gradient flows back through it. ``fixed``: it is small and depends on no
+    parameter and no input (masks, positions), so every device computes the whole of it once.
+    ``strides``: those of an op's result in the model, in elements; None if it is contiguous.
     """
 
     index: int
@@ -64,10 +63,10 @@ class Value:
 class Op:
     """One call of an ATen operator on whole (global) values.
 
-    ``args`` and ``kwargs`` hold `Ref` where a tensor goes, nested in tuples as in the schema.
-    ``outputs`` has one entry per tensor returned, None for those nobody uses. ``per_shard``: each
-    device computes it of its own shard of the batch alone, though of the whole batch it would be
-    another result (see `autopar.passes.batch_norm`).
+    ``args`` and ``kwargs`` hold a `Ref` in place of each tensor, nested in tuples as in the schema.
+    ``outputs`` has one entry per returned tensor, None if unused. ``per_shard``: each device
+    applies the op to its own shard of the batch, even though the result differs from the whole
+    batch's (see `autopar.passes.batch_norm`).
     """
 
     index: int
@@ -80,7 +79,7 @@ class Op:
     location: str = ""
     per_shard: bool = False
     inputs: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Value of each tensor operand, in the order of the arguments (repeats kept)."""
+    """Value index of each tensor operand, in argument order, duplicates kept."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", refs_in((self.args, self.kwargs)))
@@ -98,7 +97,7 @@ class Op:
 
 
 def refs_in(node: Any) -> tuple[int, ...]:
-    """The values that ``node`` refers to, in its order, repeats kept."""
+    """Indices of the values that ``node`` refers to, in order, duplicates kept."""
     return tuple(_refs(node))
 
 
@@ -111,7 +110,7 @@ def _refs(node: Any) -> Iterator[int]:
 
 
 def map_refs(node: Any, replace: Callable[[Ref], Any]) -> Any:
-    """``node`` with every `Ref` replaced; the nesting stays."""
+    """``node`` with every `Ref` replaced, nesting unchanged."""
     if isinstance(node, Ref):
         return replace(node)
     if isinstance(node, tuple):
@@ -121,7 +120,7 @@ def map_refs(node: Any, replace: Callable[[Ref], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A contiguous run of ops: a layer, a residual unit, or what lies between them."""
+    """A contiguous run of ops: a layer, a residual unit, or the ops between two of them."""
 
     index: int
     name: str
@@ -133,10 +132,10 @@ class Block:
 class Graph:
     """A model's training computation on the global batch.
 
-    ``loss`` is None for a model captured without one. ``outputs`` are the values of the model's
-    own output (for the forward program); ``mutations`` pairs a buffer with its next value.
-    ``aliases`` maps every further name of a tied parameter to the one that is kept. ``constants``
-    holds the data of CONSTANT values by name.
+    ``loss`` is None for a model captured without one. ``outputs`` are the tensors of the model's
+    output (for the forward program); ``mutations`` pairs a buffer with its next value. ``aliases``
+    maps the other names of a tied parameter to the one that is kept. ``constants`` holds the data
+    of CONSTANT values by name.
     """
 
     values: tuple[Value, ...]
@@ -164,7 +163,7 @@ class Graph:
         return self.ops[block.start : block.stop]
 
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Per value, its uses as (op index, operand position)."""
+        """Uses of each value as (op index, operand position)."""
         uses: dict[int, list[tuple[int, int]]] = {}
         for op in self.ops:
             for position, value in enumerate(op.inputs):
@@ -172,7 +171,7 @@ class Graph:
         return {value: tuple(entries) for value, entries in uses.items()}
 
     def producers(self) -> dict[int, tuple[int, int]]:
-        """Per computed value, its (op index, output position)."""
+        """Producer of each computed value as (op index, output position)."""
         return {
             value: (op.index, position)
             for op in self.ops
@@ -182,7 +181,7 @@ class Graph:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal computations: ops, arguments, shapes, dtypes, names and blocks."""
+        """A hash of the computation: ops, arguments, shapes, dtypes, names and blocks."""
         digest = hashlib.sha256()
         for value in self.values:
             entry = (value.name, value.kind, value.shape, str(value.dtype), value.target)
@@ -206,7 +205,7 @@ def _stable(node: Any) -> Any:
 
 
 def verify(graph: Graph) -> None:
-    """Raise GraphError unless every later stage may rely on the graph."""
+    """Raise GraphError if the graph breaks an invariant that later stages rely on."""
     for rule in (_check_indices, _check_order, _check_blocks, _check_loss):
         rule(graph)
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 from autopar.base.errors import DeviceError
 
 MICROBATCH = "microbatch"
-"""The axis in time: its positions are computed one after the other, by the same devices."""
+"""The micro-batch axis, an axis in time: the same devices compute its positions in sequence."""
 PIPELINE = "pipeline"
-"""The axis of the devices of a pipeline, each with a mesh of its own, in front of that mesh's."""
+"""The axis of pipeline ranks, outermost; each pipeline rank has a mesh of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Mesh:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh without an axis in time."""
+        """The mesh without the micro-batch axis."""
         if MICROBATCH not in self.axis_names:
             return self
         assert self.axis_names[0] == MICROBATCH
@@ -61,17 +61,17 @@ class Mesh:
         return self.axis_sizes[0] if MICROBATCH in self.axis_names else 1
 
     def repeated(self, num_devices: int) -> Mesh:
-        """As many meshes like this one, one after the other, along the axis `PIPELINE`."""
+        """This mesh once per pipeline rank, along axis `PIPELINE`."""
         if num_devices == 1:
             return self
         return Mesh((PIPELINE, *self.axis_names), (num_devices, *self.axis_sizes))
 
     def is_sequential(self, axis: int) -> bool:
-        """Whether the axis is one in time."""
+        """Whether the axis is that of micro-batches."""
         return self.axis_names[axis] == MICROBATCH
 
     def size(self, axes: Sequence[int]) -> int:
-        """Number of ranks in one group over ``axes`` (given by position)."""
+        """Number of ranks in a group over ``axes`` (positions)."""
         return math.prod(self.axis_sizes[a] for a in axes)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Mesh:
         return _groups(self, tuple(axes))
 
     def axes_label(self, axes: Sequence[int]) -> str:
-        """The axes as text, such as ``dp`` or ``dp,tp``: the name collectives carry."""
+        """The axes as text, such as ``dp`` or ``dp,tp``: how a collective names its group."""
         return ",".join(self.axis_names[a] for a in axes)
 
     def axes_of(self, label: str) -> tuple[int, ...]:

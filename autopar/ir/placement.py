@@ -2,18 +2,16 @@
 
 On each mesh axis a value and its gradient are in one of four states:
 
-=====  ==============================================  ===================
-state  value                                           gradient
-=====  ==============================================  ===================
-R      replicated: the same on all                     replicated
-S(d)   split on tensor dimension d                     split likewise
-P      a partial sum: the value is the sum over all    replicated
-V      varying use: the same on all, but each device   a partial sum
-       computes with it on another share of the work
+=====  ==============================================  =================== state  value
+gradient =====  ==============================================  =================== R
+replicated: the same on all                     replicated S(d)   split on tensor dimension d
+split likewise P      a partial sum: the value is the sum over all    replicated V
+       varying use: the same on all, but each device a partial sum computes a different share of the
+       work from it
 =====  ==============================================  ===================
 
-A move from one state to another costs exactly this, forward and backward; every entry follows
-from what the value and the gradient are before and after:
+A move from one state to another costs exactly this in forward and backward; every entry follows
+from the states of the value and the gradient before and after:
 
 =========  ==================  ==================
 from → to  forward             backward
@@ -35,16 +33,17 @@ V → P      local mask          local mask
 
 (Mask: position 0 of the group keeps the value, the others hold zeros.)
 
-A split is a *digit* of the index along its dimension: ``S(d, outer=k)`` views dimension d of size
-N as ``[k, n, N / (k n)]`` and gives device c the slice c of the middle part. ``outer=1`` is the
-plain contiguous split; ``outer=3`` splits the heads of a fused query-key-value projection; two axes
-on one dimension are two digits (an inner one has the outer one's ``outer * size``). Digits of one
-dimension never overlap, so any axis may be gathered, sliced or moved on its own, in any order.
+A split takes one *digit* of the index along its dimension, in a mixed-radix sense: ``S(d,
+outer=k)`` views dimension d of size N as ``[k, n, N / (k n)]`` and gives device c slice c of the
+middle factor. ``outer=1`` is the contiguous split; ``outer=3`` splits the heads of a fused
+query-key-value projection; two axes on one dimension are two digits (the inner one's ``outer`` is
+the outer one's ``outer * size``). Digits of one dimension never overlap, so any axis may be
+gathered, sliced or moved on its own, in any order.
 
-A size that does not divide is *padded*: plain nested splits of size N over n devices give each
-device ``ceil(N / n)`` elements, and the last ones hold zeros behind the end, in the value and in
-its gradient. Moves append the zeros before they slice and drop them after they gather; axes that
-share a padded dimension move together.
+A size that n does not divide is *padded*: contiguous splits of size N over n devices give each
+device ``ceil(N / n)`` elements, and the last shards end in zeros, in the value and in its gradient.
+Moves append the zeros before a slice and drop them after a gather; axes that share a padded
+dimension move together.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ V = Placement(State.VARYING)
 
 
 def S(dim: int, outer: int = 1) -> Placement:
-    """Split on tensor dimension ``dim``, viewed as ``[outer, num_shards, rest]``."""
+    """A split of tensor dimension ``dim``, viewed as ``[outer, num_shards, rest]``."""
     return Placement(State.SHARD, dim, outer)
 
 
@@ -99,11 +98,11 @@ _TEXT = re.compile(r"([RPV])|S([0-9]{1,4})(?:/([1-9][0-9]{0,17}))?")
 
 
 def parse_placement(text: str) -> Placement:
-    """Read back ``str(placement)``; raises PlanError on anything else."""
+    """Parse ``str(placement)``; raises PlanError for anything else."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise PlanError(
-            f"placement {text!r} is none of R, P, V, S<dim> or S<dim>/<outer>, such as 'S0' or "
+            f"placement {text!r} is not R, P, V, S<dim> or S<dim>/<outer>, such as 'S0' or "
             "'S1/3', where outer is at least 1"
         )
     if match[1]:
@@ -116,14 +115,14 @@ def format_placements(placements: Placements) -> str:
 
 
 MAX_PADDING = 0.5
-"""A padded split may add at most this share of the dimension's size."""
+"""Largest padding of a split, as a fraction of the dimension's size."""
 
 Digit = tuple[int, int, int]
-"""One split of a dimension: (outer, size, mesh axis)."""
+"""A split of a dimension: (outer, size, mesh axis)."""
 
 
 def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise PlanError unless every split is a disjoint digit of its dimension, whole or padded."""
+    """Raise PlanError unless the splits of each dimension are disjoint, and even or padded."""
     if len(placements) != mesh.num_axes:
         raise PlanError(f"{len(placements)} placements for a mesh of {mesh.num_axes} axes ({mesh})")
     for dim, digits in _digits(placements, mesh).items():
@@ -132,9 +131,9 @@ def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -
         if not _fits(shape[dim], digits):
             split = ", ".join(f"[{o}, {n}, ...] by {mesh.axis_names[a]!r}" for o, n, a in digits)
             raise PlanError(
-                f"dimension {dim} of shape {tuple(shape)} cannot be split as {split}: the parts "
-                "must be apart, and whole, or plain contiguous ones whose padding adds at most "
-                f" {MAX_PADDING:.0%}"
+                f"dimension {dim} of shape {tuple(shape)} cannot be split as {split}: splits of a "
+                "dimension must not overlap, and must be even, or contiguous with at most "
+                f"{MAX_PADDING:.0%} padding"
             )
 
 
@@ -147,7 +146,7 @@ def is_valid(placements: Placements, shape: Sequence[int], mesh: Mesh) -> bool:
 
 
 def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> dict[int, int]:
-    """Per split dimension, how many zeros make it divide: all devices' parts less its size."""
+    """Zeros appended to each split dimension so that it divides evenly."""
     found = {}
     for dim, digits in _digits(placements, mesh).items():
         num = math.prod(size for _, size, _ in digits)
@@ -156,7 +155,7 @@ def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> dict[i
 
 
 def _fits(size: int, digits: Sequence[Digit]) -> bool:
-    """Whether digits, outermost first, lie apart and are whole, or nest plainly with padding."""
+    """Whether digits, outermost first, are disjoint, and even or contiguous with little padding."""
     reached, last_axis = 1, -1
     whole = nested = True
     for outer, num, axis in digits:
@@ -181,7 +180,7 @@ def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[Digit]]:
 
 
 def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one device's part of a value of global ``shape``, padding included."""
+    """Shape of one device's shard of a value of global ``shape``, padding included."""
     shards = [1] * len(shape)
     for axis, placement in enumerate(placements):
         if placement.state is State.SHARD:
@@ -190,7 +189,7 @@ def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tup
 
 
 class StepKind(StrEnum):
-    """One row of the table above, named by what it does in forward."""
+    """The kinds of move in the table above, named after the forward."""
 
     SLICE = "slice"
     MASK = "mask"
@@ -205,13 +204,13 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move of one value along one or several mesh axes at once.
+    """A move of one value along one or several mesh axes at once.
 
-    ``source`` and ``target`` are the states of the first axis; several axes move together only
-    where they act as one larger axis. ``local_outer`` (``target_local_outer``) is the number of
-    local parts in front of the digit on the source (target) dimension, ``padding``
-    (``target_padding``) the number of zeros behind the end of that dimension while it is split.
-    ``shape`` is the local shape before the step.
+    ``source`` and ``target`` are the placements on the first axis; several axes move together only
+    where they act as one larger axis. ``local_outer`` (``target_local_outer``) is the local size of
+    the index in front of the digit on the source (target) dimension, ``padding``
+    (``target_padding``) the number of zeros appended to that dimension while it is split. ``shape``
+    is the local shape before the move.
     """
 
     kind: StepKind
@@ -226,12 +225,12 @@ class Step:
 
     @property
     def backward(self) -> str | None:
-        """Name of the collective in backward, or None where it is local or nothing."""
+        """The collective in backward; None if the move is local there."""
         return _BACKWARD.get((self.source.state, self.target.state))
 
     @property
     def forward(self) -> str | None:
-        """Name of the collective in forward, or None where it is local or nothing."""
+        """The collective in forward; None if the move is local."""
         if self.kind in (
             StepKind.ALL_REDUCE,
             StepKind.ALL_GATHER,
@@ -267,7 +266,7 @@ _KINDS = {
     (State.VARYING, State.PARTIAL): StepKind.MASK,
 }
 
-# Shrinking moves first, growing moves last: every collective then carries the fewest bytes.
+# Shrinking moves first, growing moves last, so that every collective transfers the fewest bytes.
 _ORDER = (
     StepKind.SLICE,
     StepKind.REDUCE_SCATTER,
@@ -284,12 +283,12 @@ _ORDER = (
 def redistribute(
     source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Step, ...]:
-    """The steps that turn a value of global ``shape`` from ``source`` into ``target``.
+    """The moves that take a value of global ``shape`` from ``source`` to ``target``.
 
-    Axes whose moves are alike act as one larger axis. Moves that shrink the local part come
-    first. A split that would overlap a digit still in use waits until that digit is gone; where
-    two splits wait for each other, one of them is gathered first. Axes that share a padded
-    dimension leave it together and enter it together.
+    Axes with the same move act as one larger axis. Moves that shrink the local shard come first. A
+    split that would overlap a digit still in use waits until that digit is gathered; where two
+    splits wait for each other, one of them is gathered first. Axes that share a padded dimension
+    are gathered from it and split on it together.
     """
     current = list(source)
     steps: list[Step] = []
@@ -301,7 +300,7 @@ def redistribute(
 def _gathered(
     source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Placements:
-    """``source``, with the axes replicated that change what they share of a padded dimension."""
+    """``source`` with R on the axes that share a padded dimension whose splits change."""
     before, after = _digits(source, mesh), _digits(target, mesh)
     padded = {d for side in (source, target) for d, n in paddings(side, shape, mesh).items() if n}
     result = list(source)
@@ -332,7 +331,7 @@ def _steps_to(
 
 
 def _next_goal(now: Placement, then: Placement) -> Placement:
-    """Another digit of the same dimension is reached through R."""
+    """The next placement on an axis; another digit of the same dimension is reached through R."""
     same_dim = now.state is then.state is State.SHARD and now.dim == then.dim
     return R if same_dim and now != then else then
 
@@ -344,7 +343,7 @@ def _next_group(
     mesh: Mesh,
     pending: Iterable[int],
 ) -> tuple[int, ...] | None:
-    """The axes of the next legal step: the earliest kind in `_ORDER`, merged where possible."""
+    """The axes of the next legal move: the earliest kind in `_ORDER`, merged where possible."""
     ordered = sorted(
         pending, key=lambda a: (_ORDER.index(_KINDS[current[a].state, target[a].state]), a)
     )
@@ -366,7 +365,7 @@ def _is_legal(
     shape: tuple[int, ...],
     mesh: Mesh,
 ) -> bool:
-    """Whether the splits stay valid, and other splits of the same dimension keep their padding."""
+    """Whether all splits stay valid and no other axis's padding changes."""
     changed = tuple(target[a] if a in axes else p for a, p in enumerate(current))
     if not is_valid(changed, shape, mesh):
         return False
@@ -414,7 +413,7 @@ def _make_step(
 def _local_outer(
     current: list[Placement], axes: tuple[int, ...], placement: Placement, mesh: Mesh
 ) -> int:
-    """Local parts in front of the digit: its ``outer`` less what other axes already split off."""
+    """Local size in front of the digit: its ``outer`` divided by the other axes' splits of it."""
     if placement.state is not State.SHARD:
         return 1
     taken = math.prod(

@@ -1,4 +1,4 @@
-"""Functions traced over fake tensors, into graphs that write to nothing."""
+"""Tracing of functions over fake tensors, into functional graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.ir.fused_lstm import lstm_layer
 def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode) -> Any:
     """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13).
 
-    What ``torch.fx.traceback.annotate`` says is kept on the nodes. Where an operator's own
-    decomposition writes in place (circular padding does), the trace is made functional, so that
-    every node of the result can be moved and dropped by what it returns alone. oneDNN's LSTM is
-    recorded as `autopar.ir.fused_lstm.lstm_layer`.
+    Annotations of ``torch.fx.traceback.annotate`` are kept on the nodes. Where an operator's own
+    decomposition writes in place (circular padding does), the trace is functionalized, so that
+    nodes may be reordered and dropped by their results alone. oneDNN's LSTM is recorded as
+    `autopar.ir.fused_lstm.lstm_layer`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
@@ -36,7 +36,7 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
 
 
 def _writes(module: torch.fx.GraphModule) -> bool:
-    """Whether a graph calls an operator that writes to its arguments."""
+    """Whether a graph calls an operator that mutates its arguments."""
     return any(
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in module.graph.nodes

@@ -242,8 +242,6 @@ class _Lowering:
             used=self._on_devices(used),
             trainable=value.differentiable,
             kernel=self._move_kernel(value, stored, used, differentiable=value.differentiable),
-            first_block=users[0] if users else -1,
-            last_block=users[-1] if users else -1,
         )
 
     def _buffers(self) -> tuple[BufferProgram, ...]:

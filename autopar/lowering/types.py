@@ -100,8 +100,6 @@ class ParameterProgram:
     used: Placements
     trainable: bool
     kernel: int | None
-    first_block: int
-    last_block: int
     devices: tuple[int, ...] = (0,)
 
 

@@ -1,1 +1,1 @@
-"""The plan: its data and JSON, and its text."""
+"""The plan: its data, its JSON and its text."""

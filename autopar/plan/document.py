@@ -1,9 +1,9 @@
-"""The plan: everything the search decided, as one JSON document that people can read.
+"""The plan: everything that the search decided, as one readable JSON document.
 
-A plan belongs to one graph (by fingerprint) and one mesh. It is byte-identical for the same
-inputs: it holds no time stamps, and its keys are in graph order. Loading refuses an unknown
-version, an unknown field, what contradicts itself, and a plan for another graph or mesh, naming the
-first difference and its place, before anything is allocated.
+A plan belongs to one graph (by fingerprint) and one mesh. The same inputs give a byte-identical
+plan: it has no time stamps, and its keys are in graph order. Loading refuses, before anything is
+allocated, an unknown version or field, a contradiction, and a plan for another graph or mesh, and
+names the first difference and its JSON path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_AXES = 16
 
 
 class Plan(PlanFields, frozen=True):
-    """One plan: its fields, read from JSON and written as JSON, text and a notebook page."""
+    """A plan: its fields, read from JSON and written as JSON, as text and as a notebook page."""
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, also written to ``path`` if given."""
@@ -45,10 +45,10 @@ class Plan(PlanFields, frozen=True):
 
     @staticmethod
     def from_json(source: str | bytes | Path) -> Plan:
-        """Read a plan from JSON text, UTF-8 bytes of it, or a file; raises PlanError.
+        """Read a plan from JSON text, its UTF-8 bytes, or a file; raises PlanError.
 
-        Whoever wrote it: its size is bounded, nothing of it is run, and what it says without a
-        graph (mesh, schedule, placements, choices) is checked here.
+        The source need not be trusted: its size is limited, nothing in it is executed, and whatever
+        can be checked without a graph (mesh, schedule, placements, choices) is checked here.
         """
         try:
             document = load(text_of(source))
@@ -70,17 +70,18 @@ def _check_version(document: object) -> None:
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is not int or version != SCHEMA_VERSION:
         raise DocumentError(
-            f"the plan has schema_version {shown(version)}; this autopar reads {SCHEMA_VERSION}",
+            f"the plan has schema_version {shown(version)}; this version of autopar reads "
+            f"{SCHEMA_VERSION}",
             "$.schema_version",
         )
 
 
 def _check_plan(plan: Plan) -> None:
-    """Raise PlanError for the first thing that no graph could make right."""
+    """Raise PlanError for the first error that can be found without a graph."""
     plan.schedule.pipeline()
     _check_mesh(plan)
     if not plan.prediction.step_time_s > 0:
-        raise refused("a step takes some time", "$.prediction.step_time_s")
+        raise refused("the time of a step must be positive", "$.prediction.step_time_s")
     num_axes = len(plan.mesh.axis_names)
     for field in ("inputs", "parameters", "relays"):
         for name, text in getattr(plan, field).items():
@@ -97,7 +98,9 @@ def _check_plan(plan: Plan) -> None:
 def _check_words(text: str, num_axes: int) -> None:
     found = text.count(" ") + 1 if text else 0
     if found != num_axes:
-        raise PlanError(f"{text!r} has {found} words for a mesh of {num_axes} axes; give one each")
+        raise PlanError(
+            f"{text!r} has {found} words for a mesh of {num_axes} axes; give one for each axis"
+        )
 
 
 def _check_mesh(plan: Plan) -> None:
@@ -107,7 +110,7 @@ def _check_mesh(plan: Plan) -> None:
     for position, name in enumerate(names):
         if name in (MICROBATCH, PIPELINE):
             raise refused(
-                f"{name!r} is the name of an axis that autopar adds itself; call it otherwise",
+                f"{name!r} is reserved for an axis that autopar adds itself; choose another name",
                 path_of(("mesh", "axis_names", position)),
             )
     for position, size in enumerate(sizes):
@@ -121,8 +124,8 @@ def _check_mesh(plan: Plan) -> None:
     planned, there = mesh.num_devices * plan.schedule.num_devices, plan.cluster.num_devices
     if planned != there:
         raise refused(
-            f"{plan.schedule.num_devices} pipeline devices with a mesh of {mesh.num_devices} each "
-            f"are {planned} devices; the plan's cluster has {there}",
+            f"{plan.schedule.num_devices} pipeline ranks with a mesh of {mesh.num_devices} "
+            f"devices each are {planned} devices; the plan's cluster has {there}",
             "$.mesh.axis_sizes",
         )
 
@@ -136,7 +139,7 @@ def make_plan(
     redundant_ops: dict[str, int],
     schedule: SchedulePlan,
 ) -> Plan:
-    """A strategy as a plan."""
+    """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
     return Plan(
         schema_version=SCHEMA_VERSION,
@@ -192,9 +195,9 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:
-    """The strategy a plan describes, for the graph it was made for; raises PlanError.
+    """The strategy that a plan describes, on the graph it was made for; raises PlanError.
 
-    A graph captured as it is gets the batch norm that the plan was made with.
+    The batch norm of the captured graph is set to what the plan was made with.
     """
     prepared = prepare(captured, plan.graph.batch_norm)
     with at("schedule", "num_microbatches"):
@@ -205,7 +208,7 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
     if num_devices is not None and num_devices != planned.num_devices:
         raise refused(
             f"the plan is for {planned.num_devices} devices ({planned}), but there are "
-            f"{num_devices}; pass as many devices, or make a new plan",
+            f"{num_devices}; pass that many devices, or make a new plan",
             "$.mesh",
         )
     strategy = Strategy(analysis, _assignment(plan, captured, analysis))
@@ -226,7 +229,7 @@ def _assignment(plan: Plan, captured: Captured, analysis: Analysis) -> Assignmen
     for name in plan.ops:
         if name not in names:
             raise refused(
-                f"the plan splits op {shown(name)}, which the graph does not have"
+                f"the plan splits op {shown(name)}, which is not in the graph"
                 + did_you_mean(name, names),
                 "$.ops",
             )
@@ -249,7 +252,7 @@ def _parameters(graph: Graph) -> dict[str, int]:
 
 
 def _check_strategy(plan: Plan, strategy: Strategy) -> None:
-    """As `Strategy.verify`, with the place in the plan of the first decision that is not valid."""
+    """Like `Strategy.verify`, with the JSON path of the first invalid decision."""
     graph, assignment = strategy.graph, strategy.assignment
     for op in graph.ops:
         with at("ops", op.name):
@@ -265,7 +268,7 @@ def _check_strategy(plan: Plan, strategy: Strategy) -> None:
 
 
 def _check_graph(plan: Plan, found: GraphPlan) -> None:
-    """Name the first thing in which the model differs from the plan's."""
+    """Raise PlanError with the first property in which the model differs from the plan's."""
     for name in (
         "batch_norm",
         "inputs",
@@ -287,8 +290,7 @@ def _placements(field: str, texts: dict[str, str], index: dict[str, int]) -> dic
     for name in sorted(set(index) ^ set(texts)):
         lacks, other = ("plan", texts) if name in index else ("graph", index)
         raise refused(
-            f"plan and graph disagree on {shown(name)}: the {lacks} does not have it"
-            + did_you_mean(name, other),
+            f"{shown(name)} is missing from the {lacks}" + did_you_mean(name, other),
             path_of((field, name)),
         )
     return {

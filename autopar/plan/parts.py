@@ -1,4 +1,4 @@
-"""The fields of a plan, part by part."""
+"""The fields of a plan, as msgspec structs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.plan.schedule_plan import SchedulePlan
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of everything on the wire."""
+    """Base of all structs of a plan."""
 
 
 class MeshPlan(_Struct, frozen=True):
@@ -23,9 +23,9 @@ class MeshPlan(_Struct, frozen=True):
 
 
 class GraphPlan(_Struct, frozen=True):
-    """The graph a plan was made for; ``fingerprint`` is what must match.
+    """The graph that a plan was made for, identified by ``fingerprint``.
 
-    ``batch_norm``: whose statistics it trains with, see `autopar.passes.batch_norm`.
+    ``batch_norm``: which statistics it trains with, see `autopar.passes.batch_norm`.
     """
 
     fingerprint: str
@@ -37,25 +37,29 @@ class GraphPlan(_Struct, frozen=True):
 
 
 class Prediction(_Struct, frozen=True):
-    """What the cost model expects of one training step on one device.
+    """The cost model's prediction of one training step on one device.
 
-    ``sources`` counts the ops by where their price comes from, ``num_noisy`` those with a
-    measurement of too large a spread in it; ``unpriced`` lists the operators that no cost model
-    knows, priced by their memory traffic, and why. ``analytical_factor`` is by what factor the
-    analytical prices may be off, up or down: the median of the stated errors of their families by
-    time (None where every op is measured). Communication has the weakest source among the plan's
-    collectives and the messages between its stages (none where nothing is communicated),
-    ``update_source`` is that of the updates (none where nothing is trained),
-    ``communication_is_noisy`` says that measurements of collectives which were priced spread too
-    far, input copies are analytical, and memory is counted over the lowered graphs, with
-    ``num_optimizer_states`` tensors of state for each parameter. ``communication_s`` is what the
-    step takes longer for it, ``hidden_s`` what runs beside the computation besides (see
-    `autopar.pricing.step_time`; 0 of pipelines). Of a pipeline the step is simulated, the other
-    times are those of the device that computes most, and ``bubble_share`` is the idle share of all
-    devices. ``resident_bytes``, on CPUs, is by how much the process itself grows: those tensors,
-    what the allocator keeps of freed ones, and libraries. ``model_flops`` are those of
-    `autopar.pricing.utilisation`, and ``model_flops_utilisation`` is the share of the step that all
-    devices need for them at their peak; ``tokens_per_s`` is None without token ids.
+    Prices. ``sources`` counts the ops by the source of their price, ``num_noisy`` those priced from
+    a noisy measurement. ``unpriced`` maps the operators that no cost model covers, priced by their
+    memory traffic, to the reason. ``analytical_factor`` is the factor by which analytical prices
+    may be off in either direction: the median, weighted by time, of the stated errors of the op
+    families (None if every op is measured). ``communication_source`` is the weakest source among
+    the plan's collectives and the messages between its stages (none without communication),
+    ``update_source`` that of the updates (none without training); ``communication_is_noisy`` says
+    that the measurement of a collective used is noisy. Copies of inputs are priced analytically.
+
+    Times. ``communication_s`` is exposed communication, ``hidden_s`` overlapped communication (0
+    for pipelines; see `autopar.pricing.step_time`). A pipeline's step is simulated: its other times
+    are those of the pipeline rank that computes most, and ``bubble_share`` is the idle fraction of
+    all devices.
+
+    Memory is counted over the lowered graphs, with ``num_optimizer_states`` state tensors per
+    parameter. ``resident_bytes`` (on CPUs) is the growth of the process: the tensors, memory that
+    the allocator retains, and libraries.
+
+    Utilisation. ``model_flops`` are defined in `autopar.pricing.utilisation`;
+    ``model_flops_utilisation`` is their rate as a fraction of all devices' peak. ``tokens_per_s``
+    is None without token ids.
     """
 
     step_time_s: float
@@ -83,10 +87,10 @@ class Prediction(_Struct, frozen=True):
 
 
 class KnownStrategy(_Struct, frozen=True):
-    """A well-known strategy by the plan's own prices, on the mesh that suits it best.
+    """A known strategy at the plan's prices, on its best mesh.
 
-    ``memory_bytes`` is counted node by node, without any limit. ``executable`` says whether the
-    runtime can run it on that mesh; where not, ``note`` says why. See `autopar.planning.baselines`.
+    ``memory_bytes`` is estimated node by node, without a limit. ``executable`` says whether the
+    runtime can run it on that mesh; if not, ``note`` says why. See `autopar.planning.known`.
     """
 
     time_s: float
@@ -97,16 +101,16 @@ class KnownStrategy(_Struct, frozen=True):
 
 
 class SearchReport(_Struct, frozen=True):
-    """How good the plan is known to be, and what else was considered.
+    """How close to optimal the plan is proved to be, and the alternatives considered.
 
-    ``gap``: by how much the sum of its prices may be above the least there is. ``bound_s``: no
-    step is shorter, by these prices, however much of the communication is hidden.
-    ``estimated_bytes`` is the plan's memory counted as that of ``baselines``, node by node, to be
-    compared with theirs. ``considered`` maps each mesh to the seconds of its best strategy,
-    ``baselines`` the well-known strategies to theirs, and ``missing`` those that this model, batch
-    or number of devices does not have to the reason. With ``schedule="auto"`` ``pipelines`` maps
-    each combination of stages, micro-batches and schedule to the seconds of its step, and
-    ``not_pipelines`` those that cannot be, or do not fit, to the reason.
+    ``gap``: relative distance between the sum of the plan's prices and a lower bound. ``bound_s``:
+    a lower bound on the time of a step at these prices, however much communication is overlapped.
+    ``estimated_bytes`` is the plan's memory estimated node by node, as for ``baselines``, to be
+    compared with theirs. ``considered`` maps each mesh to the time of its best strategy in seconds,
+    ``baselines`` the known strategies to theirs, and ``missing`` those that do not apply to this
+    model, batch or number of devices to the reason. With ``schedule="auto"``, ``pipelines`` maps
+    each combination of stages, micro-batches and schedule to the time of its step in seconds, and
+    ``not_pipelines`` those that are impossible or do not fit to the reason.
     """
 
     status: str
@@ -121,9 +125,9 @@ class SearchReport(_Struct, frozen=True):
 
 
 class PlanFields(_Struct, frozen=True):
-    """What a plan holds (`autopar.plan.document.Plan`).
+    """The fields of `autopar.plan.document.Plan`.
 
-    ``ops`` holds only ops that are split along some axis; see `autopar.rules`.
+    ``ops`` lists only the ops that are split along some axis; see `autopar.rules`.
     """
 
     schema_version: int
@@ -145,5 +149,5 @@ class PlanFields(_Struct, frozen=True):
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh of one pipeline device: of all devices where there is no pipeline."""
+        """The mesh of a pipeline rank; without a pipeline, that of all devices."""
         return Mesh(self.mesh.axis_names, self.mesh.axis_sizes)

@@ -1,6 +1,6 @@
-"""How a plan is refused: with the place in it, the rule, and the fix.
+"""Errors of refused plans: the JSON path, the rule and the fix.
 
-In: what was wrong, and a JSON path. Out: a PlanError that says both.
+In: a reason and a JSON path. Out: a PlanError that states both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_TEXT = 4000
 
 
 def refused(why: str, place: str = "") -> PlanError:
-    """The error of a plan that cannot be used because of what is at a JSON path in it."""
+    """The error for a plan that is unusable because of the value at a JSON path."""
     where = f" at {place}" if place else ""
     text = why if len(why) <= MAX_TEXT else f"{why[:MAX_TEXT]}..."
     return PlanError(
@@ -25,7 +25,7 @@ def refused(why: str, place: str = "") -> PlanError:
 
 @contextmanager
 def at(*keys: str | int) -> Iterator[None]:
-    """Errors inside are about what the plan says at this place."""
+    """Re-raise errors from inside as PlanErrors at this JSON path."""
     try:
         yield
     except AutoparError as error:

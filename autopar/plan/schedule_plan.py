@@ -1,7 +1,7 @@
 """The schedule in a plan: its size, its stages, and the text of a pipeline's actions.
 
-In: the fields, from anybody's document. Out: the stages and a verified schedule, or a PlanError
-with the place. Sizes are bounded before any work is done by them.
+In: the fields of an untrusted document. Out: the stages and a verified schedule, or a PlanError
+with the JSON path. Sizes are checked against limits before any work depends on them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_ACTIONS = 1 << 20
 class SchedulePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The backward schedule and its size.
 
-    Of a pipeline ``first_blocks`` names the block that each stage begins with, and ``actions`` is
-    the schedule's text, line by line (`autopar.schedules.format_schedule`); the mesh is that of
-    each of its ``num_devices``.
+    For a pipeline, ``first_blocks`` names the first block of each stage, ``actions`` is the
+    schedule's text by line (`autopar.schedules.format_schedule`), and ``num_devices`` is the number
+    of pipeline ranks, each with the plan's mesh.
     """
 
     name: str = "conventional"
@@ -65,14 +65,14 @@ def _pipeline_of(plan: SchedulePlan) -> tuple[Stages, Schedule] | None:
     if not plan.first_blocks and not plan.actions and plan.num_stages == 1:
         if plan.num_devices != 1:
             raise refused(
-                f"{plan.num_devices} pipeline devices, but no first_blocks and no actions",
+                f"{plan.num_devices} pipeline ranks, but no first_blocks and no actions",
                 "$.schedule.num_devices",
             )
         return None
     if len(plan.first_blocks) != plan.num_stages:
         raise refused(
-            f"the plan's first_blocks names {len(plan.first_blocks)} blocks, but its schedule "
-            f"has {plan.num_stages} stages; name the block that each of them begins with",
+            f"the plan's first_blocks names {len(plan.first_blocks)} blocks, but its schedule has "
+            f"{plan.num_stages} stages; name the first block of each stage",
             "$.schedule.first_blocks",
         )
     schedule = _parsed(plan)
@@ -100,7 +100,7 @@ def _parsed(plan: SchedulePlan) -> Schedule:
     for number, line in enumerate(plan.actions):
         if line.splitlines() != [line]:
             raise refused(
-                "an element is one line of the schedule's text",
+                "each element must be one line of the schedule's text",
                 path_of(("schedule", "actions", number)),
             )
     with _at_action(plan.actions):
@@ -109,7 +109,7 @@ def _parsed(plan: SchedulePlan) -> Schedule:
 
 @contextmanager
 def _at_action(lines: tuple[str, ...]) -> Iterator[None]:
-    """Errors inside are about a line of the schedule's text, where they name one."""
+    """Re-raise errors from inside as PlanErrors, at the line of the schedule that they name."""
     try:
         yield
     except (ScheduleError, PlanError) as error:
@@ -132,4 +132,6 @@ def _check_sizes(plan: SchedulePlan) -> None:
     ):
         value = getattr(plan, field)
         if not 1 <= value <= most:
-            raise refused(f"it is from 1 to {most:,}, not {shown(value)}", f"$.schedule.{field}")
+            raise refused(
+                f"it must be from 1 to {most:,}, not {shown(value)}", f"$.schedule.{field}"
+            )

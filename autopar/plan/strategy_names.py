@@ -14,5 +14,5 @@ ALONG_TENSORS = (TENSOR, MEGATRON, MEGATRON_SEQUENCE)
 
 
 def name_of(data: str, tensor: str = "") -> str:
-    """``ZeRO-3 x Megatron``, or the one that is not empty."""
+    """``ZeRO-3 x Megatron``, or the one name that is not empty."""
     return " x ".join(part for part in (data, tensor) if part)

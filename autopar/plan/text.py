@@ -25,7 +25,7 @@ Rows = list[tuple[str, str]]
 
 
 def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
-    """What a report of a plan shows: titled lists of (name, text). Data only, no layout."""
+    """The sections of a plan's report: titled rows of (name, text), without layout."""
     return [
         ("plan", _summary(plan)),
         ("predicted time of a step", _times(plan)),
@@ -35,17 +35,17 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         ),
         ("parameters by stored placement", _placements(plan)),
         ("ops by choice, per mesh axis", _choices(plan)),
-        ("priced by memory traffic: operators no cost model knows", _unpriced(plan)),
-        ("computed redundantly: operators without a rule", _redundant(plan)),
+        ("operators without a cost model, priced by memory traffic", _unpriced(plan)),
+        ("operators without a rule, computed redundantly", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
-        *([] if plan.is_pipeline else [("known strategies, by the same prices", _baselines(plan))]),
+        *([] if plan.is_pipeline else [("known strategies at the same prices", _baselines(plan))]),
     ]
 
 
 def _summary(plan: PlanFields) -> Rows:
     graph, search = plan.graph, plan.search
-    where = " on each pipeline device" if plan.schedule.num_devices > 1 else ""
+    where = " on each pipeline rank" if plan.schedule.num_devices > 1 else ""
     return [
         ("mesh", f"{plan.device_mesh}{where}"),
         ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
@@ -84,14 +84,14 @@ def _schedule(plan: PlanFields) -> Rows:
 def _devices(schedule: SchedulePlan) -> str:
     if schedule.num_devices == 1:
         return f"{schedule.num_stages} stages on every device"
-    return f"{schedule.num_devices} pipeline devices"
+    return f"{schedule.num_devices} pipeline ranks"
 
 
 def _times(plan: PlanFields) -> Rows:
     p = plan.prediction
     sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
     if p.num_noisy:
-        sources += f"; {p.num_noisy} from measurements of too large a spread"
+        sources += f"; {p.num_noisy} noisy"
     return [
         ("step", format_seconds(p.step_time_s)),
         ("throughput", _throughput(plan)),
@@ -101,7 +101,7 @@ def _times(plan: PlanFields) -> Rows:
         ),
         ("forward", format_seconds(p.forward_s)),
         ("backward", format_seconds(p.backward_s)),
-        ("communication", _communication(p)),
+        ("exposed communication", _communication(p)),
         ("update", f"{format_seconds(p.update_s)}  ({p.update_source})"),
         *([("bubbles", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []),
         ("op prices", sources),
@@ -110,8 +110,8 @@ def _times(plan: PlanFields) -> Rows:
 
 
 def _communication(p: Prediction) -> str:
-    hidden = f", {format_seconds(p.hidden_s)} more beside the computation" if p.hidden_s else ""
-    source = p.communication_source + ", some spread too far" * p.communication_is_noisy
+    hidden = f", {format_seconds(p.hidden_s)} overlapped" if p.hidden_s else ""
+    source = p.communication_source + ", noisy" * p.communication_is_noisy
     return f"{format_seconds(p.communication_s)}  ({source}){hidden}"
 
 
@@ -154,7 +154,7 @@ def _placements(plan: PlanFields) -> Rows:
 def _choices(plan: PlanFields) -> Rows:
     redundant = plan.graph.num_ops - len(plan.ops)
     rows = _counted(list(plan.ops.values()))
-    return [*rows, ("whole on every device", str(redundant))]
+    return [*rows, ("computed on every device", str(redundant))]
 
 
 def _redundant(plan: PlanFields) -> Rows:
@@ -171,7 +171,7 @@ def _meshes(plan: PlanFields) -> Rows:
 
 
 def _pipelines(plan: PlanFields) -> Rows:
-    """The fastest combinations, then what was none, one row a reason."""
+    """The fastest combinations, then the impossible ones, one row per reason."""
     found = sorted(plan.search.pipelines.items(), key=lambda item: item[1])
     step_s = plan.prediction.step_time_s
     rows = [
@@ -179,15 +179,15 @@ def _pipelines(plan: PlanFields) -> Rows:
         for name, time_s in found[:MAX_ROWS]
     ]
     if len(found) > MAX_ROWS:
-        rows.append(("others, slower", str(len(found) - MAX_ROWS)))
+        rows.append(("slower ones", str(len(found) - MAX_ROWS)))
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.search.not_pipelines.items():
         reasons.setdefault(reason.split("; ")[0], []).append(name)
-    return [*rows, *(("not: " + names[0], reason) for reason, names in reasons.items())]
+    return [*rows, *(("excluded: " + names[0], reason) for reason, names in reasons.items())]
 
 
 def _baselines(plan: PlanFields) -> Rows:
-    """One row a kind of data parallelism, one column a kind of tensor parallelism."""
+    """One row per kind of data parallelism, one column per kind of tensor parallelism."""
     known = plan.search.baselines
     columns = [
         tensor
@@ -195,7 +195,7 @@ def _baselines(plan: PlanFields) -> Rows:
         if any(name_of(data, tensor) in known for data in (*ALONG_DATA, "") if data or tensor)
     ]
     header = [f"x {tensor}" if tensor else "alone" for tensor in columns]
-    rows = [("by seconds, and by the plan", _cells(header))]
+    rows = [("step time, relative to the plan", _cells(header))]
     for data in (*ALONG_DATA, ""):
         names = [name_of(data, tensor) for tensor in columns]
         if any(name in known for name in names):
@@ -205,7 +205,7 @@ def _baselines(plan: PlanFields) -> Rows:
         (name, _price(plan, name)) for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN) if name in known
     ]
     if any(not each.executable for each in known.values()):
-        rows.append(("*", "priced by formula only: see autopar.planning.baselines"))
+        rows.append(("*", "not executable, priced by formula: see autopar.planning.known"))
     return [*rows, *_fastest(plan), *_missing(plan)]
 
 
@@ -223,7 +223,7 @@ def _price(plan: PlanFields, name: str) -> str:
 
 
 def _fastest(plan: PlanFields) -> Rows:
-    """The fastest that the runtime can run, with its memory beside the plan's."""
+    """The fastest executable baseline, and its memory compared with the plan's."""
     known = plan.search.baselines
     names = [name for name, each in known.items() if each.executable and name != MARKOV_CHAIN]
     if not names:
@@ -231,22 +231,24 @@ def _fastest(plan: PlanFields) -> Rows:
     name = min(names, key=lambda name: known[name].time_s)
     mine = format_bytes(plan.search.estimated_bytes)
     theirs = format_bytes(known[name].memory_bytes)
-    text = f"{name} on {known[name].mesh}; counted by node it needs {theirs}, the plan {mine}"
-    return [("fastest to run", text)]
+    text = f"{name} on {known[name].mesh}; estimated memory {theirs}, the plan's {mine}"
+    return [("fastest baseline", text)]
 
 
 def _missing(plan: PlanFields) -> Rows:
-    """What this model does not have, one row a reason; combinations go with what they lack."""
+    """Strategies that do not apply, one row per reason; combinations are implied by their parts."""
     grouped: dict[str, list[str]] = {}
     for name, reason in sorted(plan.search.missing.items(), key=lambda item: len(item[0])):
         names = grouped.setdefault(reason, [])
         if not any(name.startswith(f"{each} x ") or name.endswith(f" x {each}") for each in names):
             names.append(name)
-    return [("not here", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()]
+    return [
+        ("not applicable", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()
+    ]
 
 
 def format_plan(plan: PlanFields) -> str:
-    """One screen of text."""
+    """The plan as one screen of text."""
     lines = []
     for title, rows in plan_sections(plan):
         lines.append(title)
@@ -256,7 +258,7 @@ def format_plan(plan: PlanFields) -> str:
 
 
 def plan_html(plan: PlanFields) -> str:
-    """The same numbers as a page for a notebook."""
+    """The plan as HTML for a notebook."""
     parts = []
     for title, rows in plan_sections(plan):
         cells = "".join(

@@ -1,1 +1,1 @@
-"""The search for a plan: meshes, shardings, pipelines, schedules; known strategies beside it."""
+"""The search for a plan: meshes, shardings, pipelines, schedules; and the known strategies."""

@@ -1,33 +1,33 @@
-"""The known strategies, priced as the plan is, to hold plans against.
+"""Baselines: the known strategies at the plan's own prices.
 
-In: the graph priced on every candidate mesh. Out: for every known strategy its seconds on the mesh
-that suits it best, or the reason why the model has none.
+In: the graph priced on every candidate mesh. Out: the step time of each known strategy on its best
+mesh, or the reason why it does not apply.
 
-A strategy forces one kind of parallelism (`autopar.planning.known`) on every mesh axis and leaves
-the rest to the search, so it is at its best. Data parallelism and its ZeRO variants take the outer
-axes, tensor parallelism the last, which lies on the fastest links:
+A strategy forces one kind of parallelism (`autopar.planning.known`) on every mesh axis; the search
+optimizes the rest, so each baseline is at its best. Data parallelism and its ZeRO variants take the
+outer axes, tensor parallelism the last, which uses the fastest links:
 
 =======================  =========================================================================
 data parallel            forced and searched
 ZeRO-1, ZeRO-2           by formula, from data parallelism: every gradient is reduce-scattered
-                         instead of all-reduced, a device updates its part of every parameter, and
-                         the parameters are all-gathered. Equal in time; ZeRO-2 keeps a part of the
-                         gradients, ZeRO-1 all of them
+                         instead of all-reduced, a device updates its shard of every parameter,
+                         and the parameters are all-gathered. Equal in time; ZeRO-2 keeps a shard
+                         of the gradients, ZeRO-1 all of them
 ZeRO-3                   forced and searched: gathered for the forward pass and kept until the
-                         backward pass is through
-ZeRO-3, gathered twice   by formula, from ZeRO-3: released after the forward pass, so gathered once
-                         more
-data x ZeRO-3            parameters split over a part of the data-parallel devices only: forced and
-                         searched, beside tensor parallelism (three axes) by formula where the mesh
-                         has two
+                         backward pass is done
+ZeRO-3, gathered twice   by formula, from ZeRO-3: released after the forward pass and gathered
+                         again for the backward pass
+data x ZeRO-3            hybrid: parameters sharded over a subgroup of the data-parallel devices.
+                         Forced and searched; with tensor parallelism (three axes) by formula if
+                         the mesh has two
 one weird trick          forced and searched
-FlexFlow's Markov chain  the search of FlexFlow on the plan's own mesh and prices, from data
-                         parallelism on, with as many proposals as planning has time for
+FlexFlow's Markov chain  FlexFlow's search on the plan's own mesh and prices, starting from data
+                         parallelism, with as many proposals as planning has time for
 =======================  =========================================================================
 
-The runtime cannot run those priced by formula (it updates a parameter where it is stored, and
-gathers it once), or only on a mesh that the planner does not try by itself. There are no pipelines
-among them.
+The runtime cannot run those priced by formula (it updates a parameter as it is stored, and gathers
+it once per step), or only on a mesh that the planner does not try by default. None of the baselines
+is a pipeline.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ TENSOR_FORMS: Mapping[str, Parallelism] = {
 
 MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 30, 20_000
 LIMIT_S = 10.0
-"""For the search of one strategy on one mesh; small, since little is left to choose."""
+"""Time limit of the search for one strategy on one mesh, which has little left to choose."""
 
 
 Key = tuple[str, str]
-"""What a strategy does along the data-parallel axes, and along the tensor-parallel one."""
+"""Names of what a strategy does along the data-parallel axes and along the tensor-parallel axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A known strategy on a mesh, in seconds and in bytes a device (counted node by node).
+    """A known strategy on a mesh: its step time and its memory per device (estimated node by node).
 
-    ``candidate`` is the strategy itself where the runtime can run it on this mesh.
+    ``candidate`` is the strategy itself, None if the runtime cannot run it on this mesh.
     """
 
     mesh: Mesh
@@ -96,13 +96,13 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """All known strategies: those that exist, by name, and why the others do not."""
+    """The known strategies that apply, by name, and the reasons against the others."""
 
     found: Mapping[str, Baseline]
     missing: Mapping[str, str]
 
     def executable(self) -> list[Candidate]:
-        """Those that the runtime can run, the fastest first."""
+        """The strategies that the runtime can run, fastest first."""
         found = sorted(self.found.values(), key=lambda baseline: baseline.time_s)
         return [each.candidate for each in found if each.candidate is not None]
 
@@ -113,7 +113,7 @@ KEYS: tuple[Key, ...] = (
     (ONE_WEIRD_TRICK, ""),
     (MARKOV_CHAIN, ""),
 )
-"""Every known strategy, in the order of reports."""
+"""All known strategies, in the order of the report."""
 
 
 def price_baselines(
@@ -122,14 +122,14 @@ def price_baselines(
     *,
     steps_per_node: int = MARKOV_STEPS_PER_NODE,
 ) -> Baselines:
-    """Price every known strategy on the mesh that suits it best.
+    """Price every known strategy on its best mesh.
 
-    ``best``: the plan; the Markov chain searches on its mesh, with ``steps_per_node`` proposals a
-    node (FlexFlow's own search: `autopar.search.mcmc` takes 3,000), and is left out without it.
+    ``best`` is the plan's strategy: the Markov chain searches on its mesh, with ``steps_per_node``
+    proposals per node, and is omitted without it.
     """
     table = _Table()
     has_line = any(graph.pricing.mesh.num_axes == 1 for graph in priced)
-    for graph in dict.fromkeys(priced):  # several searches may have been made on one
+    for graph in dict.fromkeys(priced):  # one priced graph may have been searched several times
         _price_on(graph, table, pure=graph.pricing.mesh.num_axes == 1 or not has_line)
     if best is not None:
         table.take((MARKOV_CHAIN, ""), _markov_chain(best, steps_per_node))
@@ -141,7 +141,7 @@ def price_baselines(
 
 
 class _Table:
-    """The best of each strategy so far, and the first reason against it."""
+    """The best result of each strategy so far, or the first reason against it."""
 
     def __init__(self) -> None:
         self.found: dict[Key, Baseline] = {}
@@ -153,29 +153,31 @@ class _Table:
             self.found[key] = baseline
 
     def refuse(self, key: Key, reason: str) -> None:
-        """Note a reason, also for what would be priced from this strategy by formula."""
+        """Record a reason, also for the strategies derived from this one by formula."""
         data, tensor = key
         for follower in (data, *_FOLLOWERS.get(data, ())):
             self.reasons.setdefault((follower, tensor), reason)
 
     def why(self, key: Key) -> str:
         num_axes = 3 if key[0] == HYBRID and key[1] else 2
-        return self.reasons.get(key, f"the devices make no mesh of {num_axes} axes for it")
+        return self.reasons.get(
+            key, f"it needs a mesh of {num_axes} axes, which the devices do not form"
+        )
 
 
-# What is priced by formula from a forced strategy, and so is missing with it.
+# Strategies derived by formula from a forced one, and so missing with it.
 _FOLLOWERS = {DATA: (ZERO1, ZERO2, HYBRID), ZERO3: (GATHERED_TWICE,)}
 
 
 def _price_on(graph: PricedGraph, table: _Table, *, pure: bool) -> None:
-    """Every strategy on one mesh: forced ones by search, the others from those by formula."""
+    """Price every strategy on one mesh: forced ones by search, the others by formula."""
     combinations = _Combinations(graph)
     variants: list[tuple[Key, tuple[Array, ...]]] = []
     for key, kinds in _forced_strategies(graph.pricing.mesh.num_axes, pure=pure):
         try:
             variants.append((key, combinations.costs(kinds)))
         except ConstraintError as error:
-            table.refuse(key, str(error).partition(": ")[2])  # without the axis
+            table.refuse(key, str(error).partition(": ")[2])  # drop the axis's name
     costs = [each for _, each in variants]
     solutions = solve_each(graph.problem(), costs, time_limit_s=LIMIT_S)
     for (key, _), solution in zip(variants, solutions):
@@ -191,7 +193,7 @@ def _price_on(graph: PricedGraph, table: _Table, *, pure: bool) -> None:
 def _forced_strategies(
     num_axes: int, *, pure: bool
 ) -> Iterator[tuple[Key, tuple[Parallelism, ...]]]:
-    """Strategies with the parallelism of every axis, outermost first."""
+    """Strategies and the kind of parallelism on each axis, outermost first."""
     data, zero3 = Parallelism.DATA_PARALLEL, Parallelism.ZERO3
     if pure:
         yield (DATA, ""), (data,) * num_axes
@@ -210,7 +212,7 @@ def _forced_strategies(
 
 
 class _Combinations:
-    """Node costs under one kind an axis; the masks of each are made once."""
+    """Node costs with one forced kind per axis; caches the masks of each kind and axis."""
 
     def __init__(self, graph: PricedGraph) -> None:
         self.graph = graph
@@ -218,9 +220,9 @@ class _Combinations:
         self.known: dict[tuple[Parallelism, int], Masks | ConstraintError] = {}
 
     def costs(self, kinds: Sequence[Parallelism]) -> tuple[Array, ...]:
-        """Where two kinds exclude each other at a node, the outer axis' one holds.
+        """Node costs under ``kinds``; where two of them conflict at a node, the outer axis wins.
 
-        Raises ConstraintError where one of them does not exist on its axis.
+        Raises ConstraintError if one of them does not apply on its axis.
         """
         together: Masks = {}
         for axis, kind in enumerate(kinds):
@@ -253,7 +255,7 @@ def _searched(candidate: Candidate) -> Baseline:
 
 
 def _by_formula(key: Key, candidate: Candidate) -> Iterator[tuple[Key, Baseline]]:
-    """The strategies that follow from a searched one by other collectives of its parameters."""
+    """Strategies that differ from a searched one only in the collectives of its parameters."""
     data, tensor = key
     num_axes = candidate.mesh.num_axes
     axes = tuple(range(num_axes - 1 if tensor else num_axes))
@@ -270,7 +272,7 @@ def _by_formula(key: Key, candidate: Candidate) -> Iterator[tuple[Key, Baseline]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameter:
-    """A trained parameter in a strategy: as stored, as first needed, and what its update costs."""
+    """A trained parameter in a strategy: its stored and needed placements, and its update time."""
 
     value: Value
     stored: Placements
@@ -279,7 +281,7 @@ class _Parameter:
 
 
 def _parameters(candidate: Candidate) -> Iterator[_Parameter]:
-    """Every trained parameter that is used, with the one move from its store."""
+    """Every trained parameter that is used, with the one move from its stored placement."""
     priced, picks = candidate.priced, candidate.solution.assignment
     graph = priced.pricing.graph
     stored = {
@@ -328,7 +330,7 @@ def _varying(parameter: _Parameter, axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _other_moves_s(candidate: Candidate, parameter: _Parameter, axes: Sequence[int]) -> float:
-    """Seconds of the parameter's own moves with those along ``axes`` left out."""
+    """Seconds of the parameter's moves without those along ``axes``."""
     needed = _whole(parameter.needed, axes)
     return candidate.priced.pricing.moves.seconds(
         parameter.value, parameter.stored, needed, stored=True
@@ -339,7 +341,7 @@ Collectives = Callable[[str, int, tuple[int, ...]], float]
 
 
 def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
-    """Seconds of a parameter's part of a collective over axes of a mesh of the same devices."""
+    """Function for the seconds of a parameter's share of a coalesced collective on ``mesh``."""
     moves = candidate.priced.pricing.moves
     groups = slowest_groups(moves.communication, mesh)
 
@@ -352,7 +354,7 @@ def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
 
 
 def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline, Baseline]:
-    """Data parallelism with the optimizer's state (and the gradients) in parts."""
+    """Data parallelism with sharded optimizer state (ZeRO-1) and sharded gradients (ZeRO-2)."""
     mesh = candidate.mesh
     seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
     kept = 1 / mesh.size(axes)
@@ -373,14 +375,14 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
         searched,
         time_s=time_parts(candidate, changes).step_s,
         memory_bytes=searched.memory_bytes - num_states * saved_bytes,
-        note="by formula; the runtime updates parameters where they are stored",
+        note="by formula; the runtime updates parameters as they are stored",
         candidate=None,
     )
     return zero1, replace(zero1, memory_bytes=zero1.memory_bytes - saved_bytes)
 
 
 def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
-    """ZeRO-3 that keeps no gathered parameter between the passes."""
+    """ZeRO-3 that releases gathered parameters between forward and backward."""
     mesh = candidate.mesh
     seconds, num = _collectives(candidate, mesh), candidate.num_microbatches
     changes, saved_bytes, largest = dict[int, Change](), 0, 0
@@ -399,13 +401,13 @@ def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
         searched,
         time_s=time_parts(candidate, changes).step_s,
         memory_bytes=searched.memory_bytes - max(0, saved_bytes - largest),
-        note="by formula; the runtime gathers a parameter once a step",
+        note="by formula; the runtime gathers a parameter once per step",
         candidate=None,
     )
 
 
 def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
-    """Data x ZeRO-3 x tensor parallelism: the outer axis of a data x tensor strategy in two."""
+    """Data x ZeRO-3 x tensor parallelism, by splitting the outer axis of data x tensor in two."""
     outer, inner = candidate.mesh.axis_sizes
     for sharded in range(2, outer):
         if outer % sharded:
@@ -415,7 +417,7 @@ def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
 
 
 def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
-    """Parameters gathered and gradients scattered along y, then all-reduced in parts along x."""
+    """Gathers parameters and scatters gradients along y, then all-reduces the shards along x."""
     seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
     num_parts = mesh.axis_sizes[1]
     kept = 1 / num_parts
@@ -445,7 +447,7 @@ def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
 
 
 def _markov_chain(best: Candidate, steps_per_node: int) -> Baseline:
-    """FlexFlow's search on the plan's mesh, from data parallelism where that exists."""
+    """FlexFlow's search on the plan's mesh, starting from data parallelism if that applies."""
     problem = best.priced.problem()
     num_steps = max(MARKOV_LEAST_STEPS, steps_per_node * problem.num_nodes)
     found = solve(

@@ -1,15 +1,16 @@
-"""The combinations that an open space consists of, with what each takes at least and about.
+"""The combinations of an open search space, each with a lower bound and a guess of its step time.
 
-In: the setting of a search in an open space. Out: every combination of pipeline devices,
-micro-batches and mesh; for each a lower bound of its step, by which it is left out, and a guess, by
-which the search orders them. Neither needs a strategy.
+In: the setting of a search in an open space. Out: every combination of pipeline ranks,
+micro-batches and mesh. Their lower bounds prune the search, their guesses order it; neither needs a
+strategy.
 
-- The **bound** is arithmetic alone: the products of the whole batch at their best (whole shapes),
-  spread evenly over all devices, behind the forward passes that the last pipeline device waits for.
-- The **guess** is what Megatron's strategy would take: data parallelism along the outer axis,
-  tensor parallelism along the inner one with four all-reduces a block and micro-batch, a gradient
-  reduction at the end, parameters gathered and stages recomputed where they do not fit, and half
-  of 1F1B's bubbles.
+- The **bound** counts arithmetic alone: the matrix products of the whole batch at their best (whole
+  shapes), spread evenly over all devices, after the forward passes that the last pipeline rank
+  waits for.
+- The **guess** is the time of Megatron's strategy: data parallelism along the outer axis, tensor
+  parallelism along the inner one with four all-reduces per block and micro-batch, a gradient
+  reduction at the end, gathered parameters and recomputed stages if they do not fit, and half of
+  1F1B's bubbles.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from autopar.sharding.strategy import Analysis
 
 MAX_MICROBATCHES_PER_DEVICE = 16
 MAX_STAGE_RUNS = 4096
-"""Micro-batches times pipeline devices: more take long to simulate, and have few bubbles to save"""
+"""Limit on micro-batches times pipeline ranks: more are slow to simulate and save few bubbles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """So many pipeline devices with this mesh each, and so many micro-batches."""
+    """A number of pipeline ranks, the mesh of each, and a number of micro-batches."""
 
     num_devices: int
     num_microbatches: int
@@ -53,7 +54,7 @@ class Combination:
 
 
 def _described(num_devices: int) -> str:
-    return f"{num_devices} pipeline devices" if num_devices > 1 else "no pipeline"
+    return f"{num_devices} pipeline ranks" if num_devices > 1 else "no pipeline"
 
 
 class Combinations:
@@ -78,14 +79,14 @@ class Combinations:
         self.whole_s, self.launches_s = self._whole_s()
         self.slowest_share = cache(self._slowest_share)
 
-    # --- what there is ----------------------------------------------------------------------
+    # --- enumeration ----------------------------------------------------------------------
     def device_counts(self) -> list[int]:
-        """Numbers of pipeline devices; 1 is no pipeline."""
+        """Possible numbers of pipeline ranks; 1 means no pipeline."""
         counts = pipeline_device_counts(self.cluster, self.space.mesh)
         return [n for n in counts if self.reason_against(n) is None]
 
     def reasons(self) -> dict[str, str]:
-        """Why the other numbers of pipeline devices that the mesh leaves are none."""
+        """Reasons against the other numbers of pipeline ranks that the mesh allows."""
         counts = pipeline_device_counts(self.cluster, self.space.mesh)
         found = {_described(n): self.reason_against(n) for n in counts}
         return {name: reason for name, reason in found.items() if reason is not None}
@@ -95,13 +96,13 @@ class Combinations:
         if num_devices == 1:
             return "a pipeline was asked for" if space.is_pipeline else None
         if space.num_stages is not None and space.num_stages < num_devices:
-            return f"num_stages={space.num_stages} is less than a stage a device"
+            return f"num_stages={space.num_stages} is less than one stage per pipeline rank"
         if num_devices > most:
-            return f"a stage can begin at {most} place{'s' * (most > 1)} of this model only"
+            return f"this model has only {most} place{'s' * (most > 1)} where a stage can begin"
         return None
 
     def microbatch_counts(self, num_devices: int) -> list[int]:
-        """Divisors of the batch from the number of devices on; all that there are without one."""
+        """Divisors of the batch: for a pipeline at least its number of ranks, otherwise all."""
         if self.space.num_microbatches is not None:
             return [self.space.num_microbatches]
         most = self.batch
@@ -115,7 +116,7 @@ class Combinations:
         ]
 
     def all(self) -> Iterator[Combination]:
-        """Every combination, also those that turn out to be none."""
+        """Every combination, including those found impossible later."""
         for num_devices in self.device_counts():
             meshes = candidate_meshes(
                 self.cluster, self.space.mesh, num_pipeline_devices=num_devices
@@ -125,7 +126,7 @@ class Combinations:
                     yield Combination(num_devices, num, mesh)
 
     def check(self) -> None:
-        """Raise an error where nothing is left to search."""
+        """Raise InputError or ConstraintError if there is nothing to search."""
         if self.device_counts():
             return
         mesh = self.space.mesh
@@ -134,19 +135,19 @@ class Combinations:
         shared = "" if mesh is None else f" of mesh {dict(mesh)}"
         reasons = "; ".join(f"{name}: {why}" for name, why in self.reasons().items())
         raise ConstraintError(
-            f"{self.cluster.num_devices} devices{shared} leave no pipeline that was asked for "
-            f"({reasons}); fix less, or use a larger mesh"
+            f"{self.cluster.num_devices} devices{shared} cannot form the pipeline that was asked "
+            f"for ({reasons}); fix fewer options, or use a larger mesh"
         )
 
-    # --- what it takes ----------------------------------------------------------------------
+    # --- bound and guess ----------------------------------------------------------------------
     def bound_s(self, combination: Combination) -> float:
-        """No step of this combination takes less."""
+        """A lower bound on the step time of a combination."""
         forward_s, total_s = self.products_s
         waits = (combination.num_devices - 1) / combination.num_microbatches
         return (total_s + waits * forward_s) / self.cluster.num_devices
 
     def guess_s(self, combination: Combination) -> float:
-        """About what a step takes; see the module's docstring."""
+        """A rough step time; see the module's docstring."""
         sizes = combination.mesh.axis_sizes
         ways = [(sizes[0], math.prod(sizes[1:]))]
         if len(sizes) == 1:
@@ -176,14 +177,13 @@ class Combinations:
         return time_s * self._without_memory(activations / self.budget_bytes, num_devices)
 
     def _without_memory(self, excess: float, num_devices: int) -> float:
-        """By how much a step grows where activations take so many times the memory."""
+        """Slowdown of a step whose activations take ``excess`` times the memory."""
         if excess < 0.8:
             return 1.0
         return 4 / 3 if num_devices > 1 and excess < 0.8 * num_devices else 1 + excess
 
     def _slowest_share(self, num_devices: int) -> float:
-        """The part of the model that the slowest pipeline device has, by blocks of whole layers;
-        of one stage or, where that is less, of two."""
+        """Fraction of the FLOPs on the slowest pipeline rank, with one stage or two per rank."""
         if num_devices == 1:
             return 1.0
         cuts = [0.0] * (len(self.block_flops) - 1)
@@ -198,8 +198,10 @@ class Combinations:
         return min(found) / max(sum(self.block_flops), 1.0)
 
     def _products_s(self) -> tuple[float, float]:
-        """Seconds of all products, forward alone and in all; 0 where they were measured, since
-        parts may then be faster than the prices of the whole say."""
+        """Seconds of all matrix products, forward and in total.
+
+        0 with measured prices: shards may then be cheaper than a fraction of the whole.
+        """
         forward_s = total_s = 0.0
         if isinstance(self.compute, RooflineModel):
             for call, count in self.calls:
@@ -214,21 +216,21 @@ class Combinations:
         return forward_s, total_s
 
     def _whole_s(self) -> tuple[float, float]:
-        """Seconds of the whole batch on one device, and of launching its kernels once."""
+        """Seconds of the whole batch on one device, and of launching each of its kernels once."""
         whole_s, num_kernels = 0.0, 0
         for call, count in self.calls:
             try:
                 whole_s += count * self.compute.estimate(call).total_s
                 todo = work(call)
             except CostError:
-                continue  # priced by its traffic where it is searched
+                continue  # the search prices it by its memory traffic
             sides = (todo.forward, todo.input_grad, todo.weight_grad)
             num_kernels += count * sum(side.num_kernels for side in sides)
         return whole_s, num_kernels * self.cluster.device.kernel_launch_s
 
 
 def _block_flops(analysis: Analysis) -> list[float]:
-    """FLOPs of the forward pass of each block that a stage can begin at."""
+    """Forward FLOPs of each block that a stage can begin at."""
     known: dict[object, int] = {}
 
     def flops(op: Op) -> int:
@@ -245,7 +247,7 @@ def _block_flops(analysis: Analysis) -> list[float]:
 
 
 def _boundary_bytes(analysis: Analysis) -> int:
-    """Bytes that go from block to block, of the whole batch, in the middle of the model."""
+    """Bytes of the whole batch that cross a block boundary in the middle of the model."""
     blocks = staged_blocks(analysis.graph)
     values = analysis.graph.values
     stop = blocks[len(blocks) // 2].start if blocks else 0

@@ -1,7 +1,7 @@
-"""What the user may force, forbid or pin; each constraint narrows the choices of the search.
+"""Constraints: what the user forces, forbids or pins; each narrows the choices of the search.
 
-``Force("zero3", axis="dp")`` and ``Forbid("tensor_parallel")`` speak of the known strategies, one
-mesh axis at a time; `autopar.planning.known` has the table of them.
+``Force("zero3", axis="dp")`` and ``Forbid("tensor_parallel")`` name known strategies on one mesh
+axis or on all; `autopar.planning.known` lists them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """Use one known strategy on one mesh axis (on every axis if ``axis`` is None)."""
+    """Use a known strategy on one mesh axis, or on every axis if ``axis`` is None."""
 
     parallelism: str
     axis: str | None = None
@@ -38,7 +38,7 @@ class Force:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Never split what this strategy would split, on one mesh axis or on all.
+    """Do not split what this strategy splits, on one mesh axis or on all.
 
     ``parallelism`` is ``data_parallel`` (the batch), ``zero3`` (parameters as stored) or
     ``tensor_parallel`` (parameters as used).
@@ -56,7 +56,7 @@ class Pin:
     """Fix the choice of ops, or the stored placement of parameters and inputs, by name.
 
     ``pattern`` is a shell pattern over op names, module paths, parameter and input names, such as
-    ``"layers.3.*"``. ``choice`` reads as in plans (``"n -"``), ``stored`` likewise (``"S0 R"``).
+    ``"layers.3.*"``. ``choice`` (``"n -"``) and ``stored`` (``"S0 R"``) are written as in plans.
     """
 
     pattern: str
@@ -71,7 +71,7 @@ class Pin:
             )
         for given in (self.pattern, self.choice, self.stored):
             if not isinstance(given, str | None):
-                raise ConstraintError(f"{self}: {given!r} is no text; write {self.fix}")
+                raise ConstraintError(f"{self}: {given!r} is not a string; write {self.fix}")
         try:
             wanted = self.choice_wanted if self.stored is None else self.stored_wanted
         except PlanError as error:
@@ -79,7 +79,8 @@ class Pin:
         is_whole = isinstance(wanted, Choice) or all(p == R or p.dim >= 0 for p in wanted)
         if not is_whole:
             raise ConstraintError(
-                f"{self}: parameters and inputs are stored whole (R) or split (S0, S1, ...) only; "
+                f"{self}: parameters and inputs can only be stored replicated (R) or split (S0, "
+                "S1, ...); "
                 f"write {self.fix}"
             )
 
@@ -100,10 +101,10 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """At most this much memory per device: bytes, or text such as ``"60GiB"``.
+    """A limit on memory per device: bytes, or text such as ``"60GiB"``.
 
-    It is for tensors, as plans count them. What a step takes besides (what the allocator loses or
-    holds back, libraries) has to fit the device's own memory with them, whatever the budget.
+    It limits the tensors, as plans count them. Whatever the budget, they must also fit the device
+    together with the allocator's fragmentation, retained memory and libraries.
     """
 
     size: int | str
@@ -147,9 +148,9 @@ def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Paralleli
 def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Array, ...]:
     """Node costs with +inf where a constraint forbids a choice.
 
-    Nodes that share their costs and what is left of them share the narrowed costs too, so that
-    the search still sees what repeats. Raises ConstraintError where a constraint names nothing,
-    or leaves a node without any choice.
+    Nodes with the same costs and mask share one narrowed array, so that the search still recognizes
+    repeated nodes. Raises ConstraintError if a constraint matches nothing or leaves a node no
+    choice.
     """
     given: dict[int, list[tuple[str, Mask]]] = {}
     for constraint in constraints:
@@ -163,7 +164,7 @@ def narrow(priced: PricedGraph, constraints: Sequence[Constraint]) -> tuple[Arra
 
 
 def _check_choices(priced: PricedGraph, node: int, given: Sequence[tuple[str, Mask]]) -> None:
-    """Raise ConstraintError where nothing is left, naming the last and the one it contradicts."""
+    """Raise ConstraintError if no choice is left, naming the constraints that contradict."""
     if np.logical_and.reduce([mask for _, mask in given]).any():
         return
     name, last = given[-1]
@@ -171,13 +172,13 @@ def _check_choices(priced: PricedGraph, node: int, given: Sequence[tuple[str, Ma
     named = [name] if not last.any() else [*(clash[:1] or [n for n, _ in given[:-1]]), name]
     decision = priced.nodes[node]
     raise ConstraintError(
-        f"nothing is left to choose for {decision.kind} {decision.name!r} under "
-        f"{' and '.join(named)}; drop one"
+        f"no choice is left for {decision.kind} {decision.name!r} under {' and '.join(named)}; "
+        "remove one"
     )
 
 
 def narrowed(priced: PricedGraph, masks: Masks) -> tuple[Array, ...]:
-    """Node costs with +inf outside the masks, equal ones as one array."""
+    """Node costs with +inf outside of the masks; equal ones share one array."""
     shared: dict[tuple[int, bytes], Array] = {}
     costs = list(priced.costs)
     for node, mask in masks.items():
@@ -209,7 +210,7 @@ def _axes(mesh: Mesh, constraint: Force | Forbid) -> tuple[int, ...]:
         named = dict(zip((name, *mesh.axis_names[1:]), mesh.axis_sizes))
         raise ConstraintError(
             f"{constraint}: the mesh ({mesh}) has no axis {name!r}; write "
-            f"axis={mesh.axis_names[0]!r}, or name the axes yourself: mesh={named}"
+            f"axis={mesh.axis_names[0]!r}, or name the axes with mesh={named}"
             + did_you_mean(name, mesh.axis_names)
         )
     return (mesh.axis_names.index(name),)
@@ -259,8 +260,8 @@ def _check_axes(pin: Pin, num: int, mesh: Mesh) -> None:
     if num != mesh.num_axes:
         raise ConstraintError(
             f"{pin} has {num} entries, but the mesh has {mesh.num_axes} axes ({mesh}), and each "
-            "needs one: '-' or R where it splits nothing; name the axes with mesh={'dp': 2, "
-            f"'tp': 2}} and write {pin.fix}"
+            "needs one: '-' or R where it splits nothing; name the axes with "
+            f"mesh={{'dp': 2, 'tp': 2}} and write {pin.fix}"
         )
 
 
@@ -271,6 +272,6 @@ def _check_dims(
         check_placements(wanted, shape, mesh)
     except PlanError as error:
         raise ConstraintError(
-            f"{pin} cannot hold for {name!r} of shape {shape}: {error}; split another dimension, "
-            "or narrow the pattern"
+            f"{pin} is impossible for {name!r} of shape {shape}: {error}; split another "
+            "dimension, or narrow the pattern"
         ) from error

@@ -1,15 +1,15 @@
-"""The one place where options are lowered, their memory is counted, and the budget is corrected.
+"""The budget loop: lower the options of a search until one fits the memory.
 
 In: the options of `autopar.planning.schedule_search`. Out: the plan of the fastest one that fits.
 
-The search counts memory node by node (an estimate), a lowered program by liveness (the truth).
-Options are lowered from the fastest on. One that does not fit comes back with a sharding searched
-within less memory, by the ratio of both counts, and recomputed where that is open; what the ratio
-has taught about a schedule holds for its other options too. Known strategies stand in where they
-are faster than what was found, or where nothing was.
+The search estimates memory node by node; for a lowered program it is counted by liveness, which is
+exact. Options are lowered in order of their time. One that does not fit is queued again with a
+sharding searched within a smaller budget, corrected by the ratio of count to estimate, and, if
+recomputation is open, also recomputed. The ratio is reused for other options with the same
+schedule. A known strategy replaces an option that is slower than it, or that was not found.
 
-In an open space nothing is lowered after `LOWER_LIMIT_S` (of processor time) but for the few most
-frugal options, where none has fit; what was not tried is said.
+In an open space, lowering stops after `LOWER_LIMIT_S` of processor time. If nothing has fit by
+then, a few of the options with the least memory are still tried. The report lists those not tried.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from autopar.pricing.step_time import time_parts
 
 LOWER_LIMIT_S = 40.0
 MAX_LATE = 3
-"""How many options are lowered after the time is up, where none has fit."""
+"""How many options are lowered after the time limit if none has fit."""
 POINT_TRIALS, OPEN_TRIALS = 6, 3
-"""How often one option is searched again within less memory."""
+"""How often an option is searched again within a smaller budget."""
 CAUTION = 0.98
-"""Share of the corrected budget that is searched in: the ratio of the counts is not constant."""
+"""Safety factor on the corrected budget, since the ratio of count to estimate varies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """An option whose counted memory fits, lowered."""
+    """A lowered option whose counted memory fits."""
 
     option: Option
     program: RankProgram
@@ -74,13 +74,15 @@ class Fit:
         self.num_late = 0
 
     def best(self) -> Fitted:
-        """The fastest that fits; raises ConstraintError where none does."""
+        """The fastest option that fits; raises ConstraintError if none does."""
         while self.heap:
             *_, option = heapq.heappop(self.heap)
             if time.process_time() > self.deadline_s:
                 if self.num_late == MAX_LATE:
                     self._refuse(
-                        option, f"not lowered: others took {LOWER_LIMIT_S:.0f} s of computing"
+                        option,
+                        f"not lowered: the time limit of {LOWER_LIMIT_S:.0f} s was used "
+                        "up by other combinations",
                     )
                     continue
                 option = self._most_frugal(option)
@@ -99,7 +101,7 @@ class Fit:
         )
 
     def _most_frugal(self, option: Option) -> Option:
-        """The option left that seems to need least, when time is up without a plan."""
+        """The remaining option with the least estimated memory, tried after the time limit."""
         if not self.num_late:
             options = [option, *(entry[-1] for entry in self.heap)]
             options.sort(key=lambda each: (each.estimated_bytes, each.time_s))
@@ -124,14 +126,14 @@ class Fit:
 
     # --- lowering -------------------------------------------------------------------------------
     def _lowered(self, option: Option) -> Fitted | None:
-        """An option lowered, if it fits; otherwise smaller ones may come back."""
+        """Lower an option; None if it does not fit, in which case smaller ones may be queued."""
         if not self.is_open:
             return self._counted(option)
         try:
             return self._counted(option)
         except AutoparError as error:
             self._refuse(option, str(error))
-            self._leave(option)
+            self._give_up(option)
             return None
 
     def _counted(self, option: Option) -> Fitted | None:
@@ -171,9 +173,9 @@ class Fit:
 
     # --- the budget -----------------------------------------------------------------------------
     def _corrected(self, option: Option, target_bytes: float) -> Fitted | None:
-        """Let the option come back with a sharding in less memory, and recomputed.
+        """Queue the option again with a sharding within less memory, and recomputed.
 
-        Where there is none a known strategy may still fit, which is then returned.
+        Returns a known strategy that fits if there is no such sharding.
         """
         choice, search = option.choice, self.search
         if choice is not None and option.trial == 0 and search.may_recompute(option):
@@ -186,12 +188,12 @@ class Fit:
         found = search.within(option, target_bytes)
         if not any(each.is_found for each in found):
             least_bytes = least_budget(found)
-            if math.isfinite(least_bytes):  # the most frugal of all
+            if math.isfinite(least_bytes):  # the sharding with the least memory
                 found, trial = search.within(option, least_bytes), self.max_trials
         if not any(each.is_found for each in found):
             self._refuse(
                 option,
-                f"no sharding was found that fits {format_bytes(self.setting.budget_bytes)}",
+                f"no sharding found that fits {format_bytes(self.setting.budget_bytes)}",
             )
             return self._rival(option, None)
         self._push_staged(option, choice, found, trial)
@@ -215,7 +217,7 @@ class Fit:
 
     # --- known strategies -----------------------------------------------------------------------
     def _baselines(self, option: Option) -> Baselines:
-        """The known strategies, priced; none beside a pipeline: they would have its stages too."""
+        """The known strategies, priced; none for a pipeline, as they have no stages."""
         if option.choice is not None:
             return Baselines(found={}, missing={})
         num = option.combination.num_microbatches
@@ -226,21 +228,23 @@ class Fit:
         return self.known[num]
 
     def _or_rival(self, option: Option, baselines: Baselines) -> Option:
-        """The option, or the fastest known strategy in its place where that is faster."""
+        """The option, or the fastest known strategy if that is faster."""
         best = min([option.best, *self._rivals(baselines)[:1]], key=rank)
         if best is option.best:
             return option
         return replace(option, best=best, time_s=time_parts(best).step_s)
 
     def _rivals(self, baselines: Baselines) -> list[Candidate]:
-        """Known strategies that may stand in: the search ran out of time, or within a budget its
-        estimate of memory was too cautious."""
+        """Known strategies that may replace an option.
+
+        They can win if a search ran out of time, or if its memory estimate was too pessimistic.
+        """
         return baselines.executable() if self.setting.is_free else []
 
     def _rival(self, option: Option, found: Fitted | None) -> Fitted | None:
-        """The first known strategy that fits and is faster than what was found, if something was.
+        """The fastest known strategy that fits, if it is faster than ``found``.
 
-        Where there is neither, what was left out for this option comes back.
+        If there is neither, the options that were left out in favour of this one are queued.
         """
         num = option.combination.num_microbatches
         baselines = self._baselines(option)
@@ -255,24 +259,24 @@ class Fit:
                 return Fitted(option=other, program=program, memory=memory, baselines=baselines)
         self.tried.add(num)
         if found is None:
-            self._leave(option)
+            self._give_up(option)
         return None
 
-    def _leave(self, option: Option) -> None:
-        """Give an option up: what was left out for it comes back."""
+    def _give_up(self, option: Option) -> None:
+        """Give up an option: queue those that were left out in its favour."""
         if self.is_open and option.choice is None:
             for other in self.search.with_more_microbatches(option):
                 self._push(other)
 
 
 def _key(option: Option) -> tuple[str, bool]:
-    """Options whose memory, counted, is off the search's own count in the same way."""
+    """Key of options whose memory estimate is assumed to be off by the same ratio."""
     name = "" if option.choice is None else option.choice.schedule.name
     return name, option.is_recomputed
 
 
 def _resident_bytes(candidate: Candidate) -> float:
-    """What a strategy holds all the time: parameters and optimizer state. No peak is below it."""
+    """Bytes of parameters and optimizer state, a lower bound on the peak of a strategy."""
     priced = candidate.priced
     graph, total = priced.pricing.graph, 0.0
     assignment = priced.assignment(candidate.solution.assignment)

@@ -1,10 +1,9 @@
-"""Plan a forward pass over parameters that stay where training stores them.
+"""Planning of a forward pass over parameters that keep their training placements.
 
-In comes a graph captured without its backward pass, the mesh of the training plan, and what is
-held: the placements that parameters (and, for the call that was trained with, inputs) already lie
-in. Out goes an assignment: the search of `autopar.planning.planner` with those placements given,
-over the forward pass alone. Everything is priced by roofline, so that a first evaluation measures
-nothing.
+In: a graph captured without its backward pass, the mesh of the training plan, and ``held``: the
+placements that parameters (and, for the call that was trained with, inputs) already have. Out: an
+assignment, searched over the forward pass alone with those placements fixed. Everything is priced
+by roofline, so that a first evaluation measures nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SEARCH_LIMIT_S = 20.0
 def plan_forward(
     analysis: Analysis, mesh: Mesh, cluster: Cluster, held: Mapping[int, Placements]
 ) -> Assignment:
-    """The fastest forward pass of a graph; ``held`` maps values to where they are stored."""
+    """The fastest forward pass of a graph; ``held`` maps values to their placements."""
     compute, communication = RooflineModel(cluster.device), CommunicationModel(cluster)
     priced = price_graph(Pricing(analysis, mesh, cluster, compute, communication, held=held))
     solution = solve(priced.problem(), time_limit_s=SEARCH_LIMIT_S)

@@ -1,8 +1,8 @@
-"""The known strategies, as the choices that each of them leaves along one mesh axis.
+"""The known strategies, as masks over the choices along one mesh axis.
 
-In: a priced graph, a strategy's name and a mesh axis. Out: for every node that the strategy speaks
-of, which of its choices are allowed; everything else is left to the search. A strategy that the
-model, the batch or the axis rules out is an error that says why.
+In: a priced graph, a strategy's name and a mesh axis. Out: for each node that the strategy
+restricts, the choices that it allows; the search decides the rest. A strategy that the model, the
+batch or the axis rules out is a ConstraintError with the reason.
 
 ==================  ===================  ====================  ==================================
 strategy            parameters stored    parameters needed     besides
@@ -20,8 +20,8 @@ one_weird_trick     R; dense as needed   R or V; dense S       inputs and convol
 ==================  ===================  ====================  ==================================
 
 Megatron: Shoeybi et al. 2019; with sequence parallelism: Korthikanti et al. 2022. One weird trick:
-Krizhevsky 2014. A norm is an op whose only parameters are vectors; what lies between the ops of
-this table (residual sums, activations, views) takes the cheapest choice that agrees with them.
+Krizhevsky 2014. A norm is an op whose parameters are all vectors. The ops between those of this
+table (residual sums, activations, views) take the cheapest choice that agrees with them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from autopar.pricing.tables import OpTable, ValueTable
 from autopar.rules import Split
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-"""Which choices of one node are allowed."""
+"""The choices of a node that are allowed."""
 
 Masks = dict[int, Mask]
-"""By node; a node without a mask is free."""
+"""Masks by node; a node without one is unrestricted."""
 
 
 class Parallelism(StrEnum):
@@ -68,15 +68,15 @@ _DENSE = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.defaul
 
 
 def force_masks(priced: PricedGraph, kind: Parallelism, axis: int) -> Masks:
-    """What is left of every node's choices when ``kind`` is used on ``axis``.
+    """The choices of every node that ``kind`` on ``axis`` allows.
 
-    Raises ConstraintError where the strategy does not exist for this model, batch and axis.
+    Raises ConstraintError if the strategy does not apply to this model, batch and axis.
     """
     return Forces(priced).masks(kind, axis)
 
 
 class Forces:
-    """What each kind leaves on each axis of one priced graph, worked out once a kind of node."""
+    """Masks of each kind and axis for one priced graph, computed once per group of equal nodes."""
 
     def __init__(self, priced: PricedGraph) -> None:
         self.priced = priced
@@ -85,7 +85,7 @@ class Forces:
             self.alike.setdefault(_node_key(priced, node), []).append(node)
 
     def masks(self, kind: Parallelism, axis: int) -> Masks:
-        """As `force_masks`."""
+        """See `force_masks`."""
         _check_exists(self.priced, kind, axis)
         masks = {}
         for nodes in self.alike.values():
@@ -96,7 +96,7 @@ class Forces:
 
 
 def forbid_masks(priced: PricedGraph, kind: Parallelism, axis: int) -> Masks:
-    """No weight split (tensor), no parameter stored split (zero3), or no batch split (data)."""
+    """Masks without split weights (tensor), sharded parameters (zero3), or a split batch (data)."""
     graph = priced.pricing.graph
     masks = {}
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
@@ -115,7 +115,7 @@ def forbid_masks(priced: PricedGraph, kind: Parallelism, axis: int) -> Masks:
 
 
 def _node_key(priced: PricedGraph, node: int) -> Any:
-    """Equal for nodes that every strategy treats alike."""
+    """A key that is equal for nodes with the same masks under every strategy."""
     decision, table = priced.nodes[node], priced.tables[node]
     analysis = priced.pricing.analysis
     if isinstance(table, OpTable):
@@ -140,7 +140,7 @@ def _is_whole(placement: Placement) -> bool:
 
 
 def _prefer(mask: Mask) -> Mask:
-    """The mask where it leaves something, else everything."""
+    """The mask, or everything if it allows nothing."""
     return mask if mask.any() else np.ones_like(mask)
 
 
@@ -149,7 +149,7 @@ def _splits(table: OpTable, axis: int, allowed: Callable[[Split | None], bool]) 
 
 
 def _parameters(priced: PricedGraph, op: Op) -> list[tuple[int, int]]:
-    """(position, rank) of every operand of an op that is a parameter."""
+    """(position, tensor rank) of each operand of an op that is a parameter."""
     values = priced.pricing.graph.values
     return [
         (position, len(values[index].shape))
@@ -220,7 +220,7 @@ def _op_mask(priced: PricedGraph, op: Op, table: OpTable, kind: Parallelism, axi
 
 
 def _on_the_batch(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Mask:
-    """Split along the batch; without one, whole if it has parameters, else free (as masks are)."""
+    """Split along the batch; an op without a batch is whole if it has parameters, else free."""
     batch = priced.pricing.analysis.batch_splits[op.index]
     along = _splits(table, axis, lambda split: split is not None and split == batch)
     if along.any():
@@ -231,7 +231,7 @@ def _on_the_batch(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Mas
 
 
 def _weights_split(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Mask:
-    """Every matrix split where it can be."""
+    """Choices that split every matrix that can be split."""
     mask = np.ones(len(table.choices), dtype=bool)
     for position, rank in _parameters(priced, op):
         if rank >= 2:
@@ -248,7 +248,7 @@ def _weights_whole(priced: PricedGraph, op: Op, table: OpTable, axis: int) -> Ma
 
 
 def _as_megatron(priced: PricedGraph, op: Op, table: OpTable, kind: Parallelism, axis: int) -> Mask:
-    """Attention on its heads, norms whole or on the sequence, no batch, no other sequence."""
+    """Attention split on heads, norms whole or on the sequence, and otherwise neither."""
     analysis = priced.pricing.analysis
     batch, sequence = analysis.batch_splits[op.index], analysis.sequence_splits[op.index]
     if op.target_name.startswith(_ATTENTION):
@@ -268,7 +268,7 @@ def _is_on_heads(split: Split | None) -> bool:
 
 
 def _check_exists(priced: PricedGraph, kind: Parallelism, axis: int) -> None:
-    """Raise ConstraintError where the strategy has nothing to split, and say what is missing."""
+    """Raise ConstraintError, with what is missing, if the strategy has nothing to split."""
     mesh = priced.pricing.mesh
     size = mesh.axis_sizes[axis]
     where = f"{kind} on axis {mesh.axis_names[axis]!r}"

@@ -1,7 +1,7 @@
 """The meshes that a plan may be searched on: the user's, or every factorisation of the devices.
 
-A size of None leaves an axis to the search. In a pipeline the mesh is that of each of its devices,
-which share the cluster's evenly.
+A size of None leaves an axis to the search. In a pipeline each pipeline rank has such a mesh over
+an equal share of the cluster's devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MeshSizes: TypeAlias = Mapping[str, int | None]
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise InputError unless it is None or names axes, at least one, with their sizes or None."""
+    """Raise InputError unless ``mesh`` is None or maps at least one axis name to a size or None."""
     if mesh is None:
         return
     is_valid = (
@@ -35,23 +35,23 @@ def check_mesh(mesh: object) -> None:
     if not is_valid:
         raise InputError(
             f"mesh is {mesh!r}; give axis names and sizes of at least 1, such as "
-            f"mesh={{'dp': 2, 'tp': 4}}, or None for a size that is searched ({MICROBATCH!r} is "
-            f"the axis that num_microbatches makes, {PIPELINE!r} that of num_stages)"
+            f"mesh={{'dp': 2, 'tp': 4}}, or None for a size to be searched ({MICROBATCH!r} and "
+            f"{PIPELINE!r} are reserved; use num_microbatches and num_stages)"
         )
 
 
 def is_open(mesh: MeshSizes | None) -> bool:
-    """Whether some size is left to the search."""
+    """Whether a size is left to the search."""
     return mesh is None or None in mesh.values()
 
 
 def known_size(mesh: MeshSizes) -> int:
-    """The devices along the axes whose size is given."""
+    """The product of the sizes that are given."""
     return math.prod(size for size in mesh.values() if size is not None)
 
 
 def pipeline_device_counts(cluster: Cluster, mesh: MeshSizes | None) -> list[int]:
-    """Numbers of pipeline devices (1 is no pipeline) that leave each such a mesh."""
+    """Numbers of pipeline ranks (1 means no pipeline) that leave each of them such a mesh."""
     total = cluster.num_devices
     counts = [n for n in range(1, total + 1) if total % n == 0]
     if mesh is None:
@@ -63,11 +63,10 @@ def pipeline_device_counts(cluster: Cluster, mesh: MeshSizes | None) -> list[int
 def candidate_meshes(
     cluster: Cluster, mesh: MeshSizes | None, num_pipeline_devices: int = 1
 ) -> tuple[Mesh, ...]:
-    """The user's mesh with every way to fill its open sizes, or every ordered factorisation of the
-    devices into up to `MAX_AXES`.
+    """The user's mesh with its open sizes filled in, or every factorisation of the devices.
 
-    Later axes vary fastest, so they lie on the faster links. Raises InputError where the sizes do
-    not multiply to the number of devices.
+    Factorisations are ordered and have up to `MAX_AXES` factors. Later axes vary fastest, so they
+    use the faster links. Raises InputError if the sizes do not multiply to the number of devices.
     """
     check_mesh(mesh)
     total = cluster.num_devices // num_pipeline_devices
@@ -83,7 +82,7 @@ def candidate_meshes(
     if rest or (left != 1 and not num_open):
         shared = f"the cluster {total}"
         if num_pipeline_devices > 1:
-            shared = f"each of {num_pipeline_devices} pipeline devices {total}"
+            shared = f"each of {num_pipeline_devices} pipeline ranks {total}"
         raise InputError(
             f"mesh {dict(mesh)} has {known_size(mesh)} devices, {shared}; the sizes must multiply "
             "to the number of devices, or leave some out as None"
@@ -98,7 +97,7 @@ def candidate_meshes(
 
 
 def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
-    """Ordered factorisations into ``count`` factors, also of 1."""
+    """Ordered factorisations into ``count`` factors, factors of 1 included."""
     if count == 0:
         return [()] if total == 1 else []
     if count == 1:

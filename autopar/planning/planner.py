@@ -1,8 +1,8 @@
-"""The planner: the fastest plan in a space that fits the devices.
+"""The planner: finds the fastest plan in a search space that fits the devices.
 
-In: a captured model, a cluster, and a `Space`: what the user fixed. Out: a plan with the strategy
-and the program behind it. Options are searched and simulated (`autopar.planning.schedule_search`),
-then lowered from the fastest on until one fits (`autopar.planning.fit`).
+In: a captured model, a cluster, and a `Space`. Out: a plan with its strategy and program. Options
+are searched and simulated (`autopar.planning.schedule_search`), then lowered, fastest first, until
+one fits (`autopar.planning.fit`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_SPACE = Space()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with the strategy and the program behind it."""
+    """A plan with its strategy and program."""
 
     plan: Plan
     strategy: Strategy
@@ -64,7 +64,7 @@ def make_planned(
     """Search a space, and lower the fastest plan that fits.
 
     By default ops are priced by roofline, collectives by formula, and the optimizer is AdamW.
-    Raises ConstraintError where the constraints, or the memory, leave no strategy.
+    Raises ConstraintError if the constraints or the memory leave no strategy.
     """
     setting = make_setting(
         captured, cluster, space, constraints=constraints, compute=compute,
@@ -103,7 +103,7 @@ def make_setting(
 
 
 def searched_calls(prepared: Prepared, cluster: Cluster, space: Space) -> tuple[OpCall, ...]:
-    """Every distinct call of an op that a search in this space may price."""
+    """All distinct op calls that a search in this space may price."""
     meshes = space.meshes(cluster)
     counts = space.microbatch_counts(prepared.analysis.batch_size)
     found: dict[OpCall, None] = {}
@@ -113,7 +113,7 @@ def searched_calls(prepared: Prepared, cluster: Cluster, space: Space) -> tuple[
         except PlanError:
             if len(counts) == 1:
                 raise
-            continue  # the search says why there are none
+            continue  # the search reports the reason
         found.update(dict.fromkeys(calls_of(analysis, meshes, microbatches)))
     return tuple(found)
 
@@ -128,13 +128,13 @@ def check_trainable(captured: Captured) -> None:
         )
     if all(captured.graph.loss not in op.outputs for op in captured.graph.ops):
         raise InputError(
-            "the loss is an input, a parameter or a constant as it is: the model computes nothing, "
-            "so there is nothing to plan. Return a loss that is computed from the inputs"
+            "the loss is itself an input, a parameter or a constant, so there is nothing to plan. "
+            "Return a loss that is computed from the inputs"
         )
 
 
 def _planned(search: Search, fitted: Fitted) -> Planned:
-    """The plan of an option that fits, with what else was considered."""
+    """The plan of an option that fits, with the alternatives considered."""
     option, setting = fitted.option, search.setting
     best, staged = option.best, option.staged
     key = option.combination.num_devices, option.combination.num_microbatches

@@ -1,7 +1,7 @@
-"""What a plan says of a strategy: its predicted step by parts, how good it is known to be.
+"""The prediction and the search report of a plan.
 
-In: a priced strategy, its counted memory, and the simulated step of a pipeline where there is one.
-Out: the parts of a plan that report them.
+In: a priced strategy, its counted memory, and the simulated step if it is a pipeline. Out: the
+sections of a plan that report them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _weakest(sources: Iterable[Source]) -> str:
 
 
 def _unpriced(best: Candidate) -> dict[str, str]:
-    """Why no cost model knows some of the operators, by name."""
+    """Operators that no cost model covers, with the reason."""
     priced, reasons = best.priced, dict[str, str]()
     for node, table, pick in zip(priced.nodes, priced.tables, best.solution.assignment):
         if isinstance(table, OpTable) and table.unpriced[pick]:
@@ -91,7 +91,7 @@ def _unpriced(best: Candidate) -> dict[str, str]:
 
 
 def _analytical_factor(best: Candidate) -> float | None:
-    """By what factor analytical prices may be off: the median over the families, by time."""
+    """The factor by which analytical prices may be off: a median over families by time."""
     priced, analysis = best.priced, best.priced.pricing.analysis
     table = _table(priced.pricing)
     families: dict[Any, Family] = {}
@@ -110,7 +110,7 @@ def _analytical_factor(best: Candidate) -> float | None:
 
 
 def _table(pricing: Pricing) -> EfficiencyTable:
-    """What analytical prices were made from."""
+    """The efficiency table behind the analytical prices."""
     compute = pricing.compute
     roofline = compute.fallback if isinstance(compute, Profiler) else compute
     if isinstance(roofline, RooflineModel):
@@ -126,7 +126,7 @@ def _family(analysis: Analysis, op: Op) -> Family:
 
 
 def _update_sources(best: Candidate) -> set[Source]:
-    """Where the prices of the parameters' updates come from."""
+    """Sources of the prices of the parameters' updates."""
     pricing = best.priced.pricing
     stored = best.priced.assignment(best.solution.assignment).stored
     return {
@@ -137,7 +137,7 @@ def _update_sources(best: Candidate) -> set[Source]:
 
 
 def _round(seconds: float) -> float:
-    """Nine significant digits: sums in another order must not change a plan's bytes."""
+    """Nine significant digits, so that the order of a sum does not change a plan's bytes."""
     return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
 
 
@@ -151,8 +151,11 @@ def search_report(
     pipelines: Mapping[str, float],
     not_pipelines: Mapping[str, str],
 ) -> SearchReport:
-    """How good a plan is known to be: by ``searched``, what was searched last for it, and by
-    ``candidates``, what was found with memory left out."""
+    """The optimality gap and the alternatives of a plan.
+
+    ``searched``: the results of the search that found it. ``candidates``: the results without a
+    memory limit.
+    """
     cost = best.solution.cost
     step_s = time_parts(best).step_s
     same = [c.solution.bound for c in searched if c.exposed == best.exposed]
@@ -181,7 +184,7 @@ def search_report(
 
 
 def _considered(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Seconds of a step by mesh, of the best strategy on it."""
+    """Step time of the best strategy on each mesh."""
     found: dict[str, float] = {}
     for candidate in candidates:
         if candidate.solution.assignment:
@@ -191,7 +194,7 @@ def _considered(candidates: Sequence[Candidate]) -> dict[str, float]:
 
 
 def redundant_ops(best: Candidate) -> dict[str, int]:
-    """Operators that have no rule, so that every device computes them whole, and how often."""
+    """Counts of the operators without a rule, which every device computes redundantly."""
     graph = best.priced.pricing.graph
     spaces = best.priced.pricing.analysis.spaces
     counts: Counter[str] = Counter()

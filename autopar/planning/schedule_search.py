@@ -1,16 +1,16 @@
-"""The options of a plan: every combination's sharding searched, every schedule simulated over it.
+"""The options of a plan: the sharding of each combination is searched, each schedule simulated.
 
-In: a setting. Out: options with their times and the search's own count of their memory, and the
-reasons against all others. A space that is a point has one option, over all its meshes.
+In: a setting. Out: options with their times and estimated memory, and the reasons against all
+others. A space that is not open has one option, over all its meshes.
 
-- Combinations of an open space (`autopar.planning.combinations`) are searched in the order of a
-  guess; those whose lower bound is above the best step so far are left out.
+- The combinations of an open space (`autopar.planning.combinations`) are searched in the order of a
+  guess of their time; those whose lower bound exceeds the best step so far are pruned.
 - The sharding of each is searched exactly, then every schedule is simulated over the stages'
-  prices. Where the search's own count of memory is above the limit, the stages are recomputed, and
-  the sharding is searched again within the limit.
+  prices. If the estimated memory is above the limit, the stages are recomputed, and the sharding is
+  searched again within the limit.
 
-Nothing is searched after `SEARCH_LIMIT_S`, of processor time, which other work on the machine does
-not change.
+The search stops after `SEARCH_LIMIT_S` of processor time, which other load on the machine does not
+affect.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from autopar.schedules import Schedule, build
 
 SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
-"""Share of the memory that searches may fill before anything is counted: more is counted than they
-see."""
+"""Fraction of the memory that a search may fill before memory is counted, which finds more."""
 SEARCHED = ("1f1b", "zb_h1", "chimera", "interleaved", "zb_v", "v_half", "v_min")
-"""The pipelines that are tried. The others may be named by a user: gpipe holds more than 1f1b and
-ends no sooner, zb_h2 and dualpipe hold more than zb_h1 and chimera, fast_forward deals stages out
-as interleaved does."""
+"""The pipeline schedules that are searched; the others only if named by the user.
+
+gpipe holds more than 1f1b and is no faster, zb_h2 and dualpipe hold more than zb_h1 and chimera,
+fast_forward assigns stages as interleaved does.
+"""
 MAX_DEALT = 4
-"""Stages a device that are tried of a schedule that deals them out, where it was named."""
+"""Largest number of stages per pipeline rank searched for a named schedule that has any number."""
 INSTEAD_OF = {"v_half": "zb_v", "v_min": "zb_v"}
-"""Schedules that give up time to hold less than another: tried where that one does not fit."""
+"""Slower schedules that hold less than another one: tried only if that one does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One way to train, priced; without a pipeline it has neither ``choice`` nor ``staged``.
 
-    ``origin`` is what was searched with memory left out, on one mesh or several, ``searched`` what
-    was searched last, and ``best`` the fastest of these. ``trial``: how often it was searched again
-    within less memory, because the memory counted was too much.
+    ``origin`` are the results of the search without a memory limit, on one mesh or several,
+    ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
+    often it was searched again within less memory because its counted memory did not fit.
     """
 
     combination: Combination
@@ -79,7 +80,7 @@ class Option:
 
     @property
     def estimated_bytes(self) -> float:
-        """Memory of the device that holds most, as the search counts it."""
+        """Estimated memory of the device that holds most."""
         return self.best.estimated_bytes(self.residence)
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Option:
 
 
 class Search:
-    """Every option there is, priced: see the module's docstring."""
+    """Searches and prices all options; see the module's docstring."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -109,7 +110,7 @@ class Search:
         self.deadline_s = time.process_time() + SEARCH_LIMIT_S
 
     def run(self) -> Search:
-        """Find every option; raises ConstraintError where the space has none."""
+        """Find all options; raises ConstraintError if the space has none."""
         if not self.space.is_open:
             self._search_point()
             return self
@@ -139,7 +140,7 @@ class Search:
         searched: tuple[Candidate, ...] | None = None,
         trial: int = 0,
     ) -> Option:
-        """What was searched as one option; raises AutoparError where it cannot be staged."""
+        """The option of some search results; raises AutoparError if they cannot be staged."""
         searched = origin if searched is None else searched
         found = [candidate for candidate in searched if candidate.is_found]
         if choice is None:
@@ -159,15 +160,17 @@ class Search:
     def within(
         self, option: Option, target_bytes: float, cutoff_s: float = math.inf
     ) -> tuple[Candidate, ...]:
-        """The shardings of an option within so many bytes by the search's own count, if its
-        devices work for less than ``cutoff_s`` together; there may be none."""
+        """Search the shardings of an option again within ``target_bytes`` of estimated memory.
+
+        A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``.
+        """
         return tuple(
             search_within(self.setting, option.origin, target_bytes, option.residence, cutoff_s)
         )
 
     # --- an open space ------------------------------------------------------------------------
     def with_more_microbatches(self, option: Option) -> list[Option]:
-        """What was left out because ``option``, without a pipeline, seemed to fit, and does not."""
+        """The options left out because ``option``, which does not fit, was estimated to fit."""
         mesh, num_known = option.best.mesh, len(self.options)
         self.alone_on.discard(mesh)
         for combination in self.left_out.pop(mesh, []):
@@ -176,11 +179,11 @@ class Search:
         return self.options[num_known:]
 
     def _consider(self, combination: Combination) -> None:
-        """Price a combination, or note why not."""
+        """Price a combination, or record the reason against it."""
         mesh = combination.mesh
         reason = self._reason_against(combination)
         if reason is None and combination.num_devices == 1 and mesh in self.alone_on:
-            reason = "fewer micro-batches fit, and are no slower without a pipeline"
+            reason = "fewer micro-batches fit, and without a pipeline they are no slower"
             self.left_out.setdefault(mesh, []).append(combination)
         if reason is None:
             self._price(combination)
@@ -188,19 +191,19 @@ class Search:
             self.reasons.setdefault(str(combination), reason)
 
     def fits(self, option: Option, ratio: float = 1.0) -> bool:
-        """Whether it seems to fit; ``ratio`` is counted memory to the search's own count."""
+        """Whether an option is estimated to fit; ``ratio``: counted to estimated memory."""
         return option.estimated_bytes * ratio <= self.setting.budget_bytes
 
     def _reason_against(self, combination: Combination) -> str | None:
         bound_s = self.combinations.bound_s(combination)
         if bound_s >= self.best_s:
-            return f"takes {format_seconds(bound_s)} or more, even without any communication"
+            return f"takes at least {format_seconds(bound_s)}, even without communication"
         if time.process_time() > self.deadline_s:
-            return f"not tried: the search had taken {SEARCH_LIMIT_S:.0f} s of computing"
+            return f"not tried: the search reached its time limit of {SEARCH_LIMIT_S:.0f} s"
         return None
 
     def _price(self, combination: Combination) -> None:
-        """Search the sharding, then simulate every schedule that there is."""
+        """Search the sharding, then simulate every schedule."""
         setting, num = self.setting, combination.num_microbatches
         setting.progress(f"search {combination}, on mesh {combination.mesh}")
         try:
@@ -225,7 +228,7 @@ class Search:
             self._within_memory(combination, min(options, key=lambda option: option.time_s))
 
     def _within_memory(self, combination: Combination, fastest: Option) -> None:
-        """Recompute, and search again within the memory, where that may still be the best."""
+        """Recompute and search again within the memory, if the result may still be the fastest."""
         tight = [fastest]
         if fastest.time_s < self.best_s and self.may_recompute(fastest):
             again = self._options(combination, fastest.origin, recompute=True)
@@ -240,14 +243,14 @@ class Search:
                 self._options(combination, found, recompute=option.is_recomputed)
 
     def may_recompute(self, option: Option) -> bool:
-        """Whether an option may be tried recomputed too."""
+        """Whether an option may also be tried with recomputation."""
         is_open = self.space.is_open and self.space.recompute is None
         return is_open and option.choice is not None and not option.is_recomputed
 
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool
     ) -> list[Option]:
-        """Every schedule over one strategy, simulated and noted."""
+        """Simulate and record every schedule over one strategy."""
         if combination.num_devices == 1:
             return [self._note(self.option(combination, candidates, None))]
         found: list[Option] = []
@@ -271,7 +274,7 @@ class Search:
         num_stages: int,
         recompute: bool,
     ) -> Option | None:
-        """An option, or None with the reason noted."""
+        """A simulated option, or None if it is impossible (the reason is recorded)."""
         num_devices, num = combination.num_devices, combination.num_microbatches
         try:
             made = self.schedule(name, num_stages, num, num_devices)
@@ -300,7 +303,7 @@ class Search:
         return option
 
     def _schedules(self, num_devices: int) -> list[tuple[str, int]]:
-        """Names and numbers of stages that devices, blocks and what is fixed leave."""
+        """(name, number of stages) of the schedules that the blocks and the fixed options allow."""
         wanted, named = self.space.num_stages, self.space.schedule
         return [
             (name, count * num_devices)
@@ -324,8 +327,9 @@ class Search:
         wanted = "" if space.num_stages is None else f" of {space.num_stages} stages"
         return (
             f"{space.schedule or 'no schedule'}{wanted} does not fit {combination.num_devices} "
-            f"devices and {blocks} blocks: {', '.join(ONCE)} have one stage a device, "
-            f"{', '.join(TWICE)} two, {', '.join(DEALT)} two or more; a stage has a block or more"
+            f"pipeline ranks and {blocks} blocks: {', '.join(ONCE)} have one stage per rank, "
+            f"{', '.join(TWICE)} two, {', '.join(DEALT)} two or more; a stage has at least one "
+            "block"
         )
 
 

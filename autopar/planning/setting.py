@@ -1,4 +1,4 @@
-"""What one search for a plan is given, and what it holds while it lasts."""
+"""The inputs of a search for a plan, and the state that lives as long as it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from autopar.pricing.moves import Routes
 from autopar.pricing.tables import Pricing
 
 POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
-"""Seconds for one search within a budget, on one mesh: less where there are many to come."""
+"""Time limits of a search within a budget on one mesh; shorter in an open space, which has many."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What a device may hold: so much of tensors, which may take so much of the device."""
+    """Memory limits of a device: for tensors, and for all that a process takes."""
 
     tensor_bytes: int
     device_bytes: int
 
     def tightest(self, memory: ProgramMemory) -> tuple[int, int]:
-        """What is needed and what there is, by the one of both limits that leaves less."""
+        """(needed, available) bytes under the tighter of both limits."""
         return max(
             (memory.peak_bytes, self.tensor_bytes),
             (memory.device_bytes, self.device_bytes),
@@ -45,10 +45,10 @@ class MemoryLimit:
         return needed <= available
 
     def too_small(self, memory: ProgramMemory) -> ConstraintError:
-        """The error where the smallest program that was lowered needs so much."""
+        """The error if even the smallest program that was lowered does not fit."""
         needed, available = self.tightest(memory)
         return ConstraintError(
-            f"no strategy was found that fits {available:,} bytes a device; the smallest one tried "
+            f"no strategy found that fits {available:,} bytes per device; the smallest one tried "
             f"needs {needed:,} bytes, {memory.peak_bytes:,} of them for tensors (at "
             f"{memory.peak_at}). Use more devices, a smaller batch, or a larger MemoryBudget"
         )
@@ -56,7 +56,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a search is given; ``routes`` is what it learns of redistributions on its meshes."""
+    """The inputs of a search; ``routes`` caches the redistributions on its meshes."""
 
     prepared: Prepared
     cluster: Cluster
@@ -78,18 +78,17 @@ class Setting:
 
     @property
     def limit(self) -> MemoryLimit:
-        """Budgets are the user's for tensors, the device's own memory is for all that a step
-        takes."""
+        """The user's budgets limit the tensors, the device's memory limits everything."""
         usable = int(self.cluster.usable_memory_bytes)
         budgets = [c.size_bytes for c in self.constraints if isinstance(c, MemoryBudget)]
         return MemoryLimit(tensor_bytes=min([usable, *budgets]), device_bytes=usable)
 
     @property
     def budget_bytes(self) -> int:
-        """The budget for tensors by the search's own count.
+        """The budget for the estimated memory of tensors.
 
-        What the allocator loses is known before a program is counted, what a CPU's holds back only
-        after it.
+        It allows for the allocator's fragmentation; memory that a CPU's allocator retains is only
+        known once a program is counted.
         """
         limit, lost = self.limit, allocator_of(self.cluster.device).fragmentation
         return min(limit.tensor_bytes, int(limit.device_bytes / (1 + lost)))
@@ -100,11 +99,11 @@ class Setting:
 
     @property
     def exposures(self) -> list[float]:
-        """The shares of the communication of parameters that searches count.
+        """The fractions of the parameters' communication that searches take as exposed.
 
-        How much of it the computation hides depends on the strategy, so a point is searched twice:
-        all of it counted, and only what it costs where all is hidden. An open space, which compares
-        many, is searched once.
+        How much is overlapped depends on the strategy, so a space that is not open is searched
+        twice: with all of it exposed, and with only the slowdown that it causes when all is
+        overlapped. An open space, which compares many combinations, is searched once.
         """
         if self.space.is_open or self.cluster.num_devices == 1:
             return [1.0]
@@ -112,12 +111,12 @@ class Setting:
 
     @property
     def is_free(self) -> bool:
-        """Whether a known strategy may stand in: it obeys no constraint but a budget."""
+        """Whether a known strategy may replace an option: there are no constraints but budgets."""
         return all(isinstance(constraint, MemoryBudget) for constraint in self.constraints)
 
 
 MIN_EXPOSED = 1e-3
-"""Least share that is counted, so that the search does not choose at random."""
+"""Smallest exposed fraction, so that the search does not choose arbitrarily."""
 
 
 def listed(constraints: object) -> list[Constraint]:
@@ -127,7 +126,7 @@ def listed(constraints: object) -> list[Constraint]:
     for constraint in given:
         if not isinstance(constraint, Constraint):
             raise ConstraintError(
-                f"constraints holds {constraint!r}, which is none of Force, Forbid, Pin and "
+                f"constraints holds {constraint!r}, which is not a Force, Forbid, Pin or "
                 "MemoryBudget; write constraints=[autopar.Force('zero3')]"
             )
         found.append(constraint)

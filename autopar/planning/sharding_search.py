@@ -1,4 +1,4 @@
-"""The best sharding on every mesh: exact, or within a budget of memory.
+"""The best sharding on each mesh: exact, or within a memory budget.
 
 In: priced graphs and constraints. Out: a `Candidate` for each.
 """
@@ -23,7 +23,7 @@ BUDGET_GAP = 5e-3
 
 
 def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Candidate]:
-    """The best strategies on each mesh, memory left out; raises ConstraintError for none."""
+    """The best strategies on each mesh without a memory limit; raises ConstraintError if none."""
     found = []
     for mesh in meshes:
         setting.progress(f"search on mesh {mesh}")
@@ -37,12 +37,12 @@ def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Ca
 def search_priced(
     priced: PricedGraph, constraints: Sequence[Constraint], exposed: float = 1.0
 ) -> Candidate:
-    """The best strategy on one mesh, memory left out; raises ConstraintError for none."""
+    """The best strategy on one mesh without a memory limit; raises ConstraintError if none."""
     problem = priced.problem(narrow(priced, constraints), exposed=exposed)
     solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     if solution.status is Status.INFEASIBLE:
         names = " and ".join(map(str, constraints)) or "the placements"
-        raise ConstraintError(f"no strategy satisfies {names} together; drop one of them")
+        raise ConstraintError(f"no strategy satisfies {names} together; remove one of them")
     return Candidate(priced=priced, solution=solution, exposed=exposed)
 
 
@@ -53,10 +53,10 @@ def search_within(
     residence: Residence = WHOLE,
     cutoff_s: float = math.inf,
 ) -> list[Candidate]:
-    """The meshes of some candidates under a budget, the most promising first.
+    """Search the meshes of ``candidates`` again under a budget, the most promising first.
 
-    A search for more than ``cutoff_s``, or for more than a mesh before it took, ends. A mesh is
-    searched again in the way that was better without the budget. What is found may have no
+    A search is cut off at ``cutoff_s`` and at the cost found on an earlier mesh. Each mesh is
+    searched with the exposed fraction that was better without the budget. A result may have no
     strategy.
     """
     found: list[Candidate] = []
@@ -77,7 +77,7 @@ def search_within(
 
 
 def least_budget(tried: Sequence[Candidate]) -> float:
-    """The least estimated budget that some mesh can keep (a little more, for rounding)."""
+    """The smallest estimated budget that is feasible on some mesh, plus a rounding margin."""
     return min(_least_budgets(tried), default=math.inf) * (1 + 1e-9)
 
 
@@ -88,17 +88,17 @@ def _least_budgets(tried: Sequence[Candidate]) -> Iterator[float]:
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; among equals (within rounding) fewer axes, then a fixed order."""
+    """The fastest candidate; ties (within rounding) go to fewer axes, then to a fixed order."""
     return min(candidates, key=rank)
 
 
 def rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
-    """The order of candidates without a pipeline: a fixed one among those that are equally fast."""
+    """Sort key of candidates without a pipeline, deterministic among equally fast ones."""
     return ranked(time_parts(candidate).step_s, candidate.mesh) if candidate.is_found else _LAST
 
 
 def ranked(time_s: float, mesh: Mesh) -> tuple[float, int, tuple[int, ...]]:
-    """Times to nine digits; among equals fewer axes first, then smaller outer ones."""
+    """Sort key: time to nine digits, then fewer axes, then smaller outer axes."""
     return float(f"{time_s:.9g}"), mesh.num_axes, mesh.axis_sizes
 
 

@@ -1,8 +1,8 @@
-"""What a plan is searched among: what the user fixed, and what is open.
+"""The search space of a plan: which options are fixed, and which are open.
 
-In: the arguments of `autopar.plan`. Out: a `Space`. One whose pipeline is given (or that has none)
-is a point: only its mesh and sharding are searched. In an open one schedule, stages, micro-batches
-and recomputation are searched too, as far as they are not fixed.
+In: the arguments of `autopar.plan`. Out: a `Space`. With a given pipeline, or none, only mesh and
+sharding are searched. In an open space schedule, stages, micro-batches and recomputation are
+searched too, unless they are fixed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autopar.schedules.generators.build import generator_of
 AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
 ONCE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "chimera", "dualpipe")
-"""Schedules of as many stages as devices."""
+"""Schedules with one stage per pipeline rank."""
 TWICE = ("zb_v", "v_half", "v_min")
-"""Schedules of two stages a device."""
+"""Schedules with two stages per pipeline rank."""
 DEALT = ("interleaved", "fast_forward")
-"""Schedules of any whole number of stages a device."""
+"""Schedules with any number of stages per pipeline rank."""
 PIPELINES = (*ONCE, *TWICE, *DEALT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineChoice:
-    """A schedule, and where stages begin if the user says so.
+    """A schedule, and the blocks at which stages begin if the user fixed them.
 
     With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices.
     """
@@ -54,10 +54,10 @@ class PipelineChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What was fixed of a plan; in an open space whatever is None is searched.
+    """The fixed options of a plan; in an open space those that are None are searched.
 
-    ``pipeline`` is that of a point, None without one; ``schedule`` is the name of the only one that
-    an open space has. By default it is the point without a pipeline and without micro-batches.
+    ``pipeline`` is the given pipeline of a space that is not open; ``schedule`` names the only
+    schedule of an open space. The default has neither a pipeline nor micro-batches.
     """
 
     mesh: MeshSizes | None = None
@@ -70,11 +70,11 @@ class Space:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether nothing but pipelines is in an open space."""
+        """Whether an open space consists of pipelines only."""
         return self.schedule is not None or self.num_stages not in (None, 1)
 
     def point(self) -> tuple[int, int]:
-        """The pipeline devices and the micro-batches of a space that is not open."""
+        """The numbers of pipeline ranks and micro-batches of a space that is not open."""
         if self.pipeline is not None:
             return self.pipeline.num_devices, self.pipeline.schedule.shape.num_microbatches
         return 1, 1 if self.num_microbatches is None else self.num_microbatches
@@ -109,15 +109,15 @@ def space_of(
     cuts: Sequence[str] | None = None,
     recompute: bool | None = None,
 ) -> Space:
-    """The arguments of `autopar.plan` for so many devices as one value.
+    """The search space for the arguments of `autopar.plan` on ``num_devices``.
 
-    Raises InputError where they contradict each other or the number of devices.
+    Raises InputError if they contradict each other or the number of devices.
     """
     if _is_searched(num_stages, schedule, num_microbatches, cuts, mesh):
         if cuts is not None:
             raise InputError(
-                f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; leave "
-                "cuts out, or name the schedule"
+                f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; remove "
+                "cuts, or name the schedule"
             )
         if num_stages is not None and not is_count(num_stages):
             raise InputError(f"num_stages is {num_stages!r}; stages are a whole number, at least 1")
@@ -132,7 +132,7 @@ def space_of(
     if num_stages is None and schedule is None and cuts is None:
         if recompute:
             raise InputError(
-                "recompute=True without a pipeline: what is computed again is a stage, so give "
+                "recompute=True without a pipeline: recomputation is by stage, so pass "
                 "num_stages=..., or schedule='auto'"
             )
         return Space(mesh=mesh, num_microbatches=num_microbatches)
@@ -146,7 +146,7 @@ def space_of(
     elif num_microbatches not in (None, made.shape.num_microbatches):
         raise InputError(
             f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
-            f"{made.shape.num_microbatches}; leave num_microbatches out"
+            f"{made.shape.num_microbatches}; remove num_microbatches"
         )
     made = _checked(made, num_stages, num_devices, recompute=bool(recompute))
     choice = PipelineChoice(
@@ -164,7 +164,7 @@ def _is_searched(
     cuts: Sequence[str] | None,
     mesh: MeshSizes | None,
 ) -> bool:
-    """Whether the arguments of `autopar.plan` leave something of a pipeline to the search."""
+    """Whether the arguments of `autopar.plan` leave part of a pipeline to the search."""
     if schedule == AUTO:
         return True
     is_named = isinstance(schedule, str) and schedule in PIPELINES
@@ -173,12 +173,12 @@ def _is_searched(
 
 
 def _checked(schedule: Schedule, num_stages: int, num_devices: int, *, recompute: bool) -> Schedule:
-    """The schedule, recomputed if asked for; raises InputError where it cannot be run here."""
+    """The schedule, recomputed if asked for; raises InputError if it cannot be run."""
     if recompute:
         if schedule.shape.num_devices == 1:
             raise InputError(
-                f"recompute=True with schedule={schedule.name!r}: only pipelines of several "
-                "devices are recomputed; leave recompute out"
+                f"recompute=True with schedule={schedule.name!r}: only pipelines of several ranks "
+                "are recomputed; remove recompute"
             )
         schedule = recomputed(schedule)
     try:
@@ -189,14 +189,14 @@ def _checked(schedule: Schedule, num_stages: int, num_devices: int, *, recompute
     if num_devices % schedule.shape.num_devices:
         raise InputError(
             f"schedule {schedule.name!r} with {num_stages} stages takes "
-            f"{schedule.shape.num_devices} pipeline devices, which do not divide {num_devices} "
-            "devices; use a number of stages whose pipeline does"
+            f"{schedule.shape.num_devices} pipeline ranks, which does not divide {num_devices} "
+            "devices; choose num_stages so that it does"
         )
     return schedule
 
 
 def recomputed(schedule: Schedule) -> Schedule:
-    """The schedule with every stage's forward pass made again in front of its backward pass."""
+    """The schedule with every stage recomputed before its backward pass."""
     shape = schedule.shape
     return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
 
@@ -217,8 +217,8 @@ def _number_of_stages(
         isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts)
     ):
         raise InputError(
-            f"cuts is {cuts!r}; give a list of the names of blocks or modules, one for each stage "
-            "but the first"
+            f"cuts is {cuts!r}; give a list of block or module names, one for each stage but the "
+            "first"
         )
     found = {
         "num_stages": num_stages,
@@ -238,14 +238,14 @@ def _number_of_stages(
 
 
 def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """A schedule by name; those that deal stages to devices take the devices there are."""
+    """Build a schedule by name; `DEALT` schedules take as many ranks as there are devices."""
     options: dict[str, int] = {}
     if name in DEALT:
         options["num_devices"] = num_devices
     elif name == "conventional":
         options["reduces"] = True
     elif name == "reverse_first_k":
-        options["k"] = 0  # until there are prices
+        options["k"] = 0  # chosen once there are prices
     try:
         return build(name, num_stages=num_stages, num_microbatches=num_microbatches, **options)
     except AutoparError as error:

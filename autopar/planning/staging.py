@@ -1,8 +1,8 @@
-"""Pipelines over a strategy: where the stages begin, and what a step then takes.
+"""Pipelines over a strategy: where the stages begin, and the simulated time of a step.
 
-In: a priced strategy for the mesh of one pipeline device, and a schedule. Out: `Staged`: stages (by
-dynamic programming over the blocks' priced times and the traffic between them), and the schedule
-simulated over these times.
+In: a priced strategy for the mesh of one pipeline rank, and a schedule. Out: `Staged`: the stages
+(by dynamic programming over the blocks' prices and the traffic between them), and the schedule
+simulated over their times.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autopar.sharding.strategy import Analysis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """A simulated step: of the device that computes most, and of the step as a whole.
+    """A simulated step: its time, and the times of the pipeline rank that computes most.
 
-    ``collectives``: what the messages between stages and the sums over replicas were priced by;
-    None without any.
+    ``collectives``: the price of messages between stages and sums over replicas, None if there are
+    none.
     """
 
     step_s: float
@@ -50,7 +50,7 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A schedule, where its stages begin, and its simulated step."""
+    """A schedule, its stages, and its simulated step."""
 
     stages: Stages
     schedule: Schedule
@@ -62,7 +62,7 @@ def stage(
 ) -> Staged:
     """Cut a strategy into stages and simulate the schedule; raises InputError.
 
-    Reverse-first-k is simulated for every k; the one whose steps follow fastest is taken.
+    Reverse-first-k is simulated for every k, and the fastest is taken.
     """
     stages = choose_stages(candidate, choice, communication)
     schedules = [choice.schedule]
@@ -84,10 +84,10 @@ def stage(
 
 
 def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
-    """What the pipeline device that holds most holds under a schedule, by stages of equal size.
+    """The largest fraction of weights and activations that a pipeline rank holds under a schedule.
 
-    A recomputed stage keeps its activations from R on; what enters it is left out. Between I and W
-    a stage holds what W reads.
+    Stages count as equal in size. A recomputed stage holds its activations from R on; its inputs
+    are neglected. Between I and W a stage holds the values that W reads.
     """
     late = late_share(analysis)
     shape = schedule.shape
@@ -113,7 +113,7 @@ def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
 def choose_stages(
     candidate: Candidate, choice: PipelineChoice, communication: CommunicationModel
 ) -> Stages:
-    """Where the user cuts, or where the slowest stage is fastest; raises InputError."""
+    """The user's stages, or those whose slowest is fastest; raises InputError."""
     graph = candidate.priced.pricing.graph
     if choice.cuts is not None:
         return stages_from_cuts(graph, choice.cuts)
@@ -121,11 +121,11 @@ def choose_stages(
     num_stages = choice.schedule.shape.num_stages
     if num_stages > len(names):
         raise InputError(
-            f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this model: "
-            f"{', '.join(names)}; use num_stages={len(names)} or fewer. They are the elements of "
-            f"an nn.ModuleList or nn.Sequential that have at least {MIN_OPS} operators each, and "
-            "what lies between them: where that is more than a quarter of the model, its modules "
-            f"with parameters, put together where they have fewer than {MIN_PART_OPS} operators"
+            f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this "
+            f"model: {', '.join(names)}; use num_stages={len(names)} or fewer. They are the "
+            f"elements of an nn.ModuleList or nn.Sequential with at least {MIN_OPS} operators "
+            "each, and what is between them: if that is more than a quarter of the model, its "
+            f"modules with parameters, merged if they have fewer than {MIN_PART_OPS} operators"
         )
     times = candidate.times.blocks
     ranks = (0, candidate.mesh.num_devices)
@@ -141,7 +141,7 @@ def choose_stages(
 
 
 def _crossing_bytes(candidate: Candidate) -> list[int]:
-    """Bytes of one rank's part of what crosses each possible cut, for one micro-batch."""
+    """Bytes that one rank sends across each possible cut, per micro-batch."""
     strategy, analysis = candidate.strategy(), candidate.priced.pricing.analysis
     graph, num = analysis.graph, candidate.num_microbatches
     blocks = staged_blocks(graph)
@@ -164,8 +164,8 @@ def pipeline_times(
 ) -> PipelineTimes:
     """Simulate the schedule over the priced stages.
 
-    What of the parameters' own costs the schedule does not have as actions comes after it. Where
-    updates belong to the step before, steps follow each other.
+    Reductions and updates that are not actions of the schedule are added after it. If updates
+    belong to the previous step, several steps are simulated in sequence.
     """
     schedule = with_replica_sums(schedule)
     times = candidate.times
@@ -205,7 +205,7 @@ def pipeline_times(
 def _spent(
     timeline: Timeline, device: int, per_stage: Sequence[Sequence[BlockTimes]]
 ) -> dict[str, float]:
-    """Seconds of a device's forwards, backwards and updates, and of the communication inside."""
+    """Seconds that a pipeline rank spends on forward, backward, updates and communication."""
     spent = dict.fromkeys(("forward", "backward", "communication", "update"), 0.0)
     there = [sum(b.forward_communication_s for b in blocks) for blocks in per_stage]
     back = [sum(b.backward_communication_s for b in blocks) for blocks in per_stage]
@@ -226,8 +226,7 @@ def _spent(
 def _links(
     candidate: Candidate, stages: Stages, communication: CommunicationModel
 ) -> tuple[Links, Estimate | None]:
-    """The link between neighbours in the pipeline with the messages between these stages, and
-    what the largest of them was priced by; None without any."""
+    """The link between neighbouring stages with its messages; the price of the largest, or None."""
     names = [block.name for block in staged_blocks(candidate.priced.pricing.graph)]
     crossing = _crossing_bytes(candidate)
     sizes = [float(crossing[names.index(first) - 1]) for first in stages.first_blocks[1:]]
@@ -247,9 +246,11 @@ def _links(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnCosts:
-    """Seconds once a step for parameters: moved between placements, summed over the devices that
-    hold them, updated. By stage what the schedule has as G and U, by device what comes after it;
-    ``sums`` is what the sums over devices were priced by."""
+    """Seconds per step for moving parameters, summing them over pipeline ranks, and updating them.
+
+    By stage for the schedule's actions G and U, by pipeline rank for what follows the schedule.
+    ``sums`` is the price of the sums over pipeline ranks.
+    """
 
     reduce_s: list[float]
     update_s: list[float]
@@ -265,8 +266,10 @@ def _own_costs(
     times: StrategyTimes,
     communication: CommunicationModel,
 ) -> _OwnCosts:
-    """A parameter that several stages use is reduced with the first of them, on one device; on
-    several devices at the end."""
+    """Costs of the parameters; one used by several stages is reduced with the first of them.
+
+    If these stages are on several pipeline ranks, it is reduced after the schedule.
+    """
     size, strategy, shape = candidate.mesh.num_devices, candidate.strategy(), schedule.shape
     reduce_s, update_s = [0.0] * shape.num_stages, [0.0] * shape.num_stages
     move_after_s, update_after_s = [0.0] * shape.num_devices, [0.0] * shape.num_devices
@@ -301,7 +304,7 @@ def _own_costs(
 
 
 def _users(candidate: Candidate, stage_of: Mapping[str, int]) -> dict[int, set[int]]:
-    """The stages that use each parameter."""
+    """Stages that use each parameter."""
     analysis = candidate.priced.pricing.analysis
     block_of = block_of_ops(analysis.graph)
     return {

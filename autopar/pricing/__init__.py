@@ -1,1 +1,1 @@
-"""Seconds and bytes of every choice, from the prices of the calls that a device makes."""
+"""Prices: seconds and bytes of every choice, from the calls that a device makes."""

@@ -1,8 +1,8 @@
-"""Times of a priced strategy by block of the graph, and by parameter of what is paid once a step.
+"""Times of a priced strategy by block, and by parameter for costs that occur once per step.
 
-In: a solved strategy with the price tables it was chosen from. Out: for each block the seconds of
-its forward pass, input gradients and weight gradients for one micro-batch, with the communication
-inside it; for each parameter the seconds of its update and of moving its gradient.
+In: a solved strategy with its price tables. Out: for each block, the seconds of its forward pass,
+input gradients and weight gradients per micro-batch, communication included; for each parameter,
+the seconds of its update and of moving its gradient.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autopar.sharding.strategy import Analysis, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Seconds of one block for one micro-batch, each with the communication inside it.
+    """Seconds of a block per micro-batch, each including its communication.
 
-    ``fetch_s``, of the forward communication, is for gathering parameters.
+    ``fetch_s`` is the part of the forward communication that gathers parameters.
     """
 
     forward_s: float
@@ -41,7 +41,7 @@ class BlockTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTimes:
-    """A strategy's prices by block of the graph, and by parameter what it costs once a step."""
+    """A strategy's times by block, and the times per step of each parameter."""
 
     blocks: dict[str, BlockTimes]
     update_s: dict[int, float]
@@ -49,10 +49,10 @@ class StrategyTimes:
 
 
 def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
-    """Split the cost of a solution by what it is spent on.
+    """Break down the cost of a solution by block and by parameter.
 
-    A parameter is fetched in the forward pass of the block that reads it first; its gradient is
-    moved to where it is stored once a step.
+    A parameter is fetched in the forward pass of the first block that reads it; its gradient is
+    moved to its stored placement once per step.
     """
     analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
     graph, strategy = analysis.graph, priced.strategy(picks)
@@ -103,7 +103,7 @@ def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
 
 
 def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
-    """Seconds of bringing a parameter from its store to where it is used, once."""
+    """Seconds of one redistribution of a parameter from its stored to its needed placement."""
     value = strategy.graph.values[parameter]
     supply, interface = strategy.supply(value), strategy.interface(value)
     return pricing.moves.price(value, supply, interface, stored=True).forward_s
@@ -119,7 +119,7 @@ def _spend(
 
 
 def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:
-    """The end of a redistribution that is a parameter, or else the op that needs it."""
+    """The end of a redistribution that pays for it: a parameter, else the op that needs it."""
     parameters = [home for home in homes if isinstance(home, int)]
     ops = [home for home, kind in zip(homes, kinds) if kind is NodeKind.OP]
     return (parameters or ops or homes)[-1]
@@ -130,7 +130,7 @@ def block_of_ops(graph: Graph) -> dict[int, str]:
 
 
 def _home_of_value(analysis: Analysis, index: int, block_of: Mapping[int, str]) -> str | int:
-    """The block that makes or first reads a value; a parameter is its own."""
+    """The block that makes or first reads a value; for a parameter, its index."""
     if analysis.graph.values[index].kind is ValueKind.PARAMETER:
         return index
     uses = (analysis.producers.get(index, (0, 0)), *analysis.consumers.get(index, ()))

@@ -1,4 +1,4 @@
-"""A solved search problem: one strategy, with the price tables it was chosen from."""
+"""A candidate: a solved search problem with its price tables."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.sharding.strategy import Strategy
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Candidate:
-    """The best strategy on one mesh, under whatever narrowed the search.
+    """The best strategy on one mesh under the constraints of a search.
 
-    ``exposed``: how much of the communication of parameters the search counted. Its costs are by
-    that price, not the time of a step (`autopar.pricing.step_time`).
+    ``exposed``: the fraction of the parameters' communication that the search counted as exposed.
+    The solution's cost is by that price, unlike the time of a step (`autopar.pricing.step_time`).
     """
 
     priced: PricedGraph
@@ -30,11 +30,11 @@ class Candidate:
 
     @property
     def is_found(self) -> bool:
-        """Whether the search found a strategy at all."""
+        """Whether the search found a strategy."""
         return bool(self.solution.assignment)
 
     def estimated_bytes(self, residence: Residence = WHOLE) -> float:
-        """Memory of one device as the search counts it, node by node."""
+        """Memory of a device as estimated by the search, node by node."""
         picks = zip(self.priced.memory(residence), self.solution.assignment)
         return float(sum(memory[pick] for memory, pick in picks))
 

@@ -1,10 +1,10 @@
-"""What each layer of a captured graph costs on a device, as the schedules' own numbers.
+"""Times and sizes of the layers of a captured graph, in the form that schedules read.
 
-In: a graph, a device, and the cut of the graph into layers. Out: a `LayerTimes` for each layer,
-and from these the `Durations`, `CoRun`, `Links` and `Memory` that `autopar.schedules` reads. It
-serves the studies of schedules without a plan: ``benchmarks/zero_bubble.py`` (zero-bubble pipelines
-beside their paper's figures) and ``benchmarks/out_of_order.py`` (out-of-order weight gradients).
-Plans take theirs from `autopar.pricing.block_times`.
+In: a graph, a device, and the cut of the graph into layers. Out: a `LayerTimes` for each layer, and
+from these the `Durations`, `CoRun`, `Links` and `Memory` of `autopar.schedules`. It is used to
+study schedules without a plan: by ``benchmarks/zero_bubble.py`` (zero-bubble pipelines, compared
+with their paper) and ``benchmarks/out_of_order.py`` (out-of-order weight gradients). Plans use
+`autopar.pricing.block_times`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from autopar.sharding.strategy import Analysis
 class LayerTimes:
     """One layer on one device.
 
-    ``gradient_bytes`` counts a tied parameter where it is first read: its gradient is complete only
-    there. ``activation_bytes`` stay from forward to backward. ``boundary_bytes`` is what this and
-    earlier layers hand to later ones. A share is the part of the device that a direction of the
-    layer fills alone: the rest is idle units in a product's last wave, and gaps between launches.
+    ``gradient_bytes`` counts a tied parameter in the first layer that reads it, where its gradient
+    is complete. ``activation_bytes`` are kept from forward to backward. ``boundary_bytes`` are
+    passed from this and earlier layers to later ones. A share is the fraction of the device that a
+    direction of the layer occupies; the rest is idle units in the last wave of tiles, and gaps
+    between launches.
     """
 
     name: str
@@ -52,10 +53,10 @@ class LayerTimes:
 
 
 def weight_layers(graph: Graph) -> tuple[Block, ...]:
-    """Layers as out-of-order backprop counts them: each op that reads a weight starts one.
+    """Layers as in out-of-order backprop: each op that reads a weight starts one.
 
     A weight is a trained parameter of two or more dimensions, so the norm and the activation after
-    a convolution belong to its layer. What comes before the first weight joins the first layer.
+    a convolution belong to its layer. Ops before the first weight belong to the first layer.
     """
     weights = {p.index for p in graph.parameters if p.differentiable and len(p.shape) >= 2}
     starts = [op.index for op in graph.ops if weights.intersection(op.inputs)]
@@ -71,11 +72,11 @@ def layer_times(
 ) -> tuple[LayerTimes, ...]:
     """Price every op on ``device`` and sum by layer; ``layers`` defaults to the graph's blocks.
 
-    What depends on neither parameters nor inputs runs once and is left out, and a layer of nothing
-    else with it. Raises CostError for an op that cannot be priced.
+    Ops that depend on neither parameters nor inputs run once and are omitted, as are layers without
+    other ops. Raises CostError for an op that cannot be priced.
     """
     analysis = Analysis(graph)
-    # The same kernels with no launch to wait for, and no unit idle in the last wave of tiles.
+    # The same kernels without launch overhead, and without idle units in the last wave of tiles.
     filled = structs.replace(device, kernel_launch_s=0.0, num_units=1)
     models = RooflineModel(device), RooflineModel(filled)
     seen: set[int] = set()
@@ -131,7 +132,7 @@ def _share(filled_s: float, real_s: float) -> float:
 
 
 def _activation_bytes(analysis: Analysis, ops: Sequence[Op], calls: Sequence[OpCall]) -> int:
-    """Outputs through which a gradient flows; a view holds nothing of its own."""
+    """Bytes of the outputs that a gradient flows through, without views, which own no memory."""
     values = analysis.graph.values
     return sum(
         values[o].size_bytes
@@ -143,7 +144,7 @@ def _activation_bytes(analysis: Analysis, ops: Sequence[Op], calls: Sequence[OpC
 
 
 def _boundary_bytes(analysis: Analysis, stop: int) -> int:
-    """Bytes of what the ops before ``stop`` compute and those from it on read."""
+    """Bytes of values that ops before ``stop`` compute and later ones read."""
     values = analysis.graph.values
     return sum(
         values[value].size_bytes
@@ -159,8 +160,8 @@ def layer_durations(
 ) -> Durations:
     """Seconds of each layer's F, I and W; with ``communication`` also G and U.
 
-    G is one all-reduce of the layer's gradients over every device of the cluster. U is the
-    update of fused AdamW at the device's memory bandwidth.
+    G is one all-reduce of the layer's gradients over all devices of the cluster. U is the update of
+    fused AdamW at the device's memory bandwidth.
     """
     forward = tuple(layer.forward_s for layer in layers)
     inputs = tuple(layer.input_grad_s for layer in layers)
@@ -182,7 +183,7 @@ def layer_durations(
 
 
 def layer_co_run(layers: Sequence[LayerTimes], interference: float = 0.0) -> CoRun:
-    """The share of the device that each layer fills, with a slow-down of all that co-runs."""
+    """The share of the device that each layer occupies, and the slowdown of co-running layers."""
     return CoRun(
         occupancy={
             Kind.F: tuple(layer.forward_share for layer in layers),
@@ -196,7 +197,7 @@ def layer_co_run(layers: Sequence[LayerTimes], interference: float = 0.0) -> CoR
 def layer_links(
     layers: Sequence[LayerTimes], latency_s: float, bandwidth_bytes_per_s: float
 ) -> Links:
-    """Equal links between all devices, with the layers' own messages."""
+    """Equal links between all devices, with the messages between the layers."""
     return Links(
         latency_s=latency_s,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
@@ -205,7 +206,7 @@ def layer_links(
 
 
 def layer_memory(layers: Sequence[LayerTimes]) -> Memory:
-    """Activations, gradients, and weights with AdamW's states, of each layer."""
+    """Activations, gradients, and weights with AdamW's state, by layer."""
     return Memory(
         activation_bytes=tuple(float(layer.activation_bytes) for layer in layers),
         gradient_bytes=tuple(float(layer.gradient_bytes) for layer in layers),

@@ -1,7 +1,7 @@
-"""The calls that one device makes of an op, at its local shapes: what is priced and measured.
+"""The calls that a device makes for an op, at local shapes: what is priced and measured.
 
-In: an op, how it is split, and the mesh. Out: calls as values. Of most ops it is the op itself on
-its shards; where a rule lowers an op to other kernels, these.
+In: an op, its choice and the mesh. Out: calls as values. Usually the call is the op itself on its
+shards; a rule may lower the op to other kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LocalCall", "calls_of", "local_call", "local_calls", "split_placemen
 def calls_of(
     analysis: Analysis, meshes: Sequence[Mesh], microbatches: Microbatches | None = None
 ) -> tuple[OpCall, ...]:
-    """Every distinct call that any choice of any op makes on any of the meshes, in graph order."""
+    """All distinct calls of all choices of all ops on all of the meshes, in graph order."""
     found: dict[OpCall, None] = {}
     seen: set[Any] = set()
     for mesh in meshes:
@@ -59,7 +59,7 @@ def calls_of(
 
 
 def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
-    """The updates of every part that a trained parameter may be stored in."""
+    """The updates of every shard size in which a trained parameter may be stored."""
     for value in graph.parameters:
         if value.differentiable:
             for placements in split_placements(value, mesh, (R,), ()):
@@ -75,7 +75,7 @@ def local_calls(
     supplies: tuple[Placements, ...],
     mesh: Mesh,
 ) -> tuple[LocalCall, ...]:
-    """The calls that one device makes for ``op`` under ``choice``, at its local shapes."""
+    """The calls that a device makes for ``op`` under ``choice``, at local shapes."""
     plain = local_call(analysis, op, choice, needs, supplies, mesh)
     space, rule = analysis.spaces[op.index], rule_of(op)
     if space is not None and rule is not None and rule.kernels is not None:
@@ -119,7 +119,7 @@ def local_call(
 
 
 def _local_spec(value: Value, shape: tuple[int, ...], requires_grad: bool) -> TensorSpec:
-    """A part of ``value``, without gaps, whose dimensions lie in memory as in the whole."""
+    """A dense shard of ``value`` whose dimensions have the same order in memory as in the whole."""
     is_parameter = value.kind is ValueKind.PARAMETER
     plain = TensorSpec(shape, value.dtype, None, requires_grad, is_parameter)
     whole = value.strides
@@ -139,7 +139,7 @@ def split_placements(
     states: Sequence[Any],
     digits: Sequence[tuple[int, int]],
 ) -> list[Placements]:
-    """Every valid placement from ``states``, plain (nested) splits and ``digits``."""
+    """All valid placements from ``states``, contiguous (nested) splits, and ``digits``."""
     bases = [(dim, 1) for dim in range(len(value.shape))] + list(digits)
     options = [*states, *(S(dim, outer) for dim, outer in bases)]
     found: dict[Placements, None] = {}
@@ -151,7 +151,7 @@ def split_placements(
 
 
 def _nest(placements: Placements, mesh: Mesh) -> Placements:
-    """Equal splits of several axes become digits behind one another."""
+    """Turn equal splits on several axes into consecutive digits."""
     result = []
     for axis, placement in enumerate(placements):
         if placement.state is State.SHARD:

@@ -1,8 +1,8 @@
-"""What moving a value between placements costs, and what its collectives were priced by.
+"""Prices of redistributions, and the sources of their collectives' prices.
 
-In: a mesh of a cluster, and how a step is cut into micro-batches. Out: a `MovePrice` for each
-redistribution, and matrices of seconds over the choices of its two ends. Equal moves share one
-price, and moves of equal tables one matrix.
+In: a mesh of a cluster, and the micro-batches of a step. Out: a `MovePrice` for each
+redistribution, and matrices of seconds over the choices of its two ends. Equal redistributions
+share one price, and those between equal tables one matrix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from autopar.sharding.microbatches import Microbatches
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Routes = Callable[[Placements, Placements, tuple[int, ...], Mesh], tuple[Step, ...]]
-"""As `redistribute`."""
+"""A function like `redistribute`."""
 
 _COMPARED_BYTES = 1 << 20
-"""Message size by which groups are compared."""
+"""Message size at which groups are compared."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlacementTable:
-    """The distinct placements of one operand over a node's choices, and which choice has which."""
+    """The distinct placements of an operand over a node's choices, and the index of each choice."""
 
     distinct: tuple[Placements, ...]
     index: np.ndarray[Any, np.dtype[np.intp]]
@@ -45,16 +45,15 @@ class PlacementTable:
         return PlacementTable(distinct, np.array([number[p] for p in placements], dtype=np.intp))
 
     def at(self, pick: int) -> Placements:
-        """The placement that a choice has."""
+        """The placement under a choice."""
         return self.distinct[self.index[pick]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePrice:
-    """Seconds of one redistribution of one micro-batch's part, each way.
+    """Seconds of redistributing one micro-batch of a value, forward and backward.
 
-    ``collectives`` is the part of both that is communication, with its source; None where nothing
-    is communicated.
+    ``collectives`` is the communication of both, with its source; None if there is none.
     """
 
     forward_s: float
@@ -63,7 +62,7 @@ class MovePrice:
 
 
 def added(first: Estimate | None, second: Estimate | None) -> Estimate | None:
-    """The sum of two prices of communication, either of which may be none."""
+    """The sum of two prices of communication, either of which may be None."""
     if first is None or second is None:
         return first or second
     return first + second
@@ -94,7 +93,7 @@ class Moves:
         self._matrices: dict[Any, Array] = {}
 
     def num_parts(self, value: Value) -> int:
-        """Into how many micro-batches a value is cut; 1 where each has all of it."""
+        """The number of micro-batches that a value is split into; 1 if each has all of it."""
         cut = self.microbatches
         is_cut = cut is not None and cut.states[value.index].state is State.SHARD
         return self.num_microbatches if is_cut else 1
@@ -108,7 +107,7 @@ class Moves:
         stored: bool = False,
         num_joined: int = 1,
     ) -> Array:
-        """Seconds of redistributing ``value``, [choices of source, choices of target]."""
+        """Seconds of redistributing ``value``, ``[choices of source, choices of target]``."""
         what = (value.shape, value.dtype, value.differentiable, self.num_parts(value))
         key = (what, stored, num_joined, source, target)
         if key not in self._matrices:
@@ -133,9 +132,10 @@ class Moves:
         stored: bool = False,
         num_joined: int = 1,
     ) -> float:
-        """Seconds of one redistribution in a step, forward and (where a gradient flows) backward.
+        """Seconds per step of a redistribution, forward and (where a gradient flows) backward.
 
-        ``stored``: of a parameter from its store, whose gradient comes back once a step.
+        ``stored``: from a parameter's stored placement, to which its gradient is moved once per
+        step.
         """
         price = self.price(value, source, target, stored=stored, num_joined=num_joined)
         num = self.num_microbatches
@@ -150,9 +150,10 @@ class Moves:
         stored: bool = False,
         num_joined: int = 1,
     ) -> MovePrice:
-        """The price of one redistribution of one micro-batch's part.
+        """The price of redistributing one micro-batch of a value.
 
-        It travels with ``num_joined`` such values; ``stored`` parameters with those of their block.
+        Its collectives are coalesced with ``num_joined`` such values; those of ``stored``
+        parameters with the others of their block.
         """
         parts = self.num_parts(value)
         num_joined = self.num_joined if stored else num_joined
@@ -190,7 +191,7 @@ class Moves:
     def collective(
         self, kind: str, size_bytes: int, axes: tuple[int, ...], num_joined: int = 1
     ) -> Estimate | None:
-        """A collective over axes of the mesh; None where they have one device."""
+        """A collective over axes of the mesh; None if they have one device."""
         if self.mesh.size(axes) == 1:
             return None
         return self.joined(kind, size_bytes, self._group[axes], num_joined)
@@ -198,10 +199,10 @@ class Moves:
     def joined(
         self, kind: str, size_bytes: int, group: tuple[int, ...], num_joined: int
     ) -> Estimate:
-        """One value's part of a collective that several values travel in together.
+        """One value's share of a coalesced collective (`autopar.comm.coalesced`).
 
-        See `autopar.comm.coalesced`: what is sent is copied into one buffer, what is gathered out
-        of one. A large value that is not summed travels alone.
+        Operands are copied into one buffer, and gathered results out of one. A large value is not
+        coalesced, unless it is summed.
         """
         found = self.communication.joined(kind, size_bytes, group, num_joined)
         if num_joined == 1 or travels_alone(size_bytes, is_sum=kind == "all_reduce"):
@@ -213,22 +214,22 @@ class Moves:
         return Estimate(found.time_s + copy_s, found.source, found.is_noisy)
 
     def _copy_s(self, step: Step, size_bytes: int) -> float:
-        """Slices, masks and pads read and write memory."""
+        """Seconds of the memory traffic of slices, masks and pads."""
         if step.kind in (StepKind.SLICE, StepKind.MASK, StepKind.PAD):
             return self._pass_s(size_bytes)
         return 0.0
 
     def _pass_s(self, size_bytes: int) -> float:
-        """Seconds of a kernel that reads and writes as much."""
+        """Seconds of a kernel that reads and writes ``size_bytes``."""
         device = self.device
         return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
 
 
 def _rearranged(step: Step) -> int:
-    """How often a step that communicates, forward or backward, copies the value besides.
+    """How many extra copies a move that communicates makes, in forward or backward.
 
-    What is split along any but the outermost dimension is put in order before it is sent, or after
-    it has arrived (`autopar.comm.ops.disassemble`, `assemble`).
+    A split along any but the outermost dimension is made contiguous before it is sent or after it
+    has arrived (`autopar.comm.ops.disassemble`, `assemble`).
     """
     digits = (step.source, step.local_outer), (step.target, step.target_local_outer)
     return sum(
@@ -240,8 +241,10 @@ def _rearranged(step: Step) -> int:
 def slowest_groups(
     communication: CommunicationModel, mesh: Mesh
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """For every set of axes the group that a step waits for: where an axis does not fit into a
-    node, some of its groups lie across two."""
+    """The slowest group of each set of axes, which a step waits for.
+
+    Where an axis does not fit into a node, some of its groups span two.
+    """
     return {
         axes: _slowest(communication, mesh.groups(axes))
         for size in range(1, mesh.num_axes + 1)
@@ -262,7 +265,7 @@ def _slowest(
 
 
 def _num_joined(graph: Graph) -> int:
-    """How many parameters a block has on average, of those that have any."""
+    """The average number of parameters per block, over blocks that have any."""
     of_block = [
         {i for op in graph.ops[block.start : block.stop] for i in op.inputs}
         for block in graph.blocks

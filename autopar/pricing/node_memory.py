@@ -1,17 +1,17 @@
-"""What each decision keeps in a device's memory, counted node by node, for searches in a budget.
+"""Memory estimates by node, for searches within a memory budget.
 
-In: the choices of a node. Out: bytes for each. A search needs memory that adds up over nodes, so
-this is an estimate; the plan's own memory is counted by liveness over its lowered program
-(`autopar.memory.program`), and the planner corrects the estimate by that count.
+In: the choices of a node. Out: the bytes that each keeps on a device. A search needs memory that is
+additive over nodes, so this is an estimate; the plan's memory is counted by liveness over its
+lowered program (`autopar.memory.program`), and the planner corrects the estimate by that count.
 
 - A stored parameter counts its gradient and optimizer state, an op the parameters as it uses them
-  (and, of several micro-batches, the sum of their gradients).
-- An op counts the values that its derivative reads: operands in the placement that the op needs
-  (so gathered ones count whole), or its output. A value with a relay counts there, once.
-- Views, sums and copies keep nothing: their derivatives read no value.
-- Partial sums are whole on every device until they are reduced. One block works at a time, so
-  they count by their mean over the blocks; in the block of the loss, where the passes meet and
-  everything kept is alive, in full.
+  (and, with several micro-batches, their accumulated gradients).
+- An op counts the values that its derivative reads: operands in the placement that the op needs (so
+  gathered ones count whole), or its output. A value with a relay is counted once, there.
+- Views, sums and copies keep nothing, since their derivatives read no values.
+- Partial sums have full size on every device until they are reduced. One block runs at a time, so
+  they count by their mean over the blocks; in the block of the loss, where all activations are
+  alive, they count in full.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.sharding.strategy import Analysis
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class NodeBytes:
-    """Bytes of every choice of a node: what stays all the time, and one micro-batch's share."""
+    """Bytes of every choice of a node: held permanently, and per micro-batch."""
 
     weights: Array
     activations: Array
@@ -41,7 +41,7 @@ class NodeBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What an op keeps of its operands and outputs: positions and shares of their bytes."""
+    """The operands and outputs that an op keeps: positions and fractions of their bytes."""
 
     weights: tuple[tuple[int, float], ...]
     operands: tuple[tuple[int, float], ...]
@@ -50,7 +50,7 @@ class _Kept:
 
 
 class NodeMemory:
-    """Bytes of every choice of a node; nodes that keep the same share one array."""
+    """Computes the bytes of every choice of a node; equal nodes share one array."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
@@ -60,7 +60,7 @@ class NodeMemory:
         self.num_blocks = max(1, len(pricing.graph.blocks))
 
     def op(self, op: Op, table: OpTable) -> NodeBytes:
-        """Parameters as used; operands and outputs that the derivative reads."""
+        """Bytes of an op: parameters as used, operands and outputs that its derivative reads."""
         kept = self.reads.kept[op.index]
         key = (table, kept)
         if key not in self.known:
@@ -68,7 +68,9 @@ class NodeMemory:
             for position, share in kept.weights:
                 value = self.values[op.inputs[position]]
                 if value.differentiable and self.pricing.num_microbatches > 1:
-                    share *= 2  # gradients are added up in the placement in which they are made
+                    share *= (
+                        2  # gradients are accumulated in the placement in which they are computed
+                    )
                 weights += share * self._bytes(value, table.needs[position])
             for position, share in kept.operands:
                 value = self.values[op.inputs[position]]
@@ -83,7 +85,7 @@ class NodeMemory:
         return self.known[key]
 
     def relay(self, value: Value, table: ValueTable) -> NodeBytes:
-        """The value as relayed, where the derivative of the op that makes it alone reads it."""
+        """Bytes of a relayed value, if only the derivative of its producer reads it."""
         kept = value.index in self.reads.relays
         key = (table, kept, value.dtype, self.pricing.moves.num_parts(value))
         if key not in self.known:
@@ -93,7 +95,7 @@ class NodeMemory:
         return self.known[key]
 
     def stored(self, table: ValueTable) -> NodeBytes:
-        """Gradient and optimizer state of a parameter, or an input."""
+        """Bytes of a parameter's gradient and optimizer state, or of an input."""
         key = table
         if key not in self.known:
             none = np.zeros_like(table.memory_bytes)
@@ -101,7 +103,7 @@ class NodeMemory:
         return self.known[key]
 
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
-        """Of one micro-batch."""
+        """Bytes of a value per micro-batch under each choice."""
         mesh, parts = self.pricing.mesh, self.pricing.moves.num_parts(value)
         sizes = [math.prod(local_shape(value.shape, p, mesh)) / parts for p in table.distinct]
         found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
@@ -121,7 +123,7 @@ class NodeMemory:
 
 
 def kept_bytes(analysis: Analysis) -> float:
-    """Bytes of all activations of the whole batch that derivatives read, unsplit."""
+    """Bytes of all activations that derivatives read, for the whole batch, unsplit."""
     values, reads = analysis.graph.values, analysis.derived(_Reads)
     total = float(sum(values[i].size_bytes for i in reads.relays))
     for op in analysis.graph.ops:
@@ -135,8 +137,10 @@ def kept_bytes(analysis: Analysis) -> float:
 
 
 def late_share(analysis: Analysis) -> float:
-    """What W reads, of the unsplit bytes that I and W read: weights' operands, which stay, and the
-    gradients of their results, which come."""
+    """The fraction of the kept bytes that W still needs after I.
+
+    W reads the operands of ops with weights, which are kept, and the gradients of their results.
+    """
     values, operands, results_bytes = analysis.graph.values, set[int](), 0
     for op in analysis.graph.ops:
         weights = [i for i in op.inputs if _is_weight(values[i])]
@@ -148,13 +152,13 @@ def late_share(analysis: Analysis) -> float:
 
 
 def _is_weight(value: Value) -> bool:
-    """Gradients of norms and biases are made with those of inputs, or from these alone."""
+    """Whether W computes a value's gradient; those of norms and biases are computed with I."""
     is_parameter = value.kind is ValueKind.PARAMETER
     return is_parameter and value.differentiable and len(value.shape) >= 2
 
 
 class _Reads:
-    """What derivatives read, which is a matter of the graph alone: by op, and relayed values."""
+    """The values that derivatives read, by op, and the relayed ones: a property of the graph."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
@@ -192,7 +196,7 @@ class _Reads:
         return any(position == each for each, _ in self._kept_outputs(self.ops[op]))
 
     def _share(self, op: Op, value: int) -> float:
-        """A value that several ops read in one placement is kept once: each counts its share."""
+        """The fraction of a value that each reader counts, as it is kept once for all of them."""
         return self.keeps[op.index].copies / max(1, self._num_readers(value))
 
     def _num_readers(self, value: int) -> int:
@@ -204,7 +208,7 @@ class _Reads:
         return is_parameter or self._keeps_operand(op, position)
 
     def _keeps_operand(self, op: Op, position: int) -> bool:
-        """Whether the derivative of ``op`` reads this operand, an activation."""
+        """Whether the operand is an activation that the derivative of ``op`` reads."""
         value = self.values[op.inputs[position]]
         if value.kind is not ValueKind.ACTIVATION or value.fixed:
             return False
@@ -216,7 +220,7 @@ class _Reads:
         return value.dtype.is_floating_point
 
     def _kept_outputs(self, op: Op) -> tuple[tuple[int, float], ...]:
-        """(output, share of its bytes) that the derivative of ``op`` reads, if no consumer does."""
+        """(output, fraction of its bytes) that the derivative of ``op`` reads and only it keeps."""
         if not op.outputs or op.outputs[0] is None or not any(self.analysis.differentiable(op)):
             return ()
         keeps, value = self.keeps[op.index], self.values[op.outputs[0]]
@@ -228,7 +232,7 @@ class _Reads:
 
 
 def _block_of_loss(graph: Graph) -> range:
-    """The ops of the block that makes the loss."""
+    """The ops of the block that computes the loss."""
     made = {output: op.index for op in graph.ops for output in op.outputs}
     loss = made.get(graph.loss, -1)
     found = [range(b.start, b.stop) for b in graph.blocks if b.start <= loss < b.stop]

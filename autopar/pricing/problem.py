@@ -1,10 +1,10 @@
-"""The search problem of a graph on a mesh: what is decided, and the numbers.
+"""The search problem of a graph on a mesh: decisions, costs and memory.
 
 Nodes are ops (with their choices), stored values (parameters and inputs with their stored
-placements) and relays (shared values with the placements they may be redistributed to). A node's
-cost is what it costs by itself; an edge's cost is the redistribution from what one side supplies
-to what the other needs, forward and backward. Equal nodes and edges share their arrays, so that
-the search sees what repeats.
+placements) and relays (values with several consumers, with the placements they may be redistributed
+to). An edge's cost is the redistribution from the placement that one side supplies to the one that
+the other needs, forward and backward. Equal nodes and edges share their arrays, so that the search
+recognizes repetition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.sharding.strategy import Assignment, Strategy
 
 
 class NodeKind(StrEnum):
-    """What a node of the problem decides."""
+    """The kinds of decision."""
 
     OP = "op"
     STORED = "stored"
@@ -45,10 +45,10 @@ class Node:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Moved:
-    """A redistribution in every strategy: from what one node supplies to what another needs.
+    """A redistribution between the placements that one node supplies and another needs.
 
     ``target`` is None at the ends of the graph, where a value ends in the only placement of
-    ``needs``; ``num_joined`` values travel together.
+    ``needs``; ``num_joined`` values are coalesced.
     """
 
     value: Value
@@ -62,10 +62,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
-    """What of the whole model lies on one device of a pipeline, of the one that holds most.
+    """The fraction of the model that the pipeline rank with the most memory holds.
 
-    ``weights``: its share of parameters, gradients and optimizer state. ``activations``: for how
-    many micro-batches of the whole model it keeps activations at once.
+    ``weights``: its fraction of parameters, gradients and optimizer state. ``activations``: the
+    number of micro-batches of the whole model whose activations it holds at once.
     """
 
     weights: float = 1.0
@@ -73,12 +73,12 @@ class Residence:
 
 
 WHOLE = Residence()
-"""Without a pipeline: all parameters, and one micro-batch after the other."""
+"""Without a pipeline: all parameters, and one micro-batch at a time."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PricedGraph:
-    """The search problem of a graph on a mesh, in numbers, and what its nodes mean."""
+    """The search problem of a graph on a mesh: numbers, and the meaning of its nodes."""
 
     pricing: Pricing
     nodes: tuple[Node, ...]
@@ -89,7 +89,7 @@ class PricedGraph:
     moves: tuple[Moved, ...]
 
     def memory(self, residence: Residence = WHOLE) -> tuple[Array, ...]:
-        """Bytes of every choice of every node on the device that holds most."""
+        """Bytes of every choice of every node on the device that holds the most."""
         share, known = residence, dict[NodeBytes, Array]()
         for held in self.held:
             if held not in known:
@@ -103,8 +103,11 @@ class PricedGraph:
         exposed: float = 1.0,
         residence: Residence = WHOLE,
     ) -> Problem:
-        """The numbers for the search: with other node costs, within a budget of memory, or with
-        so much of every parameter's own communication ``exposed``, the rest hidden."""
+        """The numbers for the search.
+
+        Optionally with other node costs, within a memory budget, or with only the fraction
+        ``exposed`` of the parameters' communication.
+        """
         return Problem(
             self.costs if costs is None else costs,
             self.edges if exposed == 1.0 else self._with_hidden(exposed),
@@ -114,7 +117,7 @@ class PricedGraph:
         )
 
     def _with_hidden(self, exposed: float) -> dict[tuple[int, int], Array]:
-        """The edges of stored values scaled, equal ones still one array."""
+        """The edges with those of stored values scaled; equal ones still share one array."""
         scaled: dict[int, Array] = {}
         found = {}
         for (i, j), matrix in self.edges.items():
@@ -124,7 +127,7 @@ class PricedGraph:
         return found
 
     def assignment(self, solution: Sequence[int]) -> Assignment:
-        """A search solution as decisions."""
+        """The assignment of a search solution."""
         analysis = self.pricing.analysis
         redundant = Choice((None,) * self.pricing.mesh.num_axes)
         choices = [redundant] * len(analysis.graph.ops)
@@ -141,11 +144,11 @@ class PricedGraph:
         )
 
     def strategy(self, solution: Sequence[int]) -> Strategy:
-        """A search solution as a strategy."""
+        """The strategy of a search solution."""
         return Strategy(self.pricing.analysis, self.assignment(solution))
 
     def collectives(self, solution: Sequence[int]) -> Iterator[Estimate]:
-        """What the communication of a solution was priced by: inside ops, then of every move."""
+        """The prices of a solution's communication: inside ops, then of every redistribution."""
         for table, pick in zip(self.tables, solution):
             if isinstance(table, OpTable) and (inside := table.collectives[pick]) is not None:
                 yield inside
@@ -160,7 +163,7 @@ class PricedGraph:
 
 
 def price_graph(pricing: Pricing) -> PricedGraph:
-    """Build the problem: every op that is not fixed, every parameter and input, every relay."""
+    """Build the problem over all ops that are not fixed, parameters, inputs and relays."""
     return _Builder(pricing).build()
 
 
@@ -173,7 +176,6 @@ class _Builder:
         self.nodes: list[Node] = []
         self.tables: list[OpTable | ValueTable] = []
         self.op_node: dict[int, int] = {}
-        self.value_node: dict[int, int] = {}
         self.edges: dict[tuple[int, int], list[Array]] = {}
         self.moves: list[Moved] = []
         self.extra: dict[int, Array] = {}
@@ -216,7 +218,7 @@ class _Builder:
         return len(self.nodes) - 1
 
     def _add_value(self, value: Value) -> None:
-        """The value's own nodes and the edges from its source to its consumers."""
+        """Add a value's own nodes, and the edges from its source to its consumers."""
         uses = self.analysis.consumers.get(value.index, ())
         if value.fixed or value.kind in (ValueKind.BUFFER, ValueKind.CONSTANT):
             return
@@ -265,14 +267,16 @@ class _Builder:
             self.edges.setdefault((target, source), []).append(self._transposed(matrix))
 
     def _transposed(self, matrix: Array) -> Array:
-        """The transpose, one array a matrix (which is kept, so that its id stays its own)."""
+        """The transpose, cached by id; the matrix is kept alive, so that its id stays unique."""
         if id(matrix) not in self.transposes:
             self.transposes[id(matrix)] = (matrix, np.ascontiguousarray(matrix.T))
         return self.transposes[id(matrix)][1]
 
     def _add_ends(self) -> None:
-        """The loss and the next buffers end replicated, whatever supplies them; the outputs too,
-        where the graph is a forward pass. All buffers travel as one."""
+        """Add the moves at the ends of the graph: loss and new buffers must end up replicated.
+
+        So must the outputs of a forward pass. All buffers are coalesced.
+        """
         buffers = [new for _, new in self.graph.mutations]
         ends = [(new, len(buffers)) for new in buffers]
         if self.graph.loss is not None:
@@ -295,7 +299,7 @@ class _Builder:
             self.extra[node] = self.extra.get(node, np.zeros(len(cost))) + cost
 
     def _merged(self) -> dict[tuple[int, int], Array]:
-        """One matrix an edge; equal sums share one array, so the search sees what repeats."""
+        """One matrix per edge; equal sums share one array, so that the search sees repetition."""
         sums: dict[tuple[int, ...], Array] = {}
         merged = {}
         for edge, matrices in self.edges.items():

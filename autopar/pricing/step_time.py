@@ -1,10 +1,9 @@
-"""The time of a step without a pipeline, and what of its communication the computation hides.
+"""The time of a step without a pipeline, with exposed and overlapped communication.
 
-In: a priced strategy. Out: the seconds of a step by what they are spent on. Two kinds of
-communication run beside the computation, as the runtime lets them: parameters of the next block are
-gathered beside this one, and gradients are reduced from their block's backward pass on. Computation
-is slower by the cluster's ``overlap_slowdown`` meanwhile. All other communication (of activations)
-is waited for.
+In: a priced strategy. Out: the breakdown of a step. As in the runtime, two kinds of communication
+overlap with computation: the parameters of the next block are gathered while this one runs, and
+gradients are reduced from their block's backward pass on. Meanwhile computation is slower by the
+cluster's ``overlap_slowdown``. All other communication (of activations) is exposed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from autopar.pricing.candidate import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeParts:
-    """The seconds of one training step by what they are spent on.
+    """The breakdown of a training step in seconds.
 
-    ``communication_s`` is what the step takes longer for it, ``hidden_s`` what runs beside the
-    computation for nothing.
+    ``communication_s`` is exposed communication, ``hidden_s`` overlapped communication.
     """
 
     forward_s: float
@@ -39,8 +37,7 @@ class TimeParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Seconds by which a parameter costs more (or less): gathered for each micro-batch, moved
-    otherwise and updated once a step."""
+    """Change in a parameter's seconds: ``fetch_s`` per micro-batch, the others per step."""
 
     fetch_s: float = 0.0
     move_s: float = 0.0
@@ -51,13 +48,13 @@ _NONE: Mapping[int, Change] = MappingProxyType({})
 
 
 def time_parts(candidate: Candidate, changes: Mapping[int, Change] = _NONE) -> TimeParts:
-    """A strategy's step by its parts; ``changes`` are by parameter."""
+    """The breakdown of a strategy's step, with ``changes`` by parameter."""
     times, num = candidate.times, candidate.num_microbatches
     pricing = candidate.priced.pricing
     block_of = block_of_ops(pricing.graph)
     fetches = {name: block.fetch_s for name, block in times.blocks.items()}
     moves = dict.fromkeys(times.blocks, 0.0)
-    # Gradients are complete once the first block that reads the parameter has gone back.
+    # A gradient is complete after the backward of the first block that reads the parameter.
     late_s = 0.0
     for parameter in sorted({*times.move_s, *changes}):
         change = changes.get(parameter, Change())
@@ -89,7 +86,7 @@ def time_parts(candidate: Candidate, changes: Mapping[int, Change] = _NONE) -> T
 def _forward_s(
     candidate: Candidate, blocks: Mapping[str, BlockTimes], fetches: Mapping[str, float]
 ) -> float:
-    """Of one micro-batch: each block waits for its parameters, gathered beside the one before."""
+    """Seconds of a forward pass; a block's parameters are gathered during the block before."""
     communication, names = candidate.priced.pricing.communication, list(blocks)
     passed_s = fetches[names[0]] if names else 0.0
     for name, following in itertools.zip_longest(names, names[1:]):
@@ -101,7 +98,7 @@ def _forward_s(
 def _backward_s(
     candidate: Candidate, blocks: Mapping[str, BlockTimes], moves: Mapping[str, float]
 ) -> float:
-    """Of the last micro-batch: reductions queue up behind their blocks, and are waited for last."""
+    """Seconds of the last backward pass; reductions queue up, and are waited for at the end."""
     communication = candidate.priced.pricing.communication
     passed_s = queued_s = 0.0
     for name, block in reversed(list(blocks.items())):

@@ -1,13 +1,12 @@
-"""Price every choice of every op and every stored value on one mesh.
+"""Price tables of all choices of all ops and stored values on one mesh.
 
-An op costs its forward and backward at its local shapes and the communication inside it, a
-parameter its update, an input its copy to the device, and a move its collectives both ways. Ops of
-the same kind (operator, arguments, shapes) share one table, and equal moves one matrix, so a model
-of identical layers costs what its distinct layers cost.
+An op costs its forward and backward at local shapes and the communication inside it, a parameter
+its update, an input its copy to the device, and a redistribution its collectives both ways. Ops of
+the same kind (operator, arguments, shapes) share one table, and equal redistributions one matrix,
+so pricing takes time only for the distinct layers of a model.
 
-Of a step in micro-batches everything is priced at the size of one, as often as it runs: ops and
-moves in each, also the fetch of a parameter from where it is stored; its gradient is added up and
-reduced once.
+With micro-batches everything is priced at the size of one, times the number of runs: ops,
+redistributions and fetches of parameters run in each; a gradient is accumulated and reduced once.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from autopar.sharding.strategy import Analysis
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpTable:
-    """All choices of one kind of op with what they need, supply and cost.
+    """All choices of a kind of op: the placements that they need and supply, and their costs.
 
-    ``collectives`` is the communication inside a choice, None where there is none; ``unpriced`` why
-    no cost model knows it (it is priced by its memory traffic), or empty.
+    ``collectives`` is the communication inside a choice, or None; ``unpriced`` is empty, or the
+    reason why no cost model covers it (it is then priced by its memory traffic).
     """
 
     choices: tuple[Choice, ...]
@@ -63,7 +62,7 @@ class OpTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ValueTable:
-    """All placements of one stored or relayed value, with their own cost."""
+    """All placements of a stored or relayed value, with their costs."""
 
     placements: PlacementTable
     cost_s: Array
@@ -71,11 +70,10 @@ class ValueTable:
 
 
 class Pricing:
-    """The tables of one graph on one mesh of one cluster.
+    """The price tables of a graph on a mesh of a cluster.
 
-    ``held`` says of some stored values where they lie already: they have no other choice.
-    ``optimizer`` is by default AdamW. ``routes`` may be a `redistribute` that several of these
-    share, with what it remembers.
+    ``held`` fixes the placements of some stored values. ``optimizer`` is AdamW by default.
+    ``routes`` may be a caching `redistribute` shared by several instances.
     """
 
     def __init__(
@@ -141,14 +139,14 @@ class Pricing:
         )
 
     def _timed(self, op: Op, choice: Choice) -> Choice:
-        """The choice on the mesh with the axis in time: what the op computes of one micro-batch."""
+        """The choice with the micro-batch axis in front."""
         cut = self.microbatches
         return choice if cut is None else Choice((cut.splits[op.index], *choice.splits))
 
     def _estimate(self, op: Op, choice: Choice) -> tuple[OpEstimate, str]:
-        """All micro-batches together, and why no cost model knows the op (empty: one does).
+        """The time of all micro-batches, and the reason if no cost model covers the op.
 
-        ``choice`` has the axis in time.
+        ``choice`` includes the micro-batch axis.
         """
         needs = self.analysis.needs(op, choice, self.timed)
         supplies = self.analysis.supplies(op, choice, self.timed)
@@ -176,7 +174,7 @@ class Pricing:
         return functools.reduce(operator.add, found)
 
     def _with_sums(self, estimate: OpEstimate, op: Op, needs: tuple[Placements, ...]) -> OpEstimate:
-        """And adding each micro-batch's gradients of parameters to those of the ones before."""
+        """Add the accumulation of the parameters' gradients over micro-batches."""
         later = self.num_microbatches - 1
         values, flows = self.graph.values, self.analysis.differentiable(op)
         sizes = [
@@ -201,7 +199,7 @@ class Pricing:
         needs: tuple[Placements, ...],
         supplies: tuple[Placements, ...],
     ) -> OpEstimate:
-        """And what padded dimensions cost besides: see `autopar.rules.local.run_local`."""
+        """Add the clearing of padded dimensions: see `autopar.rules.local.run_local`."""
         space = self.analysis.spaces[op.index]
         if space is None:
             return estimate
@@ -220,7 +218,7 @@ class Pricing:
     def _by_traffic(
         self, op: Op, needs: tuple[Placements, ...], supplies: tuple[Placements, ...]
     ) -> OpEstimate:
-        """An op that no cost model knows moves its operands through memory once a direction."""
+        """The estimate for an op without a cost model: its memory traffic, once per direction."""
         values = self.graph.values
         pairs = [*zip(op.inputs, needs)]
         pairs += [(o, s) for o, s in zip(op.outputs, supplies) if o is not None]
@@ -231,7 +229,7 @@ class Pricing:
         return OpEstimate(time_s, backward_s, 0.0, Source.ANALYTICAL)
 
     def _collectives(self, op: Op, space: Space | None, choice: Choice) -> Estimate | None:
-        """The communication inside an op; None without any."""
+        """The communication inside an op; None if there is none."""
         rule = rule_of(op)
         if space is None or rule is None or rule.collectives is None:
             return None
@@ -249,7 +247,7 @@ class Pricing:
     def _clearing_s(
         self, dims: Sequence[str], values: Sequence[tuple[int | None, Placements, Layout]]
     ) -> float:
-        """Seconds of zeroing values behind the end of the padded dimensions they have."""
+        """Seconds of zeroing the padding of ``values`` along ``dims``."""
         device = self.cluster.device
         return sum(
             device.kernel_launch_s
@@ -264,12 +262,12 @@ class Pricing:
         return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
 
     def _timed_bytes(self, value: Value, placements: Placements) -> int:
-        """The same of one micro-batch, on the mesh with the axis in time."""
+        """Local bytes of one micro-batch."""
         shape = local_shape(value.shape, placements, self.timed)
         return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
 
     def stored_table(self, value: Value) -> ValueTable:
-        """Placements a parameter or input may be stored in."""
+        """The table of the placements in which a parameter or input may be stored."""
         digits, held = self._digits(value), self.held.get(value.index)
         first = None if self.microbatches is None else self.microbatches.states[value.index]
         key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first, held)
@@ -286,7 +284,7 @@ class Pricing:
         return self._value_tables[key]
 
     def _holding_s(self, value: Value, sizes: Array) -> Array:
-        """A parameter is updated; an input is copied in."""
+        """Seconds per step of a stored value: a parameter's update, an input's copy."""
         if value.kind is not ValueKind.PARAMETER:
             return sizes * 2 / self.cluster.device.memory_bandwidth_bytes_per_s
         if not value.differentiable:
@@ -295,10 +293,10 @@ class Pricing:
         return np.array([times[size] for size in sizes])
 
     def update(self, size_bytes: int, dtype: torch.dtype) -> Estimate:
-        """The update of a part of a parameter.
+        """The price of updating a shard of a parameter.
 
-        One that was not measured is bound by memory: the launches of many parameters' updates are
-        one. Measured is AdamW's; another's is in proportion to its passes through memory.
+        Without a measurement it is bound by memory, since the launches of many parameters are
+        fused. Measurements are of AdamW; others are scaled by their passes over memory.
         """
         num_passes = self.optimizer.num_passes
         found = self.compute.estimate(update_call(size_bytes // dtype.itemsize, dtype))
@@ -313,8 +311,11 @@ class Pricing:
         )
 
     def _holding_bytes(self, value: Value, sizes: Array) -> Array:
-        """Gradient and optimizer state of a parameter (its use is counted at the op, where the
-        gradients of several micro-batches are added up too)."""
+        """Bytes of a parameter's gradient and optimizer state, or of an input.
+
+        The op that uses a parameter counts it, and its accumulated gradient with several
+        micro-batches.
+        """
         if value.kind is ValueKind.PARAMETER:
             gradients = 1 if self.num_microbatches == 1 else 0
             num_held = gradients + self.optimizer.num_states
@@ -322,7 +323,7 @@ class Pricing:
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:
-        """Further digits (dim, outer) that consumers may need of a value."""
+        """Non-contiguous splits (dim, outer) in which consumers may need a value."""
         found: set[tuple[int, int]] = set()
         for op, position in self.analysis.consumers.get(value.index, ()):
             table = self.op_table(self.graph.ops[op]).needs[position]
@@ -333,7 +334,7 @@ class Pricing:
         return tuple(sorted(found))
 
     def relay_table(self, value: Value) -> ValueTable:
-        """Placements a shared value may be relayed in: whatever its users may need."""
+        """The table of a shared value's relay placements: those that its users may need."""
         options: dict[Placements, None] = {}
         for op, position in self.analysis.consumers[value.index]:
             for need in self.op_table(self.graph.ops[op]).needs[position].distinct:

@@ -1,10 +1,10 @@
-"""How much of what the devices could compute a step needs: the model's FLOPs, tokens and samples.
+"""Model FLOPs, tokens and samples of a step, for model FLOP utilisation and throughput.
 
 In: an analysed graph and a device. Out: the floating-point operations of the products (matrix
-products, convolutions, attention, recurrent layers) of one forward and backward pass over the whole
-batch, and the seconds that they take at the peak of the units that they run on. What is computed
-again (recomputed activations, scores of fused attention) does not count, and causal attention
-counts in full, as the field counts both.
+products, convolutions, attention, recurrent layers) of a forward and backward pass over the whole
+batch, and the seconds that they take at the peak rate of their units. By the usual convention,
+recomputation (of activations, or of scores in fused attention) does not count, and causal attention
+counts in full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _WHOLE = Choice((None,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """One step over the whole batch; ``peak_s`` on one device. ``num_tokens`` is 0 without any."""
+    """The work of a step over the whole batch; ``num_tokens`` is 0 without token ids.
+
+    ``peak_s``: its seconds on one device at peak rate.
+    """
 
     flops: int
     peak_s: float
@@ -38,14 +41,14 @@ class ModelWork:
 
 
 def whole_call(analysis: Analysis, op: Op) -> OpCall:
-    """The op's call on one device, at its whole shapes."""
+    """The call of an op on one device, at its global shapes."""
     needs = analysis.needs(op, _WHOLE, _ONE_DEVICE)
     supplies = analysis.supplies(op, _WHOLE, _ONE_DEVICE)
     return local_call(analysis, op, _WHOLE, needs, supplies, _ONE_DEVICE)
 
 
 def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:
-    """Every distinct call of what is not fixed, on one device, and how often it is made."""
+    """All distinct calls of ops that are not fixed, on one device, with their counts."""
     values = analysis.graph.values
     ops: dict[object, Op] = {}
     counts: Counter[object] = Counter()
@@ -57,13 +60,13 @@ def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:
 
 
 def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:
-    """What a step computes, whatever the strategy; see the module's docstring."""
+    """The work of a step, independent of the strategy; see the module's docstring."""
     total, peak_s = 0, 0.0
     for call, count in counted_calls(analysis):
         try:
             todo = work(call)
         except CostError:
-            continue  # named in the plan as priced by its memory traffic
+            continue  # the plan lists it as priced by memory traffic
         if not is_product(todo):
             continue
         backward = todo.input_grad.flops + todo.weight_grad.flops
@@ -81,7 +84,7 @@ def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:
 
 
 def _num_tokens(analysis: Analysis) -> int:
-    """Size of the first input that is rows of whole numbers, as token ids are."""
+    """Size of the first two-dimensional integer input, taken as token ids."""
     shapes = [
         value.shape
         for value in (analysis.graph.values[i] for i in analysis.graph.inputs)

@@ -1,1 +1,1 @@
-"""Progress while a plan is searched."""
+"""Progress of planning and compiling."""

@@ -1,4 +1,4 @@
-"""Progress on a terminal: one line that says what is being done, and for how long."""
+"""Progress on a terminal: one line with the current step and its duration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console
 
 @contextmanager
 def show_progress(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows a message; silent unless ``enabled``, and on ranks other than 0.
+    """A function that shows a message; silent unless ``enabled`` and on rank 0.
 
-    Without a terminal each message is a plain line.
+    Without a terminal each message is printed as a plain line.
     """
     if not enabled or os.environ.get("RANK", "0") != "0":
         yield lambda _: None

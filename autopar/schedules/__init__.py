@@ -1,4 +1,4 @@
-"""Backward schedules as one type: generate, verify, simulate, search, draw and exchange."""
+"""Backward schedules as one type: generated, verified, simulated, searched, drawn, exchanged."""
 
 from autopar.schedules.action import Action, Kind, parse_action
 from autopar.schedules.exchange import from_csv, to_csv

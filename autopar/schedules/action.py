@@ -1,11 +1,11 @@
-"""The unit of every schedule: one action, and the one text form that all of autopar speaks.
+"""The unit of every schedule: an action, and its text form.
 
-Comes in: text such as ``2F0``. Goes out: an ``Action``, a small hashable tuple. It exists so that
-tests, errors, profiler labels, reports, the saved plan and the runtime name the same thing alike.
+In: text such as ``2F0``. Out: an ``Action``, a small hashable tuple. Tests, errors, profiler
+labels, reports, saved plans and the runtime all use this one notation.
 
 The text is ``{stage}[.{replica}]{kind}[{micro-batch}[-{last micro-batch}]]``:
 
-- ``2F0``      stage 2, forward, micro-batch 0 (replica 0 is not written)
+- ``2F0`` stage 2, forward, micro-batch 0 (replica 0 is omitted)
 - ``2.1B5``    replica 1 of stage 2, full backward, micro-batch 5
 - ``0F4-5``    one forward over micro-batches 4 and 5 (Chimera's doubled forward)
 - ``3G``       reduction of stage 3's gradients, over all micro-batches
@@ -20,13 +20,13 @@ from autopar.base.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; F, I, W, B and the sends read as in torch.distributed.pipelining."""
+    """The kinds of action; F, I, W, B and sends are named as in torch.distributed.pipelining."""
 
     F = "F"  # forward
     I = "I"  # noqa: E741  gradient of the inputs
     W = "W"  # gradient of the weights
     B = "B"  # I and W in one
-    R = "R"  # recomputation of the activations that F dropped
+    R = "R"  # recomputation of the activations that F released
     G = "G"  # reduction of a stage's gradients over its replicas and data-parallel ranks
     U = "U"  # update of a stage's weights
     O = "O"  # noqa: E741  offload of an activation to the host
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
     @property
     def per_stage(self) -> bool:
-        """True for the kinds that act on a stage as a whole, not on a micro-batch."""
+        """Whether the kind acts on a stage as a whole, not on a micro-batch."""
         return self in (Kind.G, Kind.U)
 
 
@@ -55,10 +55,11 @@ _TEXT = re.compile(
 
 
 class Action(NamedTuple):
-    """One action: hashable, ordered, equal by value; ``str`` and ``parse_action`` are inverse.
+    """One action: hashable, ordered, equal by value; ``str`` and ``parse_action`` are inverses.
 
     ``microbatch`` is the first of ``span`` consecutive micro-batches, or None for G and U, which
-    act on the stage as a whole. ``replica`` tells a stage's copies apart (Chimera's pipelines).
+    act on the stage as a whole. ``replica`` distinguishes the copies of a stage (Chimera's
+    pipelines).
     """
 
     stage: int
@@ -86,7 +87,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Read ``2F0`` back into its Action. Raises ScheduleError for anything else."""
+    """Parse the text of an Action, ``2F0``. Raises ScheduleError for anything else."""
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is not an action: write it as text, for example '2F0'")
     return _parse(text)

@@ -1,19 +1,18 @@
-"""Which action waits for which: the one statement of it that verify and simulate share.
+"""The dependencies between actions, shared by verify and simulate.
 
-Comes in: a ``Schedule``. Goes out: an ``ActionGraph`` of numbered nodes. Within a training
-iteration (s stage, m micro-batch):
+In: a ``Schedule``. Out: an ``ActionGraph`` of numbered nodes. Within a training iteration (s stage,
+m micro-batch):
 
 - F(s,m) after F(s-1,m); I(s,m) and B(s,m) after F(s,m) and the I or B of (s+1,m);
   W(s,m) after I(s,m)
-- R(s,m) after F(s,m); O(s,m) after F(s,m); L(s,m) after O(s,m); where they exist, the backward
-  waits for R and L, and R waits for L
+- R(s,m) after F(s,m); O(s,m) after F(s,m); L(s,m) after O(s,m); the backward waits for R and L, and
+  R for L, where they exist
 - G(s) after every W and B of stage s in all its replicas; U(s) after G(s), or after its own
-  replica's W and B where nothing is reduced
-- a SEND after the action that makes the value, a RECV after its SEND, and, where sends are
-  written out, the consumer on another device after its RECV
+  replica's W and B if nothing is reduced
+- a SEND after the action that produces the value, a RECV after its SEND, and, if sends are
+  explicit, the consumer on another device after its RECV
 
-Across iterations: F(s,m) of one iteration after U(s) (else G(s), else the W and B of s) of the one
-before.
+Across iterations: F(s,m) after U(s) (else G(s), else the W and B of s) of the previous iteration.
 """
 
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class ActionIndex:
         self._whole: dict[tuple[Kind, int, int], int] = {}
 
     def add(self, action: Action, node: int) -> int:
-        """Register the node; returns an earlier node of the same work, or ABSENT."""
+        """Register a node; returns an earlier node that does the same work, or ABSENT."""
         if action.kind.per_stage:
             return self._whole.setdefault((action.kind, action.stage, action.replica), node)
         table = self._tables[action.kind]
@@ -62,19 +61,19 @@ class ActionIndex:
         return self._whole.get((kind, stage, replica), ABSENT)
 
     def backward(self, stage: int, microbatch: int) -> int:
-        """The node that makes the stage's input gradient: I or B."""
+        """The node that computes the stage's input gradient: I or B."""
         node = self.find(Kind.I, stage, microbatch)
         return node if node != ABSENT else self.find(Kind.B, stage, microbatch)
 
     def weight(self, stage: int, microbatch: int) -> int:
-        """The node that makes the stage's weight gradient: W or B."""
+        """The node that computes the stage's weight gradient: W or B."""
         node = self.find(Kind.W, stage, microbatch)
         return node if node != ABSENT else self.find(Kind.B, stage, microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionGraph:
-    """The steps of a schedule as numbered nodes, with what each waits for.
+    """The steps of a schedule as numbered nodes with their dependencies.
 
     ``needs[node]`` are nodes of the same iteration. ``carried`` holds (source, target, back): the
     target in iteration t waits for the source in iteration t - back. ``queues`` are the nodes of
@@ -92,7 +91,7 @@ class ActionGraph:
 
 
 def peer_of(schedule: Schedule, action: Action) -> int:
-    """The other device of a send or a receive; -1 for every other action."""
+    """The other device of a send or a receive; -1 for other actions."""
     kind, shape = action.kind, schedule.shape
     if kind in _TO_NEXT:
         stage = action.stage + 1
@@ -104,7 +103,7 @@ def peer_of(schedule: Schedule, action: Action) -> int:
 
 
 def _needs_of(action: Action, index: ActionIndex, schedule: Schedule) -> list[int]:
-    """Nodes of the same iteration that the action waits for; ABSENT where one is missing."""
+    """Nodes of the same iteration that the action waits for; ABSENT for a missing one."""
     kind, stage = action.kind, action.stage
     shape = schedule.shape
     found: list[int] = []
@@ -173,7 +172,7 @@ def _weights_ready(index: ActionIndex, schedule: Schedule, stage: int, replica: 
 def _carried(
     schedule: Schedule, steps: list[Step], device: list[int], index: ActionIndex
 ) -> list[tuple[int, int, int]]:
-    """Edges between iterations; those that a resource's own order implies are left out."""
+    """Edges between iterations, without those that the order of a resource implies."""
     edges: list[tuple[int, int, int]] = []
     ready: dict[tuple[int, int, Resource], list[int]] = {}
     places: dict[tuple[int, Action], int] = {}
@@ -207,9 +206,9 @@ def check_device_count(schedule: Schedule) -> None:
 
 
 def check_action_count(schedule: Schedule) -> None:
-    """Raise ScheduleError where a large shape has fewer actions than backward passes.
+    """Raise ScheduleError if a large shape has fewer actions than backward passes.
 
-    What is missing is not looked for then: there may be any number of it.
+    This avoids a search for missing actions, of which there may be any number.
     """
     shape = schedule.shape
     needed = shape.num_stages * shape.num_microbatches
@@ -222,7 +221,7 @@ def check_action_count(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """The numbers by which actions are found; ``verify`` has looked at them before."""
+    """Raise ScheduleError for actions out of range; ``verify`` reports them better."""
     shape = schedule.shape
     stages, replicas, batches = shape.num_stages, shape.num_replicas, shape.num_microbatches
     check_device_count(schedule)
@@ -241,7 +240,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def action_graph(schedule: Schedule) -> ActionGraph:
-    """Number the steps of a schedule and find what each waits for; missing needs are left out.
+    """Number the steps of a schedule and find their dependencies, without missing ones.
 
     Raises ScheduleError for an action that the shape does not have; ``verify`` shows where it is.
     """

@@ -1,7 +1,7 @@
-"""Schedules to and from the compute-only CSV of torch.distributed.pipelining.
+"""Conversion of schedules to and from the compute-only CSV of torch.distributed.pipelining.
 
-Comes in: a ``Schedule`` with each stage on one device, or CSV text with one row a rank. Goes out:
-the other one. The two notations agree on F, I, W and B, so a cell is an action's text.
+In: a ``Schedule`` with each stage on one device, or CSV text with one row per rank. Out: the other
+one. Both notations agree on F, I, W and B, so a cell is an action's text.
 """
 
 import csv
@@ -16,10 +16,10 @@ _OVERLAP = "OVERLAP_F_B"
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a device, one cell an action.
+    """The schedule as CSV: one row per device, one cell per action.
 
-    Raises ScheduleError where the schedule does not fit the format: replicas of a stage, a forward
-    over several micro-batches, a second stream, or anything but F, I, W and B.
+    Raises ScheduleError for what the format cannot hold: replicas of a stage, a forward over
+    several micro-batches, a second stream, or anything but F, I, W and B.
     """
     if schedule.shape.num_replicas > 1:
         raise ScheduleError(
@@ -42,11 +42,11 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, *, name: str = "imported") -> Schedule:
-    """Read one row a rank; an overlapped pair is its two actions in turn.
+    """The schedule of CSV text with one row per rank.
 
-    Empty cells are idle, and empty lines are skipped.
-    Stages, micro-batches and placement are read off the actions; call ``verify`` on the result.
-    Raises ScheduleError naming the rank and cell of anything that is no action.
+    An overlapped pair becomes its two actions in sequence. Empty cells are idle, and empty lines
+    are skipped. Stages, micro-batches and placement are inferred from the actions; call ``verify``
+    on the result. Raises ScheduleError naming the rank and cell of anything that is not an action.
     """
     orders = [
         [action for place, cell in enumerate(row) for action in _cell(cell, rank, place)]
@@ -58,7 +58,7 @@ def from_csv(text: str, *, name: str = "imported") -> Schedule:
             if owner.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
                     f"rank {rank}, {action}: stage {action.stage} is also on rank "
-                    f"{owner[action.stage]}; each stage lives on one rank"
+                    f"{owner[action.stage]}; each stage is on one rank"
                 )
     if set(owner) != set(range(len(owner))) or not owner:
         raise ScheduleError(f"the CSV names stages {sorted(owner)}: they are numbered from 0")
@@ -77,11 +77,11 @@ def from_csv(text: str, *, name: str = "imported") -> Schedule:
 
 def _rows(text: str) -> list[list[str]]:
     if not isinstance(text, str):
-        raise ScheduleError(f"{text!r} is no CSV text: pass the content of the file")
+        raise ScheduleError(f"{text!r} is not CSV text: pass the content of the file")
     try:
         return [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
-        raise ScheduleError(f"the text is no CSV: {error}") from error
+        raise ScheduleError(f"the text is not CSV: {error}") from error
 
 
 def _cell(cell: str, rank: int, place: int) -> list[Action]:

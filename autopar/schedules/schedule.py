@@ -1,12 +1,12 @@
 """A schedule: for each device the ordered list of its actions, each on a resource.
 
-Comes in: steps from a generator, a search or a file. Goes out: a frozen ``Schedule`` with its text
-form. It exists as the one type that is verified, simulated, drawn, saved and run.
+In: steps from a generator, a search or a file. Out: a frozen ``Schedule`` with its text form, the
+one type that is verified, simulated, drawn, saved and run.
 
 Order. A device's list is the order of issue. Each resource of a device (a stream, a channel, a
-link) works through its own steps in that order; across resources only data dependencies and a
-step's ``after`` hold a step back. ``lag`` 1 means that the step belongs to the previous training
-iteration: a weight gradient placed beside the next iteration's forward.
+link) processes its own steps in that order; across resources only data dependencies and a step's
+``after`` delay a step. ``lag`` 1 means that the step belongs to the previous training iteration: a
+weight gradient overlapped with the next iteration's forward.
 """
 
 import re
@@ -20,7 +20,7 @@ from autopar.schedules.action import Action, Kind, parse_action
 
 
 class Resource(StrEnum):
-    """What an action occupies on its device."""
+    """The resource of a device that an action occupies."""
 
     MAIN = "main"  # the compute stream
     SIDE = "side"  # the second compute stream
@@ -81,12 +81,12 @@ def step(
     lag: int = 0,
     after: Action | None = None,
 ) -> Step:
-    """A step on the resource that the action's kind uses unless another is given."""
+    """A step on the given resource, by default that of the action's kind."""
     return Step(action, resource or DEFAULT_RESOURCE[action.kind], lag, after)
 
 
 def parse_step(text: str) -> Step:
-    """Read a step's text, ``0W0@side~1>2F0``, back exactly. Raises ScheduleError."""
+    """Parse the exact text of a step, ``0W0@side~1>2F0``. Raises ScheduleError."""
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is not a step: write it as text, for example '2F0'")
     rest, _, after_text = text.partition(">")
@@ -114,12 +114,12 @@ def _all_whole(values: Iterable[object]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """What has to be done and where: stages, replicas, micro-batches, and the extra work.
+    """The work of a schedule and its placement: stages, replicas, micro-batches, and extra actions.
 
-    ``placement[replica][stage]`` is a device; ``replica_of[microbatch]`` the pipeline that takes
-    the micro-batch (empty: all take pipeline 0). ``reduces`` and ``updates`` say that every stage's
-    gradients are reduced (G) and its weights updated (U) by the schedule itself; ``recomputed`` and
-    ``offloaded`` list the stages whose activations are made again (R) or kept on the host (O, L).
+    ``placement[replica][stage]`` is a device; ``replica_of[microbatch]`` is the replica that
+    processes the micro-batch (empty: always replica 0). ``reduces`` and ``updates``: the schedule
+    itself reduces every stage's gradients (G) and updates its weights (U); ``recomputed`` and
+    ``offloaded`` list the stages whose activations are recomputed (R) or kept on the host (O, L).
     """
 
     num_microbatches: int
@@ -138,8 +138,8 @@ class PipelineShape:
         rows = self.placement if isinstance(self.placement, tuple) else ()
         if not all(isinstance(row, tuple) and _all_whole(row) for row in (rows or [None])):
             raise ScheduleError(
-                f"placement={self.placement!r}: give a tuple of whole-number devices, one a stage, "
-                "for each replica, ((0, 1, 2, 3),)"
+                f"placement={self.placement!r}: give a tuple of device numbers for each replica, "
+                "one per stage, ((0, 1, 2, 3),)"
             )
         if not rows[0]:
             raise ScheduleError("placement is empty: give one device per stage, ((0, 1, 2, 3),)")
@@ -184,7 +184,7 @@ class PipelineShape:
         return 1 + max(device for row in self.placement for device in row)
 
     def replica(self, microbatch: int) -> int:
-        """The pipeline that takes this micro-batch."""
+        """The replica that processes this micro-batch."""
         return self.replica_of[microbatch] if self.replica_of else 0
 
     def device(self, stage: int, microbatch: int) -> int:
@@ -192,7 +192,7 @@ class PipelineShape:
         return self.placement[self.replica(microbatch)][stage]
 
     def stages_on(self, device: int) -> tuple[tuple[int, int], ...]:
-        """(replica, stage) pairs that live on the device, in order."""
+        """The (replica, stage) pairs on the device, in order."""
         return tuple(
             (replica, stage)
             for replica, row in enumerate(self.placement)
@@ -201,13 +201,13 @@ class PipelineShape:
         )
 
     def action(self, stage: int, kind: Kind, microbatch: int, span: int = 1) -> Action:
-        """The action of this stage on this micro-batch, its replica filled in."""
+        """The action of this stage on this micro-batch, on the replica that processes it."""
         return Action(stage, kind, microbatch, span, self.replica(microbatch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A named shape with, for each device, its steps in order of issue."""
+    """A named schedule: its shape, and the steps of each device in order of issue."""
 
     name: str
     shape: PipelineShape
@@ -232,7 +232,7 @@ class Schedule:
 
     @property
     def explicit_communication(self) -> bool:
-        """True when sends and receives are written as actions; else they are implied."""
+        """Whether sends and receives are explicit actions; otherwise they are implied."""
         return any(
             item.resource is Resource.SEND or item.resource is Resource.RECV
             for steps in self.devices
@@ -244,7 +244,7 @@ class Schedule:
 
 
 def schedule_of(name: str, shape: PipelineShape, orders: Iterable[Iterable[Action]]) -> Schedule:
-    """A schedule from plain actions, each on the resource that its kind uses."""
+    """A schedule from plain actions, each on the default resource of its kind."""
     steps = tuple(
         tuple([Step(action, DEFAULT_RESOURCE[action.kind]) for action in order]) for order in orders
     )
@@ -256,7 +256,7 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The schedule's text: a header with the shape, then one line a device."""
+    """The schedule's text: a header with the shape, then one line per device."""
     shape = schedule.shape
     lines = [
         f"name: {schedule.name}",
@@ -277,7 +277,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read ``format_schedule``'s text back. Raises ScheduleError naming the line."""
+    """Parse the text of ``format_schedule``. Raises ScheduleError naming the line."""
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is not a schedule: pass the text of format_schedule")
     header: dict[str, str] = {}
@@ -330,7 +330,7 @@ def _parse_steps(text: str, line: int) -> tuple[Step, ...]:
 
 
 def _parse_numbers(header: Mapping[str, str], key: str) -> tuple[int, ...]:
-    """Whole numbers as ``format_schedule`` writes them; none where the key is absent."""
+    """Whole numbers as ``format_schedule`` writes them; none if the key is absent."""
     words = header.get(key, "").split()
     if not all(_WHOLE.fullmatch(word) for word in words):
         raise ScheduleError(f"header, {key}: {header[key]!r}: write whole numbers, '0 1 2'")

@@ -1,11 +1,11 @@
-"""Reject every schedule that cannot run as it should, naming device, step and action.
+"""Verification of schedules: errors name device, step and action.
 
-Comes in: any ``Schedule``, from a generator, a search, a file or a hand. Goes out: nothing, or a
-``ScheduleError`` with the schedule's grid and the bad cell marked. It exists so that the simulator
-and the runtime may trust what they are given.
+In: any ``Schedule``, from a generator, a search, a file or written by hand. Out: nothing, or a
+``ScheduleError`` with the schedule's grid and the bad cell marked. The simulator and the runtime
+rely on it.
 
-The rules are two tables, run in order; the first violation found is raised. ``STEP_RULES`` look at
-single steps, ``GRAPH_RULES`` at the dependencies between them and may rely on the former.
+The rules are two tables, run in order; the first violation is raised. ``STEP_RULES`` check single
+steps, ``GRAPH_RULES`` the dependencies between them, and may rely on the former.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ ALLOWED_RESOURCES: dict[Kind, tuple[Resource, ...]] = {
 
 
 class Violation(NamedTuple):
-    """A broken rule at a step of a device; step -1 where something is missing from the list."""
+    """A broken rule at a step of a device; step -1 if something is missing from the list."""
 
     device: int
     step: int
@@ -47,7 +47,7 @@ class Violation(NamedTuple):
 def verify(schedule: Schedule) -> None:
     """Raise ScheduleError for the first rule that the schedule breaks."""
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"{schedule!r} is no Schedule: make one with build(name, ...)")
+        raise ScheduleError(f"{schedule!r} is not a Schedule: make one with build(name, ...)")
     check_device_count(schedule)
     check_action_count(schedule)
     for step_rule in STEP_RULES:
@@ -74,7 +74,7 @@ def _raise_first(schedule: Schedule, violations: Iterator[Violation]) -> None:
 def format_grid(
     schedule: Schedule, device: int = -1, step: int = -1, *, num_rows: int = 9, num_columns: int = 9
 ) -> str:
-    """Steps as rows, devices as columns; around the given cell, which is marked ``>2F0<``."""
+    """Steps as rows, devices as columns, around the given cell, which is marked ``>2F0<``."""
     longest = max((len(steps) for steps in schedule.devices), default=0)
     if device >= 0 and step < 0:
         step = len(schedule.devices[device]) if device < len(schedule.devices) else 0
@@ -103,7 +103,7 @@ def _steps(schedule: Schedule) -> Iterator[tuple[int, int, Step]]:
 
 
 def actions_in_range(schedule: Schedule) -> Iterator[Violation]:
-    """Stage, replica and micro-batches exist, and only forwards and their sends span several."""
+    """Stage, replica and micro-batches exist, and only forwards and their messages span several."""
     shape = schedule.shape
     stages, batches, replicas = shape.num_stages, shape.num_microbatches, shape.num_replicas
     for device, place, (action, _, lag, _) in _steps(schedule):
@@ -122,11 +122,13 @@ def actions_in_range(schedule: Schedule) -> Iterator[Violation]:
         ):
             yield Violation(device, place, "only a forward may take several micro-batches")
         elif lag not in (0, 1):
-            yield Violation(device, place, f"lag {lag}: a step is of this iteration or the last")
+            yield Violation(
+                device, place, f"lag {lag}: a step belongs to this iteration (0) or the last (1)"
+            )
 
 
 def links_have_peers(schedule: Schedule) -> Iterator[Violation]:
-    """Sends and receives cross a stage boundary that exists and lies between two devices."""
+    """Sends and receives cross an existing stage boundary between two devices."""
     shape = schedule.shape
     for device, place, item in _steps(schedule):
         action = item.action
@@ -143,13 +145,13 @@ def links_have_peers(schedule: Schedule) -> Iterator[Violation]:
 
 
 def on_own_device(schedule: Schedule) -> Iterator[Violation]:
-    """An action is in the list of the device that its replica of the stage lives on."""
+    """An action is in the list of the device that has its replica of the stage."""
     shape = schedule.shape
     for device, place, item in _steps(schedule):
         action = item.action
         owner = shape.placement[action.replica][action.stage]
         if owner != device:
-            yield Violation(device, place, f"the stage lives on device {owner}")
+            yield Violation(device, place, f"the stage is on device {owner}")
         for microbatch in action.microbatches:
             if shape.replica(microbatch) != action.replica:
                 expected = shape.replica(microbatch)
@@ -168,7 +170,7 @@ def on_allowed_resource(schedule: Schedule) -> Iterator[Violation]:
 
 
 def no_action_twice(schedule: Schedule) -> Iterator[Violation]:
-    """No work is done twice; a B is the same work as an I and a W."""
+    """No work is done twice; a B does the work of an I and a W."""
     seen: dict[tuple[Kind, int, int], tuple[int, int]] = {}
     for device, place, item in _steps(schedule):
         action = item.action
@@ -179,7 +181,7 @@ def no_action_twice(schedule: Schedule) -> Iterator[Violation]:
                 key = (kind, action.stage, part)
                 if key in seen:
                     where = "device {}, step {}".format(*seen[key])
-                    yield Violation(device, place, f"{kind.value} was done before, at {where}")
+                    yield Violation(device, place, f"{kind.value} was already done, at {where}")
                 seen[key] = (device, place)
 
 
@@ -197,11 +199,11 @@ def no_unasked_work(schedule: Schedule) -> Iterator[Violation]:
         if item.action.kind in asked:
             wanted, name = asked[item.action.kind]
             if wanted is False or (isinstance(wanted, tuple) and item.action.stage not in wanted):
-                yield Violation(device, place, f"the shape does not ask for it: set {name}")
+                yield Violation(device, place, f"the shape does not have it: set {name}")
 
 
 def nothing_missing(graph: ActionGraph) -> Iterator[Violation]:
-    """Every forward and backward, and every G, U, R, O and L that the shape asks for, is there."""
+    """Every forward and backward, and every G, U, R, O and L of the shape, is present."""
     shape, index = graph.schedule.shape, graph.index
     for stage in range(shape.num_stages):
         kinds = [Kind.F]
@@ -229,7 +231,7 @@ def _missing(shape: PipelineShape, stage: int, microbatch: int, kind: str) -> Vi
 
 
 def sends_are_received(graph: ActionGraph) -> Iterator[Violation]:
-    """Where sends are written out, every value that crosses devices is sent and received."""
+    """If sends are explicit, every value that crosses devices is sent and received."""
     schedule = graph.schedule
     if not schedule.explicit_communication:
         return
@@ -251,7 +253,7 @@ def sends_are_received(graph: ActionGraph) -> Iterator[Violation]:
 
 
 def links_in_order(graph: ActionGraph) -> Iterator[Violation]:
-    """A link delivers in the order of its sends, so its receives have the same order."""
+    """A link delivers in the order of its sends, so receives must have the same order."""
     for (device, resource, peer), nodes in graph.queues.items():
         if resource is not Resource.SEND:
             continue
@@ -272,7 +274,7 @@ def _issued_before(graph: ActionGraph, source: int, target: int, back: int) -> b
 
 
 def reductions_in_order(graph: ActionGraph) -> Iterator[Violation]:
-    """Devices that share stages reduce them in one order: a reduction occupies all of them."""
+    """Devices that share stages reduce them in the same order, as a reduction occupies them all."""
     followers: dict[int, set[int]] = {}
     places: dict[int, int] = {}
     for (_, resource, _), nodes in graph.queues.items():
@@ -297,12 +299,12 @@ def reductions_in_order(graph: ActionGraph) -> Iterator[Violation]:
         yield Violation(
             graph.device[node],
             graph.position[node],
-            "deadlock: another device reduces the same stages in another order",
+            "deadlock: another device reduces the same stages in a different order",
         )
 
 
 def needs_come_first(graph: ActionGraph) -> Iterator[Violation]:
-    """On one device, what an action reads is issued before it: no buffer is read unwritten."""
+    """On a device, an action is issued after its dependencies: no buffer is read unwritten."""
     device = graph.device
     for target, needs in enumerate(graph.needs):
         for source in needs:
@@ -337,9 +339,9 @@ def awaited_steps_exist(graph: ActionGraph) -> Iterator[Violation]:
 
 
 def no_deadlock(graph: ActionGraph) -> Iterator[Violation]:
-    """All queues together run to their end: no device waits for one that waits for it.
+    """All queues run to their end: there is no cycle of waiting devices.
 
-    With steps of the last iteration in the lists, three iterations following each other must end.
+    If lists have steps of the last iteration, three consecutive iterations must end.
     """
     count = len(graph.steps)
     iterations = 1 + 2 * max((item.lag for item in graph.steps), default=0)
@@ -366,7 +368,7 @@ def no_deadlock(graph: ActionGraph) -> Iterator[Violation]:
 
 
 def _waits(graph: ActionGraph) -> Iterator[tuple[int, int, int]]:
-    """(source, target, iterations between them) for every reason to wait, queues included."""
+    """(source, target, iterations between them) of every dependency, queues included."""
     for target, needs in enumerate(graph.needs):
         for source in needs:
             yield source, target, 0
@@ -379,11 +381,11 @@ def _waits(graph: ActionGraph) -> Iterator[tuple[int, int, int]]:
 
 
 def _stuck(graph: ActionGraph, stuck: set[int]) -> Violation:
-    """The earliest step that never starts although all before it on its device do."""
+    """The earliest step that never starts although all previous ones on its device do."""
     node = min(stuck, key=lambda node: (graph.position[node], graph.device[node]))
     wanted = [str(graph.steps[source].action) for source in graph.needs[node] if source in stuck]
     reason = f"waits for {wanted[0]}" if wanted else "waits for the steps before it"
-    message = f"deadlock: {reason}, which waits, through other steps, for this one"
+    message = f"deadlock: {reason}, which in turn waits for this one"
     return Violation(graph.device[node], graph.position[node], message)
 
 

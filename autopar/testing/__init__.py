@@ -1,1 +1,1 @@
-"""Oracles: the programs of all ranks in one process, and the check of a rule."""
+"""Test oracles: all ranks of a program in one process, and `check_rule`."""

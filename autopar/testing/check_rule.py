@@ -1,10 +1,10 @@
-"""Check a rule by arithmetic: the op on shards, recombined, must equal the op unsplit.
+"""Numerical check of a rule: the op on shards, recombined, must equal the op on whole tensors.
 
-`check_rule` takes an operator and example arguments, makes the graph of that one op, and for every
-choice that the rule offers runs the op on all ranks of a mesh side by side in one process. The
-operands are scattered as the rule needs them, the results put together as the rule supplies them,
-and both outputs and gradients compared with those of the op on whole tensors. It is how autopar's
-own rules are tested, and is meant for users who `register` a rule for an operator of their own.
+`check_rule` takes an operator and example arguments, builds the graph of that one op, and for every
+choice that the rule offers runs the op on all ranks of a mesh in one process. The operands are
+scattered as the rule needs them, the results recombined as the rule supplies them, and outputs and
+gradients compared with those of the op on whole tensors. autopar's own rules are tested with it; it
+is also meant for users who `register` a rule for their own operator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FURTHER_DIGITS = (2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedChoice:
-    """One choice that was compared with the unsplit op, on one mesh."""
+    """A choice on a mesh that was compared with the unsplit op."""
 
     mesh: Mesh
     choice: Choice
@@ -65,14 +65,14 @@ def check_rule(
 
     ``target`` is an operator overload such as ``torch.ops.aten.mm.default`` or
     ``torch.ops.mylib.op.default``; ``args`` and ``kwargs`` are example arguments for it, whole
-    tensors and plain values. Every choice on ``mesh`` is tried, or without one on meshes of 2, 3,
-    4, 2 x 2 and 2 x 3; sizes that divide by these offer the most choices. Outputs are compared,
-    and the gradients of all floating-point operands (or, if some tensor of ``args`` requires
-    a gradient, of those that do), within the tolerance of their dtype. Of a random op, and of
-    memory that nobody has written to, only shapes are compared.
+    tensors and plain values. Every choice is tried on ``mesh``, by default on meshes of 2, 3, 4, 2
+    x 2 and 2 x 3; sizes divisible by these offer the most choices. Outputs are compared, and the
+    gradients of all floating-point operands (or, if some tensor of ``args`` requires a gradient, of
+    those that do), within the tolerance of their dtype. For random ops and uninitialized memory
+    only shapes are compared.
 
-    Raises RuleError naming the target, the choice, and the operand or output that differs, or
-    where the target has no rule, or no size divides so that nothing could be tried.
+    Raises RuleError naming the target, the choice, and the operand or output that differs; also if
+    the target has no rule, or no size is divisible so that nothing could be tried.
     """
     if not is_overload(target):
         raise RuleError(_what_to_pass(target))
@@ -94,8 +94,9 @@ def check_rule(
             checked.append(CheckedChoice(mesh=on, choice=choice))
     if mesh is None and space.splittable() and all(c.choice.is_redundant for c in checked):
         raise RuleError(
-            f"rule of {call.op.target_name}: no split was tried, as none of its dimensions "
-            f"{dict(space.sizes)} divides by 2, 3 or 4; pass example arguments of sizes 4, 6 or 12"
+            f"rule of {call.op.target_name}: no split was tried, as no dimension of "
+            f"{dict(space.sizes)} is divisible by 2, 3 or 4; pass example arguments of sizes 4, 6 "
+            "or 12"
         )
     return tuple(checked)
 
@@ -106,13 +107,13 @@ def _what_to_pass(target: Any) -> str:
     found = overloads_named(name)
     fix = " or ".join(found[:4]) or "torch.ops.mylib.product.default"
     return (
-        f"check_rule({target!r}): a rule belongs to one overload of an operator; pass it, as in "
+        f"check_rule({target!r}): a rule belongs to one overload of an operator; write "
         f"check_rule({fix}, ...)"
     )
 
 
 def _further_digits(space: Space) -> dict[str, tuple[int, ...]]:
-    """Splits inside a dimension, such as heads behind a fused projection, where they divide."""
+    """Candidates for ``outer`` of each dimension, such as heads in a fused projection."""
     return {
         name: tuple(d for d in _FURTHER_DIGITS if size % d == 0 and size > d)
         for name, size in space.sizes.items()
@@ -120,7 +121,7 @@ def _further_digits(space: Space) -> dict[str, tuple[int, ...]]:
 
 
 def _check_layouts(call: _WholeCall, space: Space) -> None:
-    """Each layout must have the operand's rank and multiply up to its sizes."""
+    """Raise RuleError unless each layout matches the rank and the sizes of its tensor."""
     op, values = call.op, call.values
     sides = [("operand", i, v, lay) for i, (v, lay) in enumerate(zip(op.inputs, space.inputs))]
     sides += [("output", i, v, lay) for i, (v, lay) in enumerate(zip(op.outputs, space.outputs))]  # type: ignore[misc]
@@ -157,7 +158,7 @@ class _WholeCall:
             outputs=(), module_path="",
         )  # fmt: skip
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        self.is_random |= op.target_name == "aten.empty_like.default"  # whatever lay there
+        self.is_random |= op.target_name == "aten.empty_like.default"  # uninitialized
         floating = [v.differentiable for v in self.values]
         chosen = self.chosen if any(self.chosen) else floating
         self.flows = (False,) * len(chosen) if self.is_random else tuple(chosen)
@@ -211,7 +212,7 @@ class _WholeCall:
         except (NotImplementedError, RuntimeError) as error:
             if "not implemented" not in str(error):
                 raise
-            # An operator without a derivative has only outputs to compare.
+            # Without a derivative there are only outputs to compare.
             self.wanted, self.cotangents = (), []
             self.flows = (False,) * len(self.flows)
             self.gradients = [None] * len(leaves)
@@ -223,7 +224,7 @@ class _WholeCall:
             return leaves, _tensors(call_op(op, args, kwargs))
 
     def _differentiable(self, op: Op) -> tuple[bool, ...]:
-        """The operands that the operator has a derivative for, found by asking for each alone."""
+        """Which operands the operator is differentiable in, found by trying each alone."""
         flows = []
         for position, flow in enumerate(self.flows):
             alone = [flow and i == position for i in range(len(self.flows))]
@@ -283,7 +284,7 @@ class _SplitCall:
     def _run_ranks(
         self, operands: Sequence[Shards], cotangents: Sequence[Shards]
     ) -> tuple[list[Shards], list[Shards]]:
-        """Outputs and gradients, one shard per rank each."""
+        """Outputs and gradients, each as one shard per rank."""
         ranks = range(self.mesh.num_devices)
         is_plain = rule_of(self.whole.op).lower is None  # type: ignore[union-attr]
         if is_plain and not padded_dims(self.context.space, self.choice, self.mesh):
@@ -297,7 +298,7 @@ class _SplitCall:
         return flat[:cut], flat[cut:]
 
     def _run_traced(self, operands: Sequence[Shards], cotangents: Sequence[Shards]) -> list[Shards]:
-        """As the compiler does it: traced once over fake tensors, run by all ranks in lockstep."""
+        """Trace once over fake tensors and run on all ranks in lockstep, as the compiler does."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake_operands, fake_cotangents = (
                 [torch.empty(x[0].shape, dtype=x[0].dtype) for x in side]
@@ -311,7 +312,7 @@ class _SplitCall:
         return LockstepMachine(self.mesh).run(module, [*operands, *cotangents])
 
     def _joint(self, operands: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
-        """Outputs, then a gradient for every operand (zeros where none flows), on one rank."""
+        """Outputs on one rank, then the gradients of all operands (zeros where there is none)."""
         leaves = _leaves(operands, self.whole.flows)
         with torch.enable_grad():
             results = _tensors(run_local(self.context, leaves))
@@ -334,7 +335,7 @@ class _SplitCall:
         alike = tuple(a for a, p in enumerate(complete) if p == R)
         for group in self.mesh.groups(alike):
             for rank in group[1:]:
-                text = f"that on rank {group[0]}, though they should be the same"
+                text = f"that on rank {group[0]}, though both should be the same"
                 self._close(
                     f"{what} on rank {rank}", summed[rank], summed[group[0]], tolerance, text
                 )
@@ -342,7 +343,7 @@ class _SplitCall:
         if any(paddings(complete, expected.shape, self.mesh).values()):
             again = scatter(got, complete, self.mesh)
             for rank, (own, clean) in enumerate(zip(summed, again)):
-                text = "zeros behind the end; list the dimension under padded, not under clean"
+                text = "zeros in its padding; list the dimension under padded, not under clean"
                 self._close(f"{what} on rank {rank}", own, clean, tolerance, text)
         text = f"the unsplit op's (recombined as '{format_placements(placements)}')"
         self._close(what, got, expected, tolerance, text)
@@ -390,7 +391,7 @@ _OF_GRADIENT = {State.VARYING: P, State.PARTIAL: R}
 
 
 def _scatter(whole: Tensor, need: Placements, mesh: Mesh, generator: torch.Generator) -> Shards:
-    """One shard per rank; along axes where a partial sum is needed, random parts of it."""
+    """One shard per rank; along axes that need a partial sum, random summands of the value."""
     shards = scatter(whole, need, mesh)
     partial = tuple(a for a, p in enumerate(need) if p.state is State.PARTIAL)
     for group in mesh.groups(partial):
@@ -403,7 +404,7 @@ def _scatter(whole: Tensor, need: Placements, mesh: Mesh, generator: torch.Gener
 
 
 def _sum_partial(shards: Shards, placements: Placements, mesh: Mesh) -> Shards:
-    """Every rank's shard summed over the axes on which it is a partial sum."""
+    """Each rank's shard, summed over the axes on which it is a partial sum."""
     partial = tuple(a for a, p in enumerate(placements) if p == P)
     if mesh.size(partial) == 1:
         return shards
@@ -437,7 +438,7 @@ def _gradients(
     flows: Sequence[bool],
     cotangents: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Per operand its gradient, or None where none flows."""
+    """The gradient of each operand, None where there is none."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for i, cotangent in zip(wanted, cotangents):
         result = results[i]

@@ -1,8 +1,8 @@
-"""All ranks of a program side by side in one process: for tests and dry runs.
+"""All ranks of a program in lockstep in one process, for tests and dry runs.
 
 A value is a list with one shard per rank, an ordinary op runs on each shard, and a collective is a
-function of the whole list. No process, no network, no timing; the arithmetic is that of the real
-run.
+function of the whole list. There are no processes, no network and no timing; the arithmetic is that
+of the real run.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ _LOCAL_OPS: dict[Any, Callable[..., Tensor]] = {
     MASK: _mask,
     AXIS_INDEX: _axis_index,
 }
-"""Functions of one rank's part and of the rank's position in its group."""
+"""Functions of one rank's shard and its position in its group."""
 
 
 class LockstepMachine:
-    """Runs one graph for every rank of a mesh at once."""
+    """Runs a graph on all ranks of a mesh at once."""
 
     def __init__(self, mesh: Mesh, seed: int = 0) -> None:
         self.mesh = mesh
@@ -169,7 +169,7 @@ class LockstepMachine:
         return result
 
     def _index(self, rank: int, label: str) -> int:
-        """Position of a rank along the axes of a label, that in time being the present one."""
+        """Position of a rank along the axes of a label, at the current micro-batch."""
         names = [name for name in label.split(",") if name != MICROBATCH]
         axes = self.mesh.axes_of(",".join(names)) if names else ()
         inside = self.mesh.index(rank, axes)
@@ -207,7 +207,7 @@ class LockstepMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockstepRank:
-    """One pipeline rank: the parameters and buffers of its stages, on every rank of its mesh."""
+    """A pipeline rank: parameters and buffers of its stages, on all ranks of its mesh."""
 
     executor: Executor[Shards]
     parameters: dict[int, Shards]
@@ -215,10 +215,10 @@ class LockstepRank:
 
 
 class LockstepRun:
-    """A program with real parameters on all ranks at once, and plain SGD-like updates outside.
+    """A program with real parameters on all ranks at once; the caller updates them.
 
-    The ranks of a mesh are a list of shards; the ranks of a pipeline take turns, each with a copy
-    of its own of what it holds (`ranks`).
+    The ranks of a mesh are a list of shards; pipeline ranks take turns, each with its own copy of
+    what it holds (`ranks`).
     """
 
     def __init__(
@@ -253,21 +253,21 @@ class LockstepRun:
 
     @property
     def machine(self) -> LockstepMachine:
-        """That of the first pipeline rank."""
+        """The machine of the first pipeline rank."""
         machine = self.ranks[0].executor.machine
         assert isinstance(machine, LockstepMachine)
         return machine
 
     @property
     def parameters(self) -> dict[int, Shards]:
-        """By value, those of the first pipeline rank that holds each."""
+        """Parameters by value, each from the first pipeline rank that holds it."""
         return {
             p.value: self.ranks[p.devices[0]].parameters[p.value] for p in self.program.parameters
         }
 
     @property
     def buffers(self) -> dict[int, Shards]:
-        """By value, those of the pipeline rank that updates each."""
+        """Buffers by value, each from the pipeline rank that updates it."""
         return {b.value: self.ranks[b.device].buffers[b.value] for b in self.program.buffers}
 
     def _inputs(self, tensors: Sequence[Tensor], index: int = 0) -> dict[int, Shards]:
@@ -278,7 +278,7 @@ class LockstepRun:
         }
 
     def _play(self, act: Callable[[LockstepRank], R]) -> list[R]:
-        """What each pipeline rank makes, with links between them."""
+        """The result of ``act`` on each pipeline rank, with links between them."""
         turns = Turns(len(self.ranks))
         mail = Mail(turns)
         for device, rank in enumerate(self.ranks):
@@ -293,8 +293,7 @@ class LockstepRun:
             return turns.run([functools.partial(act, rank) for rank in self.ranks])
 
     def steps(self, tensors: Sequence[Tensor]) -> list[StepResult[Shards]]:
-        """Forward and backward on each pipeline rank; buffers are updated, parameters are left to
-        the caller."""
+        """Forward and backward on each pipeline rank; updates buffers, but not parameters."""
 
         def act(rank: LockstepRank) -> StepResult[Shards]:
             batches = [self._inputs(tensors, i) for i in range(self.program.num_microbatches)]
@@ -307,12 +306,12 @@ class LockstepRun:
         return results
 
     def step(self, tensors: Sequence[Tensor]) -> StepResult[Shards]:
-        """As `steps`, of a program without a pipeline."""
+        """Like `steps`, for a program without a pipeline."""
         (result,) = self.steps(tensors)
         return result
 
     def forward(self, tensors: Sequence[Tensor]) -> dict[int, Shards]:
-        """Loss and outputs, by value; every pipeline rank has the same."""
+        """Loss and outputs by value, the same on every pipeline rank."""
         return self._play(
             lambda rank: rank.executor.forward(rank.parameters, rank.buffers, self._inputs(tensors))
         )[0]

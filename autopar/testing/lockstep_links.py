@@ -1,9 +1,9 @@
-"""Pipeline ranks as threads that take turns: the links of `autopar.testing.lockstep`.
+"""The links of `autopar.testing.lockstep`: pipeline ranks as threads that take turns.
 
-One thread a pipeline rank plays its own list of actions; only the holder of the turn runs, and it
-passes the turn on where it waits for a message. So a run is deterministic as far as its values go,
-the global random generator is nobody else's while an op draws from it, and a schedule in which all
-ranks wait for each other is found at once and named instead of hanging.
+Each pipeline rank runs its list of actions in a thread of its own. Only the thread that holds the
+turn runs, and it yields the turn when it waits for a message. So the values of a run are
+deterministic, no other thread uses the global random generator while an op draws from it, and a
+deadlocked schedule is reported at once instead of hanging.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 
 class Deadlock(RuntimeError):
-    """All pipeline ranks that still run wait for messages that nobody has sent."""
+    """All running pipeline ranks wait for messages that were not sent."""
 
 
 class Turns:
-    """The turn to run, which one thread holds at a time."""
+    """A turn that one thread at a time holds."""
 
     def __init__(self, num_ranks: int) -> None:
         self._changed = threading.Condition()
@@ -38,9 +38,9 @@ class Turns:
         self._failed: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], R]]) -> list[R]:
-        """The results of one function a rank, each in a thread of its own.
+        """Run one function per rank, each in a thread of its own, and return their results.
 
-        Raises what the first rank raised; the others stop at their next wait.
+        Re-raises the first error; the other threads stop at their next wait.
         """
         results: dict[int, R] = {}
 
@@ -67,7 +67,7 @@ class Turns:
         return [results[rank] for rank in range(len(functions))]
 
     def wait_until(self, is_there: Callable[[], bool], rank: int, what: str) -> None:
-        """Let others run until something is there."""
+        """Yield the turn until ``is_there()``."""
         while not is_there():
             self._waiting[rank] = what
             self._notice()
@@ -77,7 +77,7 @@ class Turns:
             self._waiting.pop(rank, None)
 
     def arrived(self) -> None:
-        """Something that others may wait for is there: they look again."""
+        """Wake the waiting threads: something that they may wait for has arrived."""
         self._waiting.clear()
         self._changed.notify_all()
 
@@ -167,12 +167,12 @@ class LockstepLinks:
 
 
 def _copies(values: Iterable[Shards]) -> list[Shards]:
-    """Messages own their memory, contiguous as on every transport."""
+    """Contiguous copies: a message owns its memory, as on every transport."""
     return [[x.clone().contiguous() for x in value] for value in values]
 
 
 def _check(values: Sequence[Shards], metas: Sequence[TensorMeta], what: str) -> None:
-    """No metadata travels: what arrives must be what the receiver has made room for."""
+    """Check that a message has the shapes and dtypes for which the receiver made room."""
     found = [(tuple(x.shape), x.dtype) for value in values for x in value[:1]]
     wanted = [(m.shape, m.dtype) for m in metas]
     assert found == wanted, f"{what} holds {found}, where {wanted} was agreed"

@@ -142,13 +142,21 @@ H200 = Cluster.preset("h200")
         (H200.device, {"memory_bytes": 10**400}, "memory_bytes=a whole number of 1329 bits; .*2"),
         (H200.device, {"memory_bandwidth_bytes_per_s": 10**400}, "must be positive and finite"),
         (H200.device, {"kernel_launch_s": 10**5000}, "finite and at least 0"),
-        (H200.device, {"dispatch_s": np.float64(1e-6)}, "dispatch_s=np.float64.*a number"),
+        (H200.device, {"dispatch_s": np.float64(1e-6)}, "dispatch_s=np.float64.*an int or a float"),
         (H200.device, {"num_units": True}, "num_units=True"),
         (H200.device, {"allow_tensor_float32": "no"}, "allow_tensor_float32='no'; .*bool"),
-        (H200.device, {"kind": "gpu"}, "kind='gpu'; it must be 'cuda' or 'cpu'. Write kind='cuda'"),
-        (H200.device, {"name": "\ud800"}, r"name='\\ud800'; it must be text"),
+        (
+            H200.device,
+            {"kind": "gpu"},
+            "kind='gpu'; it must be 'cuda' or 'cpu'. For example, write kind='cuda'",
+        ),
+        (H200.device, {"name": "\ud800"}, r"name='\\ud800'; it must be a string"),
         (H200.device, {"peak_flops_per_s": 1e15}, r"Write peak_flops_per_s=PeakFlops\(...\)"),
-        (H200.device.peak_flops_per_s, {"float16": "1e15"}, "float16='1e15'; it must be a number"),
+        (
+            H200.device.peak_flops_per_s,
+            {"float16": "1e15"},
+            "float16='1e15'; it must be an int or a float",
+        ),
         (H200, {"device": H200}, r"Write device=DeviceSpec\(...\)"),
         (H200, {"levels": (H200.device,)}, r"Write levels=\(Level\(...\),\)"),
         (H200, {"backend": "mpi"}, "backend='mpi'; it must be 'nccl' or 'gloo'"),
@@ -292,5 +300,5 @@ def test_detection_follows_the_launcher_over_several_hosts(tmp_path, monkeypatch
 
 
 def test_detection_refuses_no_devices():
-    with pytest.raises(ClusterError, match="at least one"):
+    with pytest.raises(ClusterError, match="at least 1"):
         Cluster.detect(0)

@@ -155,9 +155,9 @@ def test_overlap_takes_what_a_step_by_step_run_takes(compute_s, communication_s,
     [
         (("all_shuffle", 8, (0, 1)), "all_reduce"),
         (("all_reduce", -1, (0, 1)), "at least 0"),
-        (("all_reduce", 8, (0, 0)), "repeated"),
+        (("all_reduce", 8, (0, 0)), "without repetition"),
         (("all_reduce", 8, (0, 8)), "8 devices"),
-        (("all_reduce", 8, ()), "one or more"),
+        (("all_reduce", 8, ()), "at least one"),
     ],
 )
 def test_wrong_questions_are_refused(arguments, message):
@@ -235,7 +235,7 @@ def test_groups_that_cannot_be_read_are_left_out(text):
     time = CollectiveTime(size_bytes=1 << 10, time_s=1e-3, spread=0.0, num_samples=9)
     with ProfileStore(None, cluster.device) as store:
         store.put_collective("all_reduce", text, cluster.backend, time)
-        with pytest.warns(StoreWarning, match="cannot be read"):
+        with pytest.warns(StoreWarning, match="cannot be parsed"):
             model = measured_model(cluster, store)
     assert model.estimate("all_reduce", 1 << 10, (0, 1)).source == Source.ANALYTICAL
 
@@ -313,7 +313,7 @@ def test_equal_times_say_that_bytes_cost_what_the_last_did():
         ((), (), "at least one"),
         ((8, 16), (1.0,), "one time for each"),
         ((16, 8), (1.0, 2.0), "sizes .* must ascend"),
-        ((8, 16), (2.0, 1.0), "must not fall"),
+        ((8, 16), (2.0, 1.0), "must not decrease"),
     ],
 )
 def test_what_is_no_curve_is_refused(sizes, times, message):

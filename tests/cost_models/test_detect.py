@@ -215,7 +215,7 @@ def test_peaks_of_another_number_of_workers_are_not_taken(tmp_path, monkeypatch)
     Cluster.detect(2)
     (of_two,) = set(tmp_path.glob("cpu-*.json")) - {of_one}
     of_two.write_bytes(of_one.read_bytes())
-    with pytest.warns(UserWarning, match="measured again: it is of a device with"):
+    with pytest.warns(UserWarning, match="measured again: it describes a device with"):
         found = Cluster.detect(2).device
     assert found.num_processes == 2
 

@@ -270,17 +270,17 @@ def test_what_cannot_be_run_is_priced_by_the_roofline_and_listed():
         summary = profiler.profile([product, hidden], progress=False)
     assert [call for call, _ in summary.failed] == [hidden, product]
     assert profiler.estimate(product) == RooflineModel(HERE).estimate(product)
-    with pytest.raises(CostError, match="without its data"):
+    with pytest.raises(CostError, match="depend on its data"):
         profiler.estimate(hidden)
 
 
 def test_what_found_no_memory_is_tried_again_by_a_later_run(tmp_path):
     def no_memory(call):
-        raise NotNowError(f"{call.target} finds no memory")
+        raise NotNowError(f"{call.target} does not fit the memory")
 
     path, call = tmp_path / "store.sqlite3", _linear(4)
     first = _profiler(path, measure=no_memory)
-    with pytest.warns(UserWarning, match="finds no memory"):
+    with pytest.warns(UserWarning, match="does not fit the memory"):
         assert len(first.profile([call], progress=False).failed) == 1
     assert first.missing([call]) == []
     assert _profiler(path).profile([call], progress=False).num_measured == 1
@@ -294,7 +294,7 @@ def test_a_lack_of_memory_is_told_from_other_failures(monkeypatch, error):
         raise RuntimeError(error) if isinstance(error, str) else error
 
     monkeypatch.setattr(measure, "_sample", fail)
-    with pytest.raises(NotNowError, match="finds no memory"):
+    with pytest.raises(NotNowError, match="does not fit the memory"):
         measure_call(_linear(4), HERE, MeasureLimits())
 
 

@@ -198,7 +198,7 @@ def test_numbers_that_no_store_has_written_are_left_out(tmp_path, value):
     path = _file_of_two_calls(tmp_path)
     _rewritten(path, "value", value, call_to_text(_call(2)))
     with ProfileStore(path, DEVICE) as store:
-        with pytest.warns(StoreWarning, match="cannot be times"):
+        with pytest.warns(StoreWarning, match="implausible"):
             assert store.get(_call(2)) is None
         assert list(store.everything()) == [(_call(), _times())]
 
@@ -216,7 +216,7 @@ def test_numbers_that_no_store_has_written_are_left_out(tmp_path, value):
 def test_a_row_that_is_no_call_does_not_hide_the_others(tmp_path, text):
     path = _file_of_two_calls(tmp_path)
     _rewritten(path, "key", text, call_to_text(_call(2)))
-    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="is left out"):
+    with ProfileStore(path, DEVICE) as store, pytest.warns(StoreWarning, match="is ignored"):
         assert list(store.everything()) == [(_call(), _times())]
 
 
@@ -290,7 +290,7 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path, kind):
             path = Path("/dev/null")
         case "folder":
             path.mkdir()
-    with pytest.warns(StoreWarning, match="no regular file; times are kept in memory"):
+    with pytest.warns(StoreWarning, match="not a regular file; times are kept in memory"):
         store = ProfileStore(path, DEVICE)
     with store:
         store.put(_call(), _times())
@@ -342,7 +342,9 @@ def test_a_file_that_is_locked_for_ever_is_done_without_and_said_once(tmp_path, 
             assert store.get(_call(24)) == _times(24)
     (warning,) = said
     assert warning.category is StoreWarning
-    assert re.search(f"{path}: .*memory: database is locked. End what locks", str(warning.message))
+    assert re.search(
+        f"{path}: .*memory: database is locked. Stop the process", str(warning.message)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with ProfileStore(path, DEVICE) as store:
@@ -382,8 +384,8 @@ def test_on_a_full_disk_times_are_kept_in_memory_and_what_was_written_stays(tmp_
     writer.start()
     (said,) = results.get(timeout=60)
     writer.join(60)
-    assert "cannot be written, new times are kept in memory" in said
-    assert "free its disk" in said
+    assert "cannot be written, so new times are kept in memory" in said
+    assert "free disk space" in said
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with ProfileStore(path, DEVICE) as store:
@@ -476,7 +478,7 @@ def test_what_may_not_be_opened_is_said_and_times_are_kept_in_memory(open_folder
     folder.chmod(0o755)
     assert old is None
     assert new == _times()
-    assert any("cannot be opened, times are kept in memory" in message for message in said)
+    assert any("cannot be opened, so times are kept in memory" in message for message in said)
 
 
 def _write_many(path, start, count, go):

@@ -43,7 +43,7 @@ REFUSALS = (
     "micro-batches leaves",  # what a drawn split has left does not divide
     "needs the whole batch at once",
     "cannot be cut into",
-    "the parts must be apart",
+    "splits of a dimension must not overlap",
 )
 PIPELINE_REFUSALS = (
     "cut the stages so that both are in one",  # a buffer's update and its reader

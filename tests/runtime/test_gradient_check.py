@@ -61,7 +61,7 @@ def test_compile_refuses_a_lost_gradient_unless_the_check_is_off(monkeypatch):
     options = {"example_inputs": (x,), "optimizer": SGD, "profile_limit_s": 0}
     with pytest.raises(GradientError, match=r"aten.as_strided_scatter.default at .*odd_captures"):
         autopar.compile(model, 2, **options)
-    with pytest.raises(InputError, match="check_gradients is 1; it is True or False"):
+    with pytest.raises(InputError, match="check_gradients is 1; it must be True or False"):
         autopar.compile(model, 2, check_gradients=1, **options)
     with autopar.compile(model, 2, check_gradients=False, **options) as compiled:
         assert compiled.train_step(x).item() == pytest.approx(model(x).item(), rel=1e-5)

@@ -316,7 +316,7 @@ def test_a_plan_says_what_its_pipeline_is(model: nn.Module) -> None:
     plan = planned(model, num_stages=4, num_microbatches=4)
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
-    assert "1f1b, 4 micro-batches, 4 pipeline devices" in text
+    assert "1f1b, 4 micro-batches, 4 pipeline ranks" in text
     assert "stages begin at  transformer, transformer.h.0, transformer.h.1" in text
     assert "bubbles" in text
     assert "known strategies" not in text
@@ -339,13 +339,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "conventional"}, r"schedule='conventional' needs num_stages=..., or cuts="),
     ({"num_stages": 2, "schedule": "fancy"}, r"no schedule is called 'fancy'"),
     ({"num_stages": 2, "schedule": "ZB-H1"}, r"did you mean 'zb_h1'"),
-    ({"num_stages": 3}, r"takes 3 pipeline devices, which do not divide 4 devices"),
+    ({"num_stages": 3}, r"takes 3 pipeline ranks, which does not divide 4 devices"),
     ({"num_stages": 0}, r"num_stages is 0; stages are a whole number"),
     ({"num_stages": True}, r"num_stages is True"),
     ({"num_stages": 2, "cuts": ["a", "b"]}, r"given twice and differs: num_stages 2, cuts"),
     ({"cuts": "transformer.h.1"}, r"give a list of block names: cuts=\['transformer.h.1'\]"),
     ({"cuts": ["nowhere"]}, r"cuts names 'nowhere', which is no block"),
-    ({"num_stages": 2, "mesh": {"x": 4}}, r"has 4 devices, each of 2 pipeline devices 2"),
+    ({"num_stages": 2, "mesh": {"x": 4}}, r"has 4 devices, each of 2 pipeline ranks 2"),
     ({"num_stages": 2, "mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
     (
         {"num_stages": 8, "schedule": "zb_v", "num_microbatches": 2},
@@ -427,7 +427,7 @@ def test_what_a_plan_has_is_not_given_beside_it(model: nn.Module) -> None:
     with pytest.raises(InputError, match=r"num_stages=2, schedule='gpipe' beside plan=.*leave"):
         compiled_for(model, 4, plan=plan, num_stages=2, schedule="gpipe")
     for beside in ({"recompute": False}, {"num_microbatches": 1}):
-        with pytest.raises(InputError, match=r"beside plan=.*a plan is replayed as it is"):
+        with pytest.raises(InputError, match=r"given with plan=.*a plan is replayed unchanged"):
             compiled_for(model, 4, plan=plan, **beside)
 
 

@@ -15,17 +15,14 @@ from autopar.schedules import (
     Schedule,
     Timeline,
     build,
-    reverse_first_k_gain,
     simulate,
     trace_events,
     trace_json,
     with_reductions,
 )
 from autopar.schedules.simulate.drawing import (
-    draw_k,
     draw_memory,
     draw_timeline,
-    k_chart,
     memory_chart,
     timeline_chart,
 )
@@ -66,16 +63,6 @@ def test_figures_draw_what_the_charts_hold(timeline: Timeline) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=40)
     assert picture.getvalue().startswith(b"\x89PNG")
-
-
-def test_the_curve_of_k_is_drawn_with_its_best() -> None:
-    gain = reverse_first_k_gain(Durations(F=1, I=1, W=1, G=[3, 2, 1, 1, 1, 1]), num_layers=6)
-    chart = k_chart(gain)
-    assert chart.k == tuple(range(7))
-    assert max(chart.speedup) == pytest.approx(gain.speedup)
-    assert chart.speedup[chart.best_k] == pytest.approx(gain.speedup)
-    axes = draw_k(chart).axes[0]
-    assert list(axes.lines[0].get_ydata()) == list(chart.speedup)
 
 
 @settings(deadline=None, max_examples=40)

@@ -180,7 +180,7 @@ def test_loads_start_a_whole_number_of_actions_ahead(ahead: Any) -> None:
 )
 def test_options_of_the_wrong_type_are_refused(name: str, options: dict[str, Any]) -> None:
     option, value = list(options.items())[-1]
-    message = f"{name}: {option}={value!r} is of the wrong type, it takes ".replace("[1]", r"\[1\]")
+    message = f"{name}: {option}={value!r} has the wrong type; it must be ".replace("[1]", r"\[1\]")
     refused(message, build, name, num_stages=4, num_microbatches=8, **options)
 
 
@@ -257,9 +257,9 @@ def test_only_the_notation_is_a_schedule(text: Any, message: str) -> None:
     [
         ("0F99999999,0B99999999\n", "without gaps"),
         ("0F0,0B0,0F2,0B2\n", "without gaps"),
-        ('"0F0\n', "the text is no CSV"),
-        (b"0F0,0B0\n", "no CSV text"),
-        (None, "no CSV text"),
+        ('"0F0\n', "the text is not CSV"),
+        (b"0F0,0B0\n", "not CSV text"),
+        (None, "not CSV text"),
     ],
 )
 def test_only_whole_orders_are_read_from_csv(text: Any, message: str) -> None:
@@ -298,8 +298,8 @@ def test_lists_are_tuples_of_steps() -> None:
 
 @pytest.mark.parametrize("value", [None, {"F": 1}, 1.0, "1f1b"])
 def test_schedules_and_durations_are_of_their_types(value: Any) -> None:
-    refused("is no Schedule", verify, value)
-    refused("is no Schedule", simulate, value, UNIT)
+    refused("is not a Schedule", verify, value)
+    refused("is not a Schedule", simulate, value, UNIT)
     refused("durations=.*: pass Durations", simulate, CHAIN, value)
     refused("durations=.*: pass Durations", replace, PROBLEM, durations=value)
 
@@ -309,11 +309,11 @@ def test_split_backwards_need_the_times_of_both_parts() -> None:
     whole = Durations(F=1, B=2)
     assert simulate(CHAIN, whole).makespan_s == 7 * 3
     split = build("zb_h1", num_stages=4, num_microbatches=4)
-    refused("says nothing about I and W", simulate, split, whole)
-    refused("says nothing about I and W", replace, PROBLEM, durations=whole)
-    refused("says nothing about I and W", optimal_schedule, CHAIN.shape, whole)
+    refused("does not give I and W", simulate, split, whole)
+    refused("does not give I and W", replace, PROBLEM, durations=whole)
+    refused("does not give I and W", optimal_schedule, CHAIN.shape, whole)
     counts = {"num_stages": 4, "num_microbatches": 4}
-    refused("says nothing about I and W", build, "fast_forward", **counts, durations=whole)
+    refused("does not give I and W", build, "fast_forward", **counts, durations=whole)
 
 
 def test_an_order_that_does_not_fit_is_refused_by_both_gains() -> None:

@@ -287,7 +287,7 @@ def test_costs_of_the_wrong_length_or_sign_are_refused() -> None:
 
 def test_a_schedule_that_stops_is_reported() -> None:
     broken = by_hand("0", "0B0 0F0")
-    with pytest.raises(ScheduleError, match="stops before its end, waiting at 0B0"):
+    with pytest.raises(ScheduleError, match="deadlocks, waiting at 0B0"):
         simulate(broken, Durations(F=1, B=1))
 
 
@@ -326,5 +326,5 @@ def test_single_durations_are_checked() -> None:
         Durations(F=1, single={action: -1.0})
     with pytest.raises(ScheduleError, match="the key is an Action"):
         Durations(F=1, single={"0F0": 1.0})
-    with pytest.raises(ScheduleError, match="to be joined"):
+    with pytest.raises(ScheduleError, match="to be merged"):
         Durations(F=1, single={action: 2.0}).grouped((2,))

@@ -124,7 +124,7 @@ def test_swaps_between_devices_are_rejected(schedule: Schedule, data: st.DataObj
     assume(one != two)
     mine, yours = list(schedule.devices[one]), list(schedule.devices[two])
     mine[first], yours[second] = yours[second], mine[first]
-    with pytest.raises(ScheduleError, match=f"lives on device ({one}|{two})"):
+    with pytest.raises(ScheduleError, match=f"is on device ({one}|{two})"):
         verify(with_device(with_device(schedule, one, mine), two, yours))
 
 

@@ -59,13 +59,13 @@ def test_three_that_clash_only_together_are_all_named():
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
-        (Pin(node="c", choice=0), "names no node"),
+        (Pin(node="c", choice=0), "names a node that the problem does not have"),
         (Pin(node=2, choice=0), "outside 0..1"),
         (Pin(node="a", choice=3), "choices 0..2"),
         (Forbid(node="a", choices=(0, 1, 2)), "infinite cost"),
         (Pin(node="a", choice=0.5), "whole numbers"),
         (Forbid(node="a", choices=1), "whole numbers"),
-        ("a", "no Pin, Forbid or Force"),
+        ("a", "not a Pin, Forbid or Force"),
     ],
 )
 def test_a_constraint_on_nothing_is_refused(constraint, words):

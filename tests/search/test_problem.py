@@ -42,7 +42,7 @@ TABLE = np.arange(6.0).reshape(2, 3)
         ({"node_costs": [[[1.0], [1.0, 2.0]]]}, "not an array of numbers"),
         ({"edge_costs": [(0, 1)]}, "must be a mapping"),
         ({"edge_costs": {(0, 1.5): TABLE}}, "not a pair"),
-        ({"memory_groups": [0, 0.5]}, "one whole number a node"),
+        ({"memory_groups": [0, 0.5]}, "one whole number per node"),
         ({"node_memory": COSTS, "memory_budget": "60GiB"}, "not a number of bytes"),
         ({"node_memory": COSTS, "memory_budget": [[1.0]]}, "2 dims"),
         ({"constraints": Pin(node=0, choice=0)}, "give a list"),

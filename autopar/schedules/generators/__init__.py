@@ -1,1 +1,1 @@
-"""Backward schedules, one generator a file."""
+"""Generators of backward schedules, one per file."""

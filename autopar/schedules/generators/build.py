@@ -1,7 +1,7 @@
-"""``build``: one name for every generator of schedules.
+"""``build``: schedules by name.
 
-Comes in: a name, the number of stages and micro-batches, and the generator's own options. Goes out:
-a ``Schedule`` that ``verify`` accepts.
+In: a name, the numbers of stages and micro-batches, and the generator's own options. Out: a
+``Schedule`` that ``verify`` accepts.
 """
 
 import inspect
@@ -47,17 +47,17 @@ _COUNTS = {"num_stages", "num_microbatches"}
 
 
 def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) -> Schedule:
-    """The named schedule. ``num_stages`` counts model stages, all devices' together.
+    """The named schedule. ``num_stages`` counts the model's stages, on all devices together.
 
     The options are those of the generator of that name: ``num_devices`` (interleaved,
     fast_forward), ``num_pipelines``, ``concatenation`` and ``max_activations`` (chimera),
     ``overlap`` (dualpipe), ``group_size`` and ``in_flight`` (fast_forward), ``k``
     (reverse_first_k), ``reduces`` (conventional, reverse_first_k), ``placement`` and
-    ``region_size`` (multi_stream), and ``durations`` and ``links`` where these decide an order.
-    For more micro-batches than stages chimera joins its units by ``concatenation="direct"`` unless
-    told otherwise; at B = 2F ``"merged"`` is faster.
+    ``region_size`` (multi_stream), and ``durations`` and ``links`` where these determine the order.
+    For more micro-batches than stages chimera concatenates its units by ``concatenation="direct"``
+    by default; at B = 2F ``"merged"`` is faster.
 
-    Raises ScheduleError on an unknown name or option, on an option of the wrong type, or where the
+    Raises ScheduleError for an unknown name or option, an option of the wrong type, or if the
     schedule does not exist for these numbers.
     """
     generator = generator_of(name)
@@ -71,7 +71,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
     for option, value in given.items():
         if not _fits(value, known[option].annotation):
             raise ScheduleError(
-                f"{name}: {option}={value!r} is of the wrong type, it takes "
+                f"{name}: {option}={value!r} has the wrong type; it must be "
                 f"{_type_name(known[option].annotation)}"
             )
     required = [key for key, item in known.items() if item.default is item.empty]
@@ -86,7 +86,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
 
 
 def generator_of(name: object) -> Callable[..., Schedule]:
-    """The generator of that name; raises ScheduleError, which suggests one."""
+    """The generator of that name; raises ScheduleError with a suggestion."""
     found = GENERATORS.get(name) if isinstance(name, str) else None
     if found is None:
         raise ScheduleError(
@@ -97,7 +97,7 @@ def generator_of(name: object) -> Callable[..., Schedule]:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether the value is of an option's declared type; True is no whole number."""
+    """Whether the value has the declared type; a bool is not an int."""
     if isinstance(wanted, UnionType):
         return any(_fits(value, part) for part in get_args(wanted))
     kind = get_origin(wanted) or wanted

@@ -1,12 +1,12 @@
 """V-shaped schedules from a repeated building block (Qi et al., NeurIPS 2024).
 
-Stages d and 2D-1-d are on device d. One micro-batch's forwards and input gradients run at fixed
-distances from device to device; the block repeats every 6 units (two F, two I, two W of one unit),
-W's take the units left over. The distances decide how long an activation lives, so they decide the
-peak memory.
+Stages d and 2D-1-d are on device d. The forwards and input gradients of a micro-batch run at fixed
+offsets from device to device; the block repeats every 6 units (two F, two I, two W of one unit
+each), and W's take the units left over. The offsets determine the lifetime of an activation, and
+with it the peak memory.
 
-A block fixes each device's order up to its last forward. After it nothing takes memory any more,
-so there the input gradients go first and W's fill the time between them.
+A block fixes each device's order up to its last forward. After that no more memory is taken, so
+input gradients go first and W's fill the gaps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class DeviceBlock(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Most activations of one stage and micro-batch held at once, the block being repeated."""
+        """Peak number of activations (of a stage and micro-batch) while the block repeats."""
         lives = ((self.forward_down, self.weight_down), (self.forward_up, self.weight_up))
         return max(
             sum((unit - first) // PERIOD - (unit - last - 1) // PERIOD for first, last in lives)
@@ -44,10 +44,10 @@ class DeviceBlock(NamedTuple):
 
 
 def block_of(devices: int, steps: Sequence[int], turns: Sequence[int]) -> list[DeviceBlock] | None:
-    """The block on each device, or None where two actions of a device would share a unit.
+    """The block on each device, or None if two actions of a device would share a unit.
 
-    ``steps`` are the distances in units from device to device in the four passes (F down, F up,
-    I down, I up), ``turns`` the distances from the end of a pass to the start of the next, on the
+    ``steps`` are the offsets in units from device to device in the four passes (F down, F up, I
+    down, I up), ``turns`` the offsets from the end of a pass to the start of the next, on the
     device where they meet.
     """
     first_up = (devices - 1) * steps[0] + turns[0]
@@ -76,9 +76,9 @@ def block_of(devices: int, steps: Sequence[int], turns: Sequence[int]) -> list[D
 
 
 def smallest_block(devices: int, steps: Sequence[int]) -> list[DeviceBlock]:
-    """Of the blocks with these steps one with the least peak, then with the shortest turns.
+    """The block with these steps that has the least peak, then the shortest turns.
 
-    The turn at the loss counts first: simulated, the bubble is then shortest.
+    The turn at the loss is minimized first, which gives the shortest simulated bubble.
     """
     found = []
     for turns in product(range(1, PERIOD + 1), repeat=3):
@@ -94,7 +94,7 @@ def smallest_block(devices: int, steps: Sequence[int]) -> list[DeviceBlock]:
 def repeat_block(
     name: str, *, num_stages: int, num_microbatches: int, steps: Sequence[int]
 ) -> Schedule:
-    """Repeat the block over all micro-batches, and order the W's after the last forwards."""
+    """Repeat the block over all micro-batches, and order the W's after the last forward."""
     require_even_stages(name, num_stages)
     devices = num_stages // 2
     shape = v_shape(num_stages, num_microbatches)
@@ -131,7 +131,7 @@ def repeat_block(
 
 
 def _kept_order(order: Sequence[Action]) -> Iterator[tuple[Action, Action]]:
-    """The whole order up to the last forward; after it, that of the input gradients."""
+    """The full order up to the last forward, and the order of the input gradients after it."""
     last = max(place for place, action in enumerate(order) if action.kind is Kind.F)
     rest = order[last + 1 :]
     yield from pairwise(order[: last + 1])

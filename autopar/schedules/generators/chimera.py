@@ -1,13 +1,13 @@
 """Chimera (Li and Hoefler, SC 2021): pipelines in both directions share the devices.
 
-f pipelines go down and f go up (f divides D/2). Stage s of down pipeline k is on device
-(s + k D/f) mod D, of up pipeline k on device (D-1-s + k D/f) mod D. In a unit of D micro-batches
-each pipeline takes D/(2f) of them, and with slots
+f pipelines go down and f go up (f divides D/2). Stage s of down pipeline k is on device (s + k D/f)
+mod D, of up pipeline k on device (D-1-s + k D/f) mod D. In a unit of D micro-batches each pipeline
+takes D/(2f) of them, and with slots
 
     F(i,s) at 2i + s        B(i,s) at 2i + D + (D-1-s)
 
-no device has two actions in one slot. More micro-batches than D are joined in one of four ways,
-see ``Concatenation``. Bubble (D-2f)/(2fN + D-2f) at F = B, activations at most D.
+no device has two actions in one slot. More than D micro-batches are concatenated in one of four
+ways, see ``Concatenation``. Bubble (D-2f)/(2fN + D-2f) at F = B, activations at most D.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from autopar.schedules.simulate.durations import Durations
 
 
 class Concatenation(StrEnum):
-    """How units of D micro-batches follow each other.
+    """How units of D micro-batches are concatenated.
 
-    ``direct``: one unit after the other, as the paper draws it. ``forward_doubling``: one forward
-    over two micro-batches, its activations recomputed. ``backward_halving``: micro-batches are
-    counted in halves; a forward takes both halves, a backward one. ``merged``: no units; the order
-    that the given durations make best among list schedules under the same memory.
+    ``direct``: one unit after the other, as drawn in the paper. ``forward_doubling``: one forward
+    over two micro-batches, with recomputed activations. ``backward_halving``: micro-batches are
+    counted in halves; a forward takes both halves, a backward one. ``merged``: no units, but the
+    list schedule that is fastest for the given durations under the same memory.
     """
 
     DIRECT = "direct"
@@ -47,7 +47,7 @@ def _time(slot: _Slot) -> int:
 
 
 def chimera_shape(num_stages: int, num_microbatches: int, num_pipelines: int) -> PipelineShape:
-    """The placement of 2f pipelines, micro-batches dealt to them in runs of a unit's share."""
+    """The placement of 2f pipelines, with micro-batches assigned to them in turn."""
     require_even_stages("chimera", num_stages)
     pairs, odd = divmod(num_pipelines, 2)
     require(
@@ -82,8 +82,8 @@ def chimera(
 ) -> Schedule:
     """Chimera with any number of pipelines.
 
-    ``durations`` (default F = 1, I = W = 1) and ``max_activations`` (a device, default D) are used
-    by ``merged`` alone. With ``backward_halving`` the schedule's micro-batches are halves, twice
+    ``durations`` (default F = I = W = 1) and ``max_activations`` (per device, default D) are used
+    by ``merged`` only. With ``backward_halving`` the schedule's micro-batches are halves, twice
     ``num_microbatches`` of them, and durations are those of a half.
     """
     try:
@@ -116,7 +116,7 @@ def chimera(
 
 
 def _slot_orders(shape: PipelineShape, span: int) -> list[list[Action]]:
-    """Every device's actions in slot order; slots grow along every dependency."""
+    """The actions of each device in slot order; slots increase along every dependency."""
     slots: list[list[_Slot]] = [[] for _ in range(shape.num_devices)]
     for item in _slots(shape, span):
         device = shape.placement[item.action.replica][item.action.stage]
@@ -125,8 +125,11 @@ def _slot_orders(shape: PipelineShape, span: int) -> list[list[Action]]:
 
 
 def _slots(shape: PipelineShape, span: int) -> Iterator[_Slot]:
-    """A unit takes 2D slots at span 1; at span 2 the second backwards follow as a unit of their
-    own, where the forwards of the next unit leave the slots free."""
+    """The slots of all actions.
+
+    A unit takes 2D slots at span 1; at span 2 the second backwards follow as a unit of their own,
+    in slots that the forwards of the next unit leave free.
+    """
     num_stages, pipelines = shape.num_stages, shape.num_replicas
     share = num_stages // pipelines
     for group in range(shape.num_microbatches // span):

@@ -1,8 +1,8 @@
-"""Chimera for more micro-batches than stages: one merged order in place of joined units.
+"""Chimera for more micro-batches than stages: one merged order instead of concatenated units.
 
-Joining units drains and refills all pipelines at every seam, which at B = 2F costs more than 1F1B
-does. Here both directions run as one list schedule under the memory that a unit has, with several
-natural urgencies tried and the shortest simulated schedule kept.
+Concatenated units drain and refill all pipelines between units, which at B = 2F costs more than
+1F1B does. Here both directions run as one list schedule within the memory of a unit; several
+priorities are tried, and the shortest simulated schedule is kept.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def _priorities(shape: PipelineShape) -> Iterator[Priority]:
 def merged_orders(
     name: str, shape: PipelineShape, durations: Durations, max_activations: int
 ) -> Schedule:
-    """The shortest of the list schedules with at most ``max_activations`` activations a device."""
+    """The shortest list schedule with at most ``max_activations`` activations per device."""
     caps = [float(max_activations)] * shape.num_devices
     candidates = [
         list_schedule(

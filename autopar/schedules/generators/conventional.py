@@ -1,8 +1,8 @@
-"""The conventional order on one device: forwards, then each layer's I and W together, backwards.
+"""The conventional order on one device: all forwards, then I and W of each layer in reverse order.
 
-Stages are layers, all on one device. With ``reduces``, a layer's gradients are reduced as soon as
-its last W is done, on the collective channel, and its weights are updated just before its next
-forward: wait-free backpropagation, the baseline of every overlap of gradients and reductions.
+Stages are layers, all on one device. With ``reduces``, a layer's gradients are reduced on the
+collective channel as soon as its last W is done, and its weights are updated just before its next
+forward: wait-free backpropagation, the baseline of all schedules that overlap reductions.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from autopar.schedules.schedule import PipelineShape, Schedule, Step, step
 
 
 def layers_shape(num_stages: int, num_microbatches: int, reduces: bool) -> PipelineShape:
-    """All layers on device 0; gradients reduced and weights updated by the schedule or not."""
+    """All layers on device 0; ``reduces``: the schedule reduces gradients and updates weights."""
     return PipelineShape(
         num_microbatches=num_microbatches,
         placement=((0,) * num_stages,),
@@ -22,7 +22,7 @@ def layers_shape(num_stages: int, num_microbatches: int, reduces: bool) -> Pipel
 
 
 def forward_steps(shape: PipelineShape, microbatch: int) -> Iterator[Step]:
-    """The forwards; before the first micro-batch's, the update that the last iteration left."""
+    """The forwards; each of the first micro-batch follows its update from the last iteration."""
     for layer in range(shape.num_stages):
         if shape.updates and microbatch == 0:
             yield step(Action(layer, Kind.U), lag=1)
@@ -30,7 +30,7 @@ def forward_steps(shape: PipelineShape, microbatch: int) -> Iterator[Step]:
 
 
 def accumulation_steps(shape: PipelineShape) -> Iterator[Step]:
-    """All micro-batches but the last, in the usual order: their gradients are only summed."""
+    """All micro-batches but the last, in the usual order; their gradients are only accumulated."""
     for microbatch in range(shape.num_microbatches - 1):
         yield from forward_steps(shape, microbatch)
         for layer in reversed(range(shape.num_stages)):
@@ -39,7 +39,7 @@ def accumulation_steps(shape: PipelineShape) -> Iterator[Step]:
 
 
 def conventional(*, num_stages: int, num_microbatches: int = 1, reduces: bool = False) -> Schedule:
-    """One device, W of a layer right after its I."""
+    """One device; W of a layer directly follows its I."""
     shape = layers_shape(num_stages, num_microbatches, reduces)
     last = num_microbatches - 1
     steps = [*accumulation_steps(shape), *forward_steps(shape, last)]

@@ -1,17 +1,17 @@
 """DualPipe (DeepSeek-V3, 2024): two pipelines in opposite directions with split backwards.
 
 Device d has stage d of the pipeline that goes down and stage D-1-d of the one that goes up, each
-with half of the micro-batches: D+1 activations, weights twice. In the steady state a device always
-has a forward of one pipeline beside a backward of the other, the pair F&B.
+with half of the micro-batches: D+1 activations, and two copies of the weights. In the steady state
+a device overlaps a forward of one pipeline with a backward of the other, the pair F&B.
 
-With ``overlap`` a pair runs on the two compute streams, F on the side stream, and costs what the
-``CoRun`` of the simulation says. With ``CoRun(end_together=True)``, as its kernels take turns, and
-at F = I, the idle time of the device that idles most is the paper's (D/2-1)(F&B + B - 3W) seconds
-for every W and every slow-down; at F < I it is a little less, because the paper's pair starts as
-one while here its forward may start first.
+With ``overlap`` a pair runs on the two compute streams, F on the side stream, at the cost given by
+``CoRun`` in the simulation. With ``CoRun(end_together=True)``, which models interleaved kernels,
+and F = I, the largest idle time of a device is the paper's (D/2-1)(F&B + B - 3W) seconds for every
+W and slowdown; at F < I it is a little less, because in the paper a pair starts together while here
+its forward may start first.
 
-Without ``overlap`` a pair is its F and then its B on the main stream. The forward's output then
-leaves before the backward starts, and the bubble is (D/2-1)(F + I - W) seconds.
+Without ``overlap`` a pair is F followed by B on the main stream. The forward's output is then sent
+before the backward starts, and the bubble is (D/2-1)(F + I - W) seconds.
 """
 
 from autopar.schedules.action import Action, Kind
@@ -20,7 +20,7 @@ from autopar.schedules.schedule import PipelineShape, Resource, Schedule, Step, 
 
 
 class _Writer:
-    """Appends the next forward, backward, pair or deferred W of the near and far pipeline."""
+    """Appends the next forward, backward, pair or deferred W of the near or far pipeline."""
 
     def __init__(self, shape: PipelineShape, device: int, overlap: bool) -> None:
         half = shape.num_microbatches // 2
@@ -36,7 +36,7 @@ class _Writer:
         self.deferred: list[Action] = []
         self.steps: list[Step] = []
         self.last_main: Action | None = None
-        self.last_side: Action | None = None  # if the next main step has to wait for it
+        self.last_side: Action | None = None  # set if the next main step has to wait for it
 
     def _action(self, side: int, kind: Kind, count: int) -> Action:
         return Action(
@@ -62,7 +62,7 @@ class _Writer:
         self.backwards[side] += 1
 
     def pair(self, forward_side: int) -> None:
-        """A forward of one pipeline with a backward of the other; the next step awaits both."""
+        """A forward of one pipeline with a backward of the other; the next step waits for both."""
         if not self.overlap:
             self.forward(forward_side)
             self.backward(1 - forward_side)
@@ -77,9 +77,9 @@ class _Writer:
 
 
 def dualpipe(*, num_stages: int, num_microbatches: int, overlap: bool = False) -> Schedule:
-    """One stage a device and direction, ``overlap``: pairs on two streams.
+    """One stage per device and direction; with ``overlap``, pairs run on two streams.
 
-    Needs an even D, an even N and N >= 2D, else raises ScheduleError.
+    Raises ScheduleError unless D is even, N is even and N >= 2D.
     """
     require_even_stages("dualpipe", num_stages)
     require(
@@ -99,7 +99,7 @@ def dualpipe(*, num_stages: int, num_microbatches: int, overlap: bool = False) -
 
 
 def _device_steps(shape: PipelineShape, device: int, overlap: bool) -> tuple[Step, ...]:
-    """Near is the pipeline that enters on this half of the devices, far the other."""
+    """The steps of a device; near is the pipeline that starts in this half of the devices."""
     near, far = 0, 1
     depth = min(device, shape.num_devices - 1 - device)
     inner = shape.num_devices // 2 - 1 - depth  # devices between this one and the middle
@@ -124,7 +124,7 @@ def _device_steps(shape: PipelineShape, device: int, overlap: bool) -> tuple[Ste
 
 
 def _drain(writer: _Writer, depth: int, inner: int) -> None:
-    """The last backwards: whole at first, then split, their W's filling the end."""
+    """The last backwards: first unsplit, then split, with their W's at the end."""
     near, far = 0, 1
     turn = (depth + 1) // 2
     for count in range(depth + 1):

@@ -1,12 +1,12 @@
 """Gradient fast-forwarding with modulo allocation (Oh et al., EuroSys 2022).
 
-Stages are layers. Groups of ``group_size`` adjacent layers are dealt to the devices in turn, so
-every device is busy early. A group sends its input gradients on before it does any W; all its W's
-of micro-batch m come before its first backward of m + 1; at most ``in_flight`` micro-batches are
+Stages are layers. Groups of ``group_size`` adjacent layers are assigned to the devices round-robin,
+so every device is busy early. A group sends its input gradients before it runs any W; all its W's
+of micro-batch m precede its first backward of m + 1; at most ``in_flight`` micro-batches are
 between their first forward and their last input gradient.
 
-The rule on W's holds a group, not a device: over a device's groups together it would let no
-micro-batch into the backward before the one ahead has left the model.
+The rule on W's applies per group: applied to all groups of a device it would keep a micro-batch
+from starting its backward before the previous one has finished.
 """
 
 from autopar.schedules.action import Action, Kind
@@ -30,14 +30,14 @@ def fast_forward(
 ) -> Schedule:
     """``num_devices`` defaults to half the stages, ``in_flight`` to the number of devices.
 
-    ``durations`` (default F = I = W = 1) and ``links`` decide which ready action comes first.
+    ``durations`` (default F = I = W = 1) and ``links`` determine the order of ready actions.
     """
     devices = num_devices if num_devices is not None else max(1, num_stages // 2)
-    require(group_size >= 1, f"group_size={group_size} holds no layer", "use group_size=1")
+    require(group_size >= 1, f"group_size={group_size} is less than one layer", "use group_size=1")
     groups = -(-num_stages // group_size)
     require(
         1 <= devices <= groups,
-        f"fast_forward needs at least one group of layers a device, got {num_stages} layers in "
+        f"fast_forward needs at least one group of layers per device, got {num_stages} layers in "
         f"{groups} groups on {devices} devices",
         f"use num_devices={min(max(devices, 1), groups)}",
     )
@@ -53,7 +53,7 @@ def fast_forward(
 
 
 def _weights_before_next(shape: PipelineShape, group_size: int) -> Edges:
-    """In a group, every W of a micro-batch before the first backward, its deepest, of the next."""
+    """In each group, all W's of a micro-batch precede the first backward of the next."""
     edges: Edges = []
     for start in range(0, shape.num_stages, group_size):
         stages = range(start, min(start + group_size, shape.num_stages))

@@ -1,8 +1,8 @@
-"""How long a fixed order takes and what it holds: the inner loop of the local search.
+"""Time and memory of a fixed order of actions: the inner loop of the local search.
 
-Comes in: a compute-only schedule and its costs, once. Goes out: seconds and peak bytes for any
-order of the same actions, thousands of times. It is the simulator's longest path without queues on
-links: messages never wait for each other here, so the search's last word is ``simulate``'s.
+In: a compute-only schedule and its costs. Out: seconds and peak bytes of any order of the same
+actions. It computes the simulator's longest path without queueing on links, so the result of a
+search is simulated again. Its user is `autopar.schedules.generators.search`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ DEADLOCK = float("inf")
 
 
 class FixedOrder:
-    """Actions numbered once; ``orders`` are lists of numbers, one a device."""
+    """Numbered actions; ``orders`` are lists of numbers, one per device."""
 
     def __init__(
         self, schedule: Schedule, durations: Durations, links: Links | None, memory: Memory
@@ -59,7 +59,7 @@ class FixedOrder:
         self.static = static_bytes(self.shape, memory)
 
     def finish_times(self, orders: Sequence[Sequence[int]]) -> list[float] | None:
-        """When each action ends, or None for a deadlock."""
+        """The end of each action, or None for a deadlock."""
         cost, needs, successors = self.cost, self.needs, self.successors
         count = len(cost)
         pending = [len(items) for items in needs]
@@ -102,7 +102,7 @@ class FixedOrder:
         return DEADLOCK if ends is None else max(ends)
 
     def peak_bytes(self, device: int, order: Sequence[int]) -> float:
-        """The most that the device holds when it runs this order."""
+        """Peak bytes of the device under this order."""
         held = peak = self.static[device]
         change = self.change
         for number in order:

@@ -6,7 +6,7 @@ from autopar.schedules.schedule import Schedule, schedule_of
 
 
 def gpipe(*, num_stages: int, num_microbatches: int) -> Schedule:
-    """One stage a device; every device holds all N activations at its peak."""
+    """One stage per device; every device holds all N activations at its peak."""
     shape = chain_shape(num_stages, num_microbatches)
     orders = [
         [shape.action(stage, kind, m) for kind in (Kind.F, Kind.B) for m in range(num_microbatches)]

@@ -1,7 +1,7 @@
-"""Interleaved 1F1B (Narayanan et al., 2021): several stages a device, micro-batches in rounds.
+"""Interleaved 1F1B (Narayanan et al., 2021): several stages per device, micro-batches in rounds.
 
-Stage s is on device s mod D. A round takes about D micro-batches through all the device's stages
-in turn, so the bubble falls by the number of stages a device.
+Stage s is on device s mod D. A round takes about D micro-batches through all stages of the device
+in turn, which divides the bubble by the number of stages per device.
 """
 
 from autopar.schedules.action import Action, Kind

@@ -1,12 +1,12 @@
-"""List scheduling: run time forward, and give each free device its most urgent ready action.
+"""List scheduling: advance time, and give each free device its most urgent ready action.
 
-Comes in: a shape, durations, links, a memory cap a device and a ``Policy``. Goes out: a
-``Schedule`` of F, I and W (or B). It is what merges Chimera's units, orders gradient
-fast-forwarding, and starts the search.
+In: a shape, durations, links, a memory cap per device and a ``Policy``. Out: a ``Schedule`` of F, I
+and W (or B). It merges Chimera's units, orders gradient fast-forwarding, and gives the search its
+starting points.
 
-Memory. A forward is admitted only while the device then keeps room for one activation of each of
-its stages that holds none yet and could otherwise starve: later stages of the same pipeline, and
-stages of other pipelines. So the oldest micro-batch can always go on.
+Memory. A forward is admitted only if room remains for one activation of each stage of the device
+that has none yet and could otherwise starve: later stages of the same pipeline, and stages of other
+pipelines. So the oldest micro-batch can always proceed.
 """
 
 import heapq
@@ -24,13 +24,13 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What goes first.
+    """The rules by which actions are chosen.
 
-    ``priority``: of the ready actions the one with the smallest key runs. ``split``: backwards are
-    I and W, else B. ``max_activations``: each device's cap, in the unit of ``activations``, which
-    is what each stage holds for one micro-batch (default 1). ``extra``: (before, after) pairs to
-    respect on top of the data. ``patience``: a W waits when a forward or input gradient is due on
-    its device within this share of the W's time.
+    ``priority``: the ready action with the smallest key runs. ``split``: backwards are I and W,
+    else B. ``max_activations``: the cap of each device, in the unit of ``activations``, the size of
+    each stage's activation of one micro-batch (default 1). ``extra``: (before, after) pairs in
+    addition to the data dependencies. ``patience``: a W waits if a forward or input gradient is due
+    on its device within this fraction of the W's time.
     """
 
     priority: Priority
@@ -42,7 +42,7 @@ class Policy:
 
 
 def kind_priority(order: Sequence[Kind]) -> Priority:
-    """Kinds in the given order, then older micro-batches, then deeper stages first."""
+    """Priority by kind in the given order, then older micro-batches, then deeper stages."""
     rank = {kind: float(place) for place, kind in enumerate(order)}
 
     def key(action: Action) -> tuple[float, ...]:
@@ -61,21 +61,21 @@ def list_schedule(
 ) -> Schedule:
     """The list schedule of all forwards and backwards of the shape.
 
-    Raises ScheduleError when the memory cap is below what one micro-batch needs.
+    Raises ScheduleError if the memory cap is below the need of one micro-batch.
     """
     run = _Run(shape, durations, policy, links)
     run.play()
     orders = [[run.actions[number] for number in order] for order in run.orders]
     if sum(map(len, orders)) < len(run.actions):
         raise ScheduleError(
-            f"{name}: max_activations={list(policy.max_activations or ())} stops every device; "
-            "allow at least one activation of each stage that a device holds"
+            f"{name}: max_activations={list(policy.max_activations or ())} blocks every device; "
+            "allow at least one activation for each stage of a device"
         )
     return schedule_of(name, shape, orders)
 
 
 def data_edges(shape: PipelineShape, split: bool) -> Iterable[tuple[Action, Action]]:
-    """(before, after) for every data dependency among F, I and W, or F and B."""
+    """(before, after) of every data dependency among F, I and W, or F and B."""
     backward = Kind.I if split else Kind.B
     for microbatch in range(shape.num_microbatches):
         for stage in range(shape.num_stages):
@@ -90,7 +90,7 @@ def data_edges(shape: PipelineShape, split: bool) -> Iterable[tuple[Action, Acti
 
 
 def transfer_s(shape: PipelineShape, links: Links | None) -> Callable[[Action, int, int], float]:
-    """Seconds from an action's end on one device to its value's arrival on another."""
+    """Function for the seconds from an action's end to its value's arrival on another device."""
     if links is None:
         return lambda action, source, target: 0.0
     links.check_devices(shape.num_devices)
@@ -107,7 +107,7 @@ def transfer_s(shape: PipelineShape, links: Links | None) -> Callable[[Action, i
 
 
 class _Run:
-    """One pass. Events are (time, number) for ends, (time, ~number) for arrivals."""
+    """A run of the list scheduler. Events are (time, number) for ends, ~number for arrivals."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Run:
                 self._dispatch(device, time)
 
     def _admitted(self, number: int) -> bool:
-        """Whether a forward fits under its device's cap, with the room that others need kept."""
+        """Whether a forward fits under its device's cap, with room reserved for other stages."""
         caps, action = self.policy.max_activations, self.actions[number]
         if caps is None or action.kind is not Kind.F:
             return True
@@ -221,7 +221,7 @@ class _Run:
                 self.due[where][target] = max(arrival, self.ready_at[target])
 
     def _complete(self, number: int, time: float) -> None:
-        """Free the device and its memory, and pass the value on."""
+        """Free the device and its memory, and send the value on."""
         action, device = self.actions[number], self.device[number]
         self.running[device] = -1
         if action.kind in (Kind.W, Kind.B):

@@ -1,9 +1,9 @@
-"""Improve a schedule's orders by moving single actions, under the memory cap.
+"""Local search over a schedule's orders by moving single actions, under a memory cap.
 
-Comes in: a compute-only schedule, its costs and caps. Goes out: a schedule that is never longer.
-Simulated annealing over one move: take an action out of its device's list and put it back up to a
-few places away. Micro-batches are alike, so actions of one kind and stage keep their order, which
-removes the moves that only rename micro-batches.
+In: a compute-only schedule, its costs and caps. Out: a schedule that is never longer. It is
+simulated annealing with one move: reinsert an action a few places away in its device's list.
+Micro-batches are interchangeable, so actions of one kind and stage keep their order, which excludes
+moves that only rename micro-batches. Its user is `autopar.schedules.generators.search`.
 """
 
 import math
@@ -25,7 +25,7 @@ def improve(
     seed: int = 0,
     lower_bound_s: float = 0.0,
 ) -> Orders:
-    """The best orders met in ``num_moves`` moves; stops early at the lower bound.
+    """The best orders found in ``num_moves`` moves; stops early at the lower bound.
 
     Deterministic for a seed. The given orders must fit ``max_bytes``.
     """
@@ -54,7 +54,7 @@ def improve(
 
 
 def _moved(costs: FixedOrder, order: Sequence[int], rng: random.Random) -> list[int] | None:
-    """The order with one action elsewhere, or None for an idle move or a broken dependency."""
+    """The order with one action moved, or None if that changes nothing or breaks a dependency."""
     place = rng.randrange(len(order))
     shift = rng.randint(1, _REACH) * rng.choice((-1, 1))
     target = min(max(place + shift, 0), len(order) - 1)

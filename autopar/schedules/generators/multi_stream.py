@@ -1,10 +1,10 @@
 """Out-of-order backprop on one device: weight gradients on a second stream, placed in regions.
 
-Oh et al., EuroSys 2022. The main stream runs the forwards and the input gradients; it is cut into
-regions of ``region_size`` layers: those of the backward, then those of the *next* iteration's
-forward. A ``Placement`` gives each W the region in which it co-runs, or none: then it stays on the
-main stream right after its I. A W may only be placed where its output gradient exists, and must
-end before its own layer's next forward. ``out_of_order.place_weights`` chooses the regions.
+Oh et al., EuroSys 2022. The main stream runs the forwards and the input gradients; it is divided
+into regions of ``region_size`` layers: those of the backward, then those of the *next* iteration's
+forward. The placement maps each W to the region in which it co-runs; a W without one stays on the
+main stream directly after its I. A W may only be placed where its output gradient exists, and must
+end before its layer's next forward. ``out_of_order.place_weights`` chooses the regions.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from autopar.schedules.schedule import Resource, Schedule, Step, step
 
 
 class Phase(StrEnum):
-    """Which part of the main stream a region is cut from."""
+    """The part of the main stream that a region belongs to."""
 
     BACKWARD = "backward"
     NEXT_FORWARD = "next_forward"
@@ -34,10 +34,10 @@ class Region:
 
 
 def regions_of(num_stages: int, region_size: int) -> tuple[Region, ...]:
-    """All regions in the order in which the main stream runs them."""
+    """All regions in the order of the main stream."""
     require(
         type(region_size) is int and region_size >= 1,
-        f"region_size={region_size!r} is no number of layers",
+        f"region_size={region_size!r} is not a number of layers",
         "use region_size=1",
     )
     starts = range(0, num_stages, region_size)
@@ -57,7 +57,7 @@ def allowed(layer: int, region: Region) -> bool:
     """Whether the layer's W may run in the region.
 
     In the backward its gradient exists once the main stream is below the layer; in the next forward
-    its weights are not yet used while the main stream is below it: the same condition.
+    its weights are not used while the main stream is still below it: the same condition.
     """
     return region.last_layer < layer
 
@@ -69,8 +69,11 @@ def multi_stream(
     placement: Mapping[int, int] | None = None,
     region_size: int = 1,
 ) -> Schedule:
-    """``placement`` maps a layer to an index into ``regions_of``; without it, every W co-runs as
-    soon as its gradient exists, in the backward region below its layer (layer 0's stays put)."""
+    """Weight gradients on the side stream; ``placement`` maps layers to indices into `regions_of`.
+
+    Without it, every W co-runs as soon as its gradient exists, in the backward region below its
+    layer (that of layer 0 stays on the main stream).
+    """
     regions = regions_of(num_stages, region_size)
     if placement is None:
         placement = {
@@ -88,7 +91,7 @@ def multi_stream(
         require(
             allowed(layer, regions[number]),
             f"W of layer {layer} cannot run in region {number}, {regions[number]}",
-            "a region must lie below the layer in the backward, or before it in the forward",
+            "a region must be below the layer in the backward, or before it in the forward",
         )
     shape = layers_shape(num_stages, num_microbatches, reduces=False)
     steps = _main_and_side(shape.num_stages, num_microbatches - 1, placement, regions)
@@ -103,9 +106,9 @@ def _main_and_side(
     placement: Mapping[int, int],
     regions: tuple[Region, ...],
 ) -> list[Step]:
-    """Forward with the last iteration's placed W's, then backward with this one's.
+    """The forward with the placed W's of the last iteration, then the backward with this one's.
 
-    A placed W waits for the main action before its region, so it does not start earlier.
+    A placed W waits for the main action before its region, so that it does not start earlier.
     """
     placed: dict[int, list[int]] = {}
     for layer in sorted(placement, reverse=True):

@@ -1,6 +1,6 @@
 """1F1B (PipeDream-Flush, DAPPLE): a device alternates one forward and one backward.
 
-Bubble (D-1)/(N+D-1) as GPipe's, but stage s holds at most D - s activations.
+Bubble (D-1)/(N+D-1) as in GPipe, but stage s holds at most D - s activations.
 """
 
 from autopar.schedules.action import Action, Kind
@@ -9,7 +9,7 @@ from autopar.schedules.schedule import Schedule, schedule_of
 
 
 def one_forward_one_backward(*, num_stages: int, num_microbatches: int) -> Schedule:
-    """One stage a device; stage s runs D - 1 - s forwards before its first backward."""
+    """One stage per device; stage s runs D - 1 - s forwards before its first backward."""
     shape = chain_shape(num_stages, num_microbatches)
     orders: list[list[Action]] = []
     for stage in range(num_stages):

@@ -1,18 +1,19 @@
-"""The optimal schedule of small cases, and a lower bound on larger ones, by CP-SAT.
+"""Optimal schedules of small cases, and lower bounds for larger ones, by CP-SAT.
 
-Comes in: a shape, costs and a cap. Goes out: ``OracleResult`` with the best schedule found, its
-seconds, the proved bound and the status. The model:
+In: a shape, costs and a memory cap. Out: ``OracleResult`` with the best schedule found, its
+seconds, the proved bound and the status. Used by the search with ``exact_time_s``, and as an oracle
+by the tests. The model:
 
-- one interval an action of F, I and W, of fixed length; the makespan is at least every end;
+- one interval of fixed length per action (F, I and W); the makespan is at least every end;
 - actions of one device do not overlap;
-- data dependencies, with the transfer's seconds between devices (messages do not queue);
-- memory: an activation is an interval from the start of its F to the end of its W; on each device
-  their cumulative demand stays under the cap;
-- micro-batches are alike, so within a stage they run in order: this loses no schedule's length.
+- data dependencies, with transfer times between devices (messages do not queue);
+- memory: an activation is an interval from the start of its F to the end of its W; the cumulative
+  demand on each device stays under the cap;
+- micro-batches are interchangeable, so within a stage they run in order, without loss.
 
-Seconds are scaled to integers: by their common measure where the longest action has at most
-``resolution`` of it, so that round numbers stay exact, else rounded to the nearest of that many
-parts of the longest. The bound given back allows for the rounding.
+Seconds are scaled to integers: by their greatest common divisor if the longest action is at most
+``resolution`` times it, so that round numbers stay exact, else rounded to the ``resolution``-th
+part of the longest action. The returned bound accounts for the rounding.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,11 @@ _KINDS = (Kind.F, Kind.I, Kind.W)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleResult:
-    """``optimal``: makespan_s is proved best, up to the rounding of times; ``lower_bound_s`` holds
-    for every schedule of the shape. ``schedule`` is None when none was found in time."""
+    """The best schedule found, None if there was none in time.
+
+    ``optimal``: its makespan is proved optimal, up to the rounding of times. ``lower_bound_s``
+    holds for every schedule of the shape.
+    """
 
     schedule: Schedule | None
     makespan_s: float
@@ -105,9 +109,9 @@ class _Model:
         model.minimize(self.makespan)
 
     def cap_memory(self, memory: Memory, max_bytes: Sequence[float]) -> None:
-        """Cumulative demand of activations from F to W, in millionths of the largest.
+        """Cap the cumulative demand of activations from F to W, in millionths of the largest.
 
-        Rounded so that every schedule that fits stays allowed, which keeps the bound a bound.
+        Rounding never excludes a schedule that fits, so the bound stays valid.
         """
         shape = self.shape
         size = per_stage(memory.activation_bytes, shape.num_stages, "Memory.activation_bytes")
@@ -134,14 +138,14 @@ class _Model:
                 self.model.add_cumulative(intervals, demands, limit)
 
     def hint(self, schedule: Schedule, durations: Durations, links: Links | None) -> None:
-        """Start from a known schedule."""
+        """Give the solver a known schedule as a hint."""
         for item in simulate(schedule, durations, links).intervals:
             if item.action in self.start:
                 self.model.add_hint(self.start[item.action], round(item.start_s / self.unit_s))
 
 
 def _unit_s(values: Sequence[float], resolution: int) -> float:
-    """Seconds a unit of the model's integers."""
+    """Seconds per integer unit of the model."""
     longest = max(values, default=0.0)
     if not longest:
         return 1.0
@@ -160,7 +164,7 @@ def _check_limits(
 ) -> None:
     if max_bytes is not None and len(max_bytes) != shape.num_devices:
         raise ScheduleError(
-            f"max_bytes has {len(max_bytes)} entries for {shape.num_devices} devices: one each"
+            f"max_bytes has {len(max_bytes)} entries for {shape.num_devices} devices: give one each"
         )
     if not is_number(time_limit_s) or not 0 < time_limit_s < float("inf"):
         raise ScheduleError(f"time_limit_s={time_limit_s!r}: a finite number of seconds > 0")
@@ -184,9 +188,9 @@ def optimal_schedule(
 ) -> OracleResult:
     """The best order of F, I and W on every device of the shape.
 
-    ``max_bytes`` caps each device; ``resolution`` is the most integer units of the longest action.
-    Raises ScheduleError when CP-SAT proves that nothing fits under the cap, or on limits that are
-    out of range.
+    ``max_bytes`` caps each device; ``resolution`` is the largest number of integer units of the
+    longest action. Raises ScheduleError if CP-SAT proves that nothing fits under the cap, or if a
+    limit is out of range.
     """
     _check_limits(shape, max_bytes, time_limit_s, num_workers, resolution)
     built = _Model(shape, durations, links, resolution)
@@ -202,7 +206,7 @@ def optimal_schedule(
     if status == cp_model.INFEASIBLE:
         raise ScheduleError(
             f"no schedule fits max_bytes={list(max_bytes or ())}: allow at least one activation "
-            "of each stage that a device holds"
+            "for each stage of a device"
         )
     bound_s = max(0.0, solver.best_objective_bound * built.unit_s - built.rounding_s)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -1,8 +1,9 @@
-"""What out-of-order weight gradients gain on one device and under data parallelism.
+"""Gains from out-of-order weight gradients on one device and under data parallelism.
 
-Comes in: plain seconds a layer (F, I, W, and G for the reduction of its gradients), a memory cap,
-and how streams slow each other down. Goes out: the gain over the conventional order, with the whole
-curve of k for reverse-first-k and the chosen regions for the second stream (Oh et al., 2022).
+In: seconds per layer (F, I, W, and G for the reduction of its gradients), a memory cap, and how
+streams slow each other down. Out: the gain over the conventional order, with the curve over k for
+reverse-first-k and the chosen regions for the second stream (Oh et al., 2022). Its user is
+``benchmarks/out_of_order.py``; plans use `STEADY_ITERATIONS`.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class KPoint(NamedTuple):
-    """One k of reverse-first-k: seconds an iteration in the steady state, and peak memory."""
+    """Reverse-first-k at one k: seconds per iteration in the steady state, and peak memory."""
 
     k: int
     iteration_s: float
@@ -38,11 +39,11 @@ class KPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """The best schedule of a kind beside the conventional one.
+    """The best schedule of a kind, compared with the conventional one.
 
-    ``curve`` holds every k that was tried, in order (empty for multi_stream), and ``best_k`` the
-    smallest with the best time that fits the memory cap (None for multi_stream). ``speedup`` is the
-    conventional iteration's time over the best one's, at least 1.
+    ``curve`` has every k that was tried, in order (empty for multi_stream), and ``best_k`` is the
+    smallest k with the best time that fits the memory cap (None for multi_stream). ``speedup`` is
+    the time of the conventional iteration over that of the best, at least 1.
     """
 
     name: str
@@ -65,7 +66,7 @@ class _Steady(NamedTuple):
 def steady_state(
     schedule: Schedule, durations: Durations, memory: Memory, co_run: CoRun | None = None
 ) -> _Steady:
-    """Seconds an iteration and peak bytes once iterations follow each other."""
+    """Seconds per iteration and peak bytes in the steady state."""
     timeline = simulate(
         schedule, durations, memory=memory, co_run=co_run, num_iterations=STEADY_ITERATIONS
     )
@@ -73,10 +74,9 @@ def steady_state(
 
 
 def golden_section(evaluate: Callable[[int], float], low: int, high: int, look: int = 2) -> int:
-    """The argument in [low, high] with the least value of a nearly convex function.
+    """Minimize a nearly convex function over the integers in [low, high].
 
-    A golden-section search, then a walk through the neighbours up to ``look`` away for as long as
-    it improves.
+    A golden-section search, then a descent over neighbours up to ``look`` away.
     """
     left, right = low, high
     while right - left > 2:
@@ -106,8 +106,8 @@ def reverse_first_k_gain(
 ) -> Gain:
     """The best k under the memory cap, and the curve over all k (or over those searched).
 
-    ``durations`` are seconds of each layer, ``G`` those of its gradients' reduction. Raises
-    ScheduleError when not even the conventional order fits.
+    ``durations`` are seconds of each layer, ``G`` those of the reduction of its gradients. Raises
+    ScheduleError if not even the conventional order fits.
     """
     _check_num_layers(num_layers)
     held = memory or Memory()
@@ -146,7 +146,7 @@ def reverse_first_k_gain(
 def _check_num_layers(num_layers: int) -> None:
     require(
         type(num_layers) is int and num_layers >= 1,
-        f"num_layers={num_layers!r} is no number of layers",
+        f"num_layers={num_layers!r} is not a number of layers",
         "give a whole number, at least 1",
     )
 
@@ -169,10 +169,10 @@ def multi_stream_gain(
     memory: Memory | None = None,
     max_memory_bytes: float = float("inf"),
 ) -> Gain:
-    """The gain of a second stream for W's, placed by co-run speed-up under the memory cap.
+    """The gain of a second stream for W's, placed by co-run speedup under the memory cap.
 
     ``durations`` are seconds of each layer. Without ``region_size``, powers of two are tried and
-    the best is kept. Raises ScheduleError when not even the conventional order fits.
+    the best is kept. Raises ScheduleError if not even the conventional order fits.
     """
     _check_num_layers(num_layers)
     held = memory or Memory()
@@ -199,14 +199,14 @@ def multi_stream_gain(
 def place_weights(
     durations: Durations, num_layers: int, co_run: CoRun, region_size: int = 1
 ) -> dict[int, int]:
-    """A region for each W that gains from co-running, as ``multi_stream`` takes it.
+    """A region for each W that gains from co-running, in the form that ``multi_stream`` takes.
 
-    A W of w seconds beside main actions that it slows s times (and they it) ends after w s seconds
-    in which the main stream did w seconds of its own work: it saves w (2 - s). Layers choose in the
-    order in which their gradients come, each the region with the largest saving that still has the
-    time free. Of equal ones it takes the first in the backward, where the activation is freed
-    soonest, and the last in the next forward, which leaves the early ones to the layers that have
-    no other. A layer that finds none stays on the main stream.
+    A W of w seconds that co-runs at a mutual slowdown of s ends after w s seconds, in which the
+    main stream does w seconds of its own work: it saves w (2 - s). Layers choose in the order in
+    which their gradients arrive, each the region with the largest saving that has enough time left.
+    Ties go to the first region in the backward, where the activation is freed soonest, and to the
+    last in the next forward, which leaves the early ones to layers that have no other. A layer
+    without a region stays on the main stream.
     """
     table = durations.split_table(num_layers)
     regions = regions_of(num_layers, region_size)
@@ -244,7 +244,7 @@ def _layers(region: Region) -> range:
 def _mean_slowdown(
     region: Region, layer: int, table: dict[Kind, list[float]], co_run: CoRun
 ) -> float:
-    """The slow-down of the layer's W beside the region's actions, weighted by their time."""
+    """The slowdown of the layer's W and the region's actions, weighted by their time."""
     kind = _main_kind(region)
     weight = Action(layer, Kind.W, 0)
     total = sum(table[kind][main] for main in _layers(region))
@@ -262,7 +262,7 @@ def _mean_slowdown(
 def _without_longest_held(
     placement: dict[int, int], num_layers: int, region_size: int
 ) -> dict[int, int]:
-    """The placement without the W that waits through the most layers."""
+    """The placement without the W that is delayed over the most layers."""
     regions = regions_of(num_layers, region_size)
 
     def wait(layer: int) -> int:

@@ -1,8 +1,8 @@
-"""Reverse first-k: the gradients that the next forward needs first are made and reduced first.
+"""Reverse first-k: the gradients that the next forward needs first are computed and reduced first.
 
 Oh et al., EuroSys 2022, for data parallelism. Layers from k on run I and W together and reduce at
-once. The first k layers run only I in the usual order and then W of layers 0, 1, ..., k-1, each
-reduced as it comes, so that layer 0's reduction does not queue behind all the others.
+once. The first k layers run only I in the usual order, and then W of layers 0, 1, ..., k-1, each
+reduced immediately, so that layer 0's reduction does not queue behind all the others.
 """
 
 from autopar.schedules.action import Action, Kind

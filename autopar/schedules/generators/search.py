@@ -1,11 +1,10 @@
-"""The best schedule for given costs: every generator, list schedules, then local search.
+"""Search for the best schedule at given costs: every generator, list schedules, local search.
 
-Comes in: a ``SearchProblem`` of plain numbers a block (a layer or a run of layers). Goes out: a
-``SearchResult`` whose schedule is never longer than any candidate's that fits the memory cap, with
-all candidates listed and a lower bound on what any order on that shape could reach.
-
-Blocks are grouped into stages of adjacent blocks, ``stages_per_device`` of them a device, balanced
-on F + I + W, so that schedules with one, two and more stages a device compete on the same model.
+In: a ``SearchProblem`` of numbers per block (a layer or a run of layers). Out: a ``SearchResult``
+whose schedule is no longer than that of any candidate that fits the memory cap, with all candidates
+and a lower bound for any order on that shape. Adjacent blocks are grouped into stages, balanced on
+F + I + W, so that schedules with one, two and more stages per device compete on the same model. Its
+user is ``benchmarks/schedules.py``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +26,19 @@ from autopar.schedules.transforms.reductions import with_reductions
 from autopar.schedules.verify import verify
 
 _TOLERANCE = 1e-9
-_MOST_WORK = 4_000_000  # moves times actions, a few seconds a restart
+_MOST_WORK = 4_000_000  # moves times actions: a few seconds per restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """What to schedule. Costs are one number for all blocks or one a block; ``max_memory_bytes``
-    caps each device. ``reduces`` adds gradient reductions of ``durations.G`` seconds a block.
-    ``generators`` restricts the named candidates (default: all that fit the shape); list schedules
-    compete in any case. Raises ScheduleError on costs of another length than ``num_blocks``, and on
-    numbers out of range. Backwards are split, so ``durations`` gives I and W."""
+    """What to schedule, at what costs.
+
+    Costs are one number for all blocks or one per block; ``max_memory_bytes`` caps each device.
+    ``reduces`` adds gradient reductions of ``durations.G`` seconds per block. ``generators``
+    restricts the named candidates (default: all that fit the shape); list schedules always compete.
+    Backwards are split, so ``durations`` must give I and W. Raises ScheduleError for costs whose
+    length is not ``num_blocks``, and for numbers out of range.
+    """
 
     num_devices: int
     num_microbatches: int
@@ -80,7 +82,7 @@ class SearchProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule that was tried; ``sizes`` are the blocks of each stage."""
+    """A schedule that was tried; ``sizes`` are the numbers of blocks per stage."""
 
     name: str
     options: Mapping[str, Any]
@@ -93,7 +95,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best candidate, all candidates, and the bound for the best one's shape."""
+    """The best candidate, all candidates, and a lower bound for the best one's shape."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -101,7 +103,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How far above the bound the best schedule is, as a share of the bound."""
+        """The relative distance of the best schedule from the bound."""
         return self.best.makespan_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
 
 
@@ -117,7 +119,7 @@ class _Staged:
 
 
 def balanced_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Sizes of ``num_stages`` runs of adjacent blocks whose largest cost is least."""
+    """Sizes of ``num_stages`` runs of adjacent blocks that minimize the largest cost."""
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
@@ -144,14 +146,13 @@ def search_schedule(
     exact_time_s: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Try everything, then improve the best ``num_starts`` candidates by local search.
+    """Try every candidate, then improve the best ``num_starts`` of them by local search.
 
     Each is improved ``num_restarts`` times by ``num_moves`` moves, fewer for schedules of over 200
-    actions. Deterministic for a seed while ``exact_time_s`` is 0; above it, CP-SAT gets that many
-    seconds to better the result and to raise the bound. Give ``Memory.weight_bytes`` if copies of
-    the weights (Chimera, DualPipe) shall count.
-
-    Raises ScheduleError when nothing fits the memory cap, or on a negative count.
+    actions. Deterministic for a seed if ``exact_time_s`` is 0; otherwise CP-SAT gets that many
+    seconds to improve the result and the bound. Set ``Memory.weight_bytes`` to count copies of the
+    weights (Chimera, DualPipe). Raises ScheduleError if nothing fits the memory cap, or for a
+    negative count.
     """
     for name, count in (
         ("num_moves", num_moves),
@@ -203,7 +204,7 @@ def _makespan(candidate: Candidate) -> float:
 
 
 def _starts(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best candidates that differ in shape or in length, recomputation and spans aside."""
+    """The best candidates that differ in shape or in length, without recomputation and spans."""
     chosen: list[Candidate] = []
     for item in fitting:
         plain = all(
@@ -225,7 +226,7 @@ def _starts(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _views(problem: SearchProblem) -> Iterator[_Staged]:
-    """The blocks grouped into 1, 2, 3 and 4 stages a device, as far as there are blocks."""
+    """The blocks grouped into 1 to 4 stages per device, as far as there are blocks."""
     table = problem.durations.table(problem.num_blocks)
     costs = [sum(parts) for parts in zip(table[Kind.F], table[Kind.I], table[Kind.W])]
     for per_device in (1, 2, 3, 4):
@@ -243,7 +244,7 @@ def _views(problem: SearchProblem) -> Iterator[_Staged]:
 
 
 def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every generator and parameter that fits the number of stages."""
+    """Every generator and set of options that fits the number of stages."""
     devices, stages = view.problem.num_devices, len(view.sizes)
     batches = view.problem.num_microbatches
     if stages == devices:
@@ -284,7 +285,7 @@ def _generated(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
                 **options,
                 **costs,
             )
-        except ScheduleError:  # this generator does not exist for these numbers
+        except ScheduleError:  # no such schedule for these numbers
             continue
         yield name, options, schedule
 
@@ -301,7 +302,7 @@ def _shapes(view: _Staged) -> Iterator[PipelineShape]:
 
 
 def _listed(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
-    """List schedules under the memory cap, over urgencies and patience."""
+    """List schedules under the memory cap, over several priorities and patiences."""
     memory, stages = view.memory, len(view.sizes)
     sizes = per_stage(memory.activation_bytes, stages, "Memory.activation_bytes")
     for shape in _shapes(view):
@@ -320,7 +321,7 @@ def _listed(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
                     schedule = list_schedule(
                         "list", shape, view.durations, policy, links=view.links
                     )
-                except ScheduleError:  # the cap is below one micro-batch on this shape
+                except ScheduleError:  # the cap is below the need of one micro-batch on this shape
                     continue
                 yield "list", options, schedule
 
@@ -342,7 +343,7 @@ def _candidate(
 
 
 def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candidate, float]:
-    """CP-SAT's best on the candidate's shape, started from it, and its lower bound."""
+    """CP-SAT's best schedule on the candidate's shape, hinted with the candidate, and its bound."""
     from autopar.schedules.generators.oracle import optimal_schedule  # OR-Tools is slow to import
 
     found = optimal_schedule(
@@ -361,7 +362,7 @@ def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candid
 
 
 def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate:
-    """The candidate after local search, its B's split where that is possible."""
+    """The candidate after local search, with its B's split."""
     split = _split(start.schedule)
     num_moves = min(num_moves, _MOST_WORK // split.num_actions)
     shape = split.shape
@@ -378,7 +379,7 @@ def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Can
 
 
 def _split(schedule: Schedule) -> Schedule:
-    """The schedule with every B as I and W, one after the other."""
+    """The schedule with every B replaced by I and W."""
     orders = []
     for steps in schedule.devices:
         order = []
@@ -395,10 +396,10 @@ def _reduced(view: _Staged, candidate: Candidate) -> Candidate:
 
 
 def lower_bound_s(shape: PipelineShape, durations: Durations) -> float:
-    """No order of F, I and W on this shape can be shorter.
+    """A lower bound on the makespan of any order of F, I and W on this shape.
 
-    For each device the earliest arrival of its first forward and all its work; for a micro-batch
-    its whole path. Messages count as free.
+    For each device, the earliest arrival of its first forward plus all its work; for a micro-batch,
+    its whole path. Messages are free.
     """
     table = durations.table(shape.num_stages)
     bound = sum(table[Kind.F]) + sum(table[Kind.I]) + table[Kind.W][0]

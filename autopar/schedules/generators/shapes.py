@@ -1,4 +1,4 @@
-"""Where stages live: the generators' placements, and the checks of their arguments."""
+"""Placements of stages on devices, and checks of the generators' arguments."""
 
 from autopar.base.errors import ScheduleError
 from autopar.schedules.schedule import PipelineShape
@@ -18,7 +18,7 @@ def looped_shape(
 
 
 def v_shape(num_stages: int, num_microbatches: int) -> PipelineShape:
-    """Two stages a device: down the devices and back up, stages d and num_stages - 1 - d."""
+    """Two stages per device, d and num_stages - 1 - d: down the devices and back up."""
     half = num_stages // 2
     placement = (*range(half), *reversed(range(half)))
     return PipelineShape(num_microbatches=num_microbatches, placement=(placement,))
@@ -31,7 +31,7 @@ def require(condition: bool, rule: str, fix: str) -> None:
 
 
 def require_even_stages(name: str, num_stages: int) -> None:
-    """V-shaped and bidirectional schedules pair the stages up."""
+    """Raise ScheduleError for an odd number: V-shaped and bidirectional schedules pair stages."""
     require(
         num_stages % 2 == 0,
         f"{name} needs an even number of stages, got num_stages={num_stages}",

@@ -1,6 +1,7 @@
 """ZB-H1: a third of 1F1B's bubble at its memory, at most D activations (Qi et al., ICLR 2024).
 
-Bubble (D-1)(F+I-W) seconds for W <= F and W <= I, inside each device's span and of the makespan.
+The bubble is (D-1)(F+I-W) seconds for W <= F and W <= I, both inside each device's span and over
+the makespan.
 """
 
 from autopar.schedules.generators.zero_bubble import delayed_weights
@@ -8,7 +9,7 @@ from autopar.schedules.schedule import Schedule
 
 
 def zb_h1(*, num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B's forwards; stage s holds W back by s micro-batches."""
+    """1F1B's forwards; stage s delays W by s micro-batches."""
     return delayed_weights(
         "zb_h1",
         num_stages=num_stages,

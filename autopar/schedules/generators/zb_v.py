@@ -1,4 +1,4 @@
-"""ZB-V: zero bubble at 1F1B's memory by a V of two stages a device (Qi et al., ICLR 2024).
+"""ZB-V: zero bubble at 1F1B's memory, with a V of two stages per device (Qi et al., ICLR 2024).
 
 Device d has stage d (down the devices) and stage 2D-1-d (back up), so device 0 sees both ends of
 the model and no device waits long for its first gradient. With F = I = W and N >= 2D-1 no device
@@ -11,7 +11,7 @@ from autopar.schedules.schedule import Schedule, schedule_of
 
 
 class _Writer:
-    """Appends the next action of a stage and kind; actions past N are left out."""
+    """Appends the next action of a stage and kind; actions past N are omitted."""
 
     def __init__(self, stages: tuple[int, int], num_microbatches: int) -> None:
         self.stages = stages
@@ -28,7 +28,7 @@ class _Writer:
 
 
 def zb_v(*, num_stages: int, num_microbatches: int) -> Schedule:
-    """``num_stages`` is twice the number of devices. Raises ScheduleError when it is odd."""
+    """``num_stages`` is twice the number of devices. Raises ScheduleError if it is odd."""
     require_even_stages("zb_v", num_stages)
     devices = num_stages // 2
     shape = v_shape(num_stages, num_microbatches)

@@ -1,8 +1,8 @@
-"""What ZB-H1 and ZB-H2 share: 1F1B with the backward split, W held back by a fixed distance.
+"""The common part of ZB-H1 and ZB-H2: 1F1B with a split backward and W delayed by a fixed distance.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024). Stage s runs some forwards ahead, sends
 each input gradient at once, and runs W of micro-batch m after I of micro-batch m + delay, so that
-the bubbles of 1F1B's start and end are filled with W's.
+W's fill the bubbles at the start and end of 1F1B.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def delayed_weights(
     forwards_ahead: Callable[[int], int],
     weight_delay: Callable[[int], int],
 ) -> Schedule:
-    """One stage a device; ``forwards_ahead`` and ``weight_delay`` are functions of the stage."""
+    """One stage per device; ``forwards_ahead`` and ``weight_delay`` are functions of the stage."""
     shape = chain_shape(num_stages, num_microbatches)
     orders: list[list[Action]] = []
     for stage in range(num_stages):

@@ -1,1 +1,1 @@
-"""Schedules played over real costs: timeline, trace, drawing."""
+"""Simulation of schedules over real costs: timeline, trace, drawing."""

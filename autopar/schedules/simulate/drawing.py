@@ -1,7 +1,7 @@
-"""Timelines, memory curves and k's curve as matplotlib figures, their data made apart.
+"""Timelines and memory curves as matplotlib figures.
 
-Comes in: a ``Timeline`` or a ``Gain``. Goes out: a chart (plain numbers, tested as such), and from
-it a figure, which is returned and never shown.
+In: a ``Timeline``. Out: a chart (plain numbers, so that they can be tested), and from
+it a figure, which is returned and never shown. Its user is ``notebooks/first_plan.ipynb``.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,6 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from autopar.schedules.action import Kind
-from autopar.schedules.generators.out_of_order import Gain
 from autopar.schedules.schedule import Resource
 from autopar.schedules.simulate.timeline import Timeline
 from autopar.schedules.simulate.trace import track_name
@@ -33,7 +32,7 @@ _MOST_LABELLED = 600
 
 
 class Bar(NamedTuple):
-    """One action on a row of the chart."""
+    """An action on a row of the chart."""
 
     row: int
     start_s: float
@@ -43,7 +42,7 @@ class Bar(NamedTuple):
 
 
 class TimelineChart(NamedTuple):
-    """Rows from top to bottom, a device's resources next to each other."""
+    """Rows from top to bottom, with the resources of a device next to each other."""
 
     title: str
     rows: tuple[str, ...]
@@ -52,30 +51,21 @@ class TimelineChart(NamedTuple):
 
 
 class MemoryChart(NamedTuple):
-    """Steps of bytes over time, a device."""
+    """Bytes over time, as a step function per device."""
 
     title: str
     times_s: tuple[tuple[float, ...], ...]
     held_bytes: tuple[tuple[float, ...], ...]
 
 
-class CurveChart(NamedTuple):
-    """Speed-up over the conventional order for each k."""
-
-    title: str
-    k: tuple[int, ...]
-    speedup: tuple[float, ...]
-    best_k: int
-
-
 def _row_key(row: tuple[int, str]) -> tuple[int, int, str]:
-    """Devices in turn; a device's resources in their own order."""
+    """Sort key: devices, then resources in their declared order."""
     device, track = row
     return device, list(Resource).index(Resource(track.split(" ")[0])), track
 
 
 def timeline_chart(timeline: Timeline, *, links: bool = False) -> TimelineChart:
-    """The timeline's bars; point-to-point links only if asked, they are many."""
+    """The bars of a timeline; point-to-point links, which are many, only on request."""
     shown = [item for item in timeline.intervals if links or item.peer < 0]
     order = sorted({(item.device, track_name(item)) for item in shown}, key=_row_key)
     rows = {key: number for number, key in enumerate(order)}
@@ -106,18 +96,8 @@ def memory_chart(timeline: Timeline) -> MemoryChart:
     )
 
 
-def k_chart(gain: Gain) -> CurveChart:
-    """k's curve of reverse-first-k as speed-ups."""
-    return CurveChart(
-        f"{gain.name}: {gain.speedup:.3f} times the conventional order",
-        tuple(point.k for point in gain.curve),
-        tuple(gain.conventional_s / point.iteration_s for point in gain.curve),
-        gain.best_k or 0,
-    )
-
-
 def draw_timeline(chart: TimelineChart) -> Figure:
-    """Bars by row; labelled while they are few enough to read."""
+    """Draw the bars by row, with labels if they are few enough to read."""
     height = 1.2 + 0.35 * len(chart.rows)
     figure = Figure(figsize=(12, height), layout="constrained")
     axes = figure.add_subplot()
@@ -154,7 +134,7 @@ def draw_timeline(chart: TimelineChart) -> Figure:
 
 
 def draw_memory(chart: MemoryChart) -> Figure:
-    """One step line a device."""
+    """Draw one step line per device."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = figure.add_subplot()
     for device, (times, held) in enumerate(zip(chart.times_s, chart.held_bytes)):
@@ -163,16 +143,4 @@ def draw_memory(chart: MemoryChart) -> Figure:
     axes.set_ylabel("bytes held")
     axes.set_title(chart.title)
     axes.legend(frameon=False, ncols=4, fontsize="small")
-    return figure
-
-
-def draw_k(chart: CurveChart) -> Figure:
-    """The speed-up over k, the chosen k marked."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(chart.k, chart.speedup, marker=".", linewidth=1)
-    axes.axvline(chart.best_k, linestyle="--", linewidth=0.8, color="grey")
-    axes.set_xlabel("k, layers whose weight gradients are delayed")
-    axes.set_ylabel("speed-up over the conventional order")
-    axes.set_title(chart.title)
     return figure

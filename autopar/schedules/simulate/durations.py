@@ -1,8 +1,8 @@
-"""What actions cost: seconds a stage, links, memory, and the slow-down of two streams that co-run.
+"""Costs of actions: seconds per stage, links, memory, and the slowdown of co-running streams.
 
-Comes in: plain numbers from a profile, a cost model or a formula. Goes out: frozen values that the
-simulator, the list scheduler and the search read. No unit is assumed beyond seconds and bytes, so
-closed formulas are tested with F = 1.
+In: numbers from a profile, a cost model or a formula. Out: frozen values that the simulator, the
+list scheduler and the search read. No unit is assumed beyond seconds and bytes, so closed formulas
+can be tested with F = 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,22 @@ PerStage = float | Sequence[float]
 
 
 def is_number(value: Any) -> TypeIs[float]:
-    """True for whole and floating-point numbers, NumPy's too; False for True, False and text."""
+    """Whether a value is an int or a float, NumPy's included, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def per_stage(value: PerStage, num_stages: int, name: str) -> list[float]:
-    """One value a stage. Raises ScheduleError on a wrong length or anything but numbers >= 0."""
+    """One value per stage. Raises ScheduleError for a wrong length or anything but numbers >= 0."""
     if is_number(value):
         values = [value] * num_stages
     elif isinstance(value, str) or not hasattr(value, "__len__"):
-        raise ScheduleError(f"{name}={value!r}: give one number for all stages, or one a stage")
+        raise ScheduleError(f"{name}={value!r}: give one number for all stages, or one per stage")
     else:
         values = list(value)
     if len(values) != num_stages:
         raise ScheduleError(
             f"{name} has {len(values)} entries for {num_stages} stages: give one number for all "
-            "stages, or one a stage"
+            "stages, or one per stage"
         )
     if any(not is_number(entry) or not 0 <= entry < inf for entry in values):
         raise ScheduleError(f"{name}={value!r}: a cost is a finite number >= 0")
@@ -43,7 +43,7 @@ def per_stage(value: PerStage, num_stages: int, name: str) -> list[float]:
 
 
 def _check_fields(costs: "Durations | Memory") -> None:
-    """Whatever the number of stages will be, costs are finite numbers >= 0."""
+    """Raise ScheduleError unless all costs are finite numbers >= 0, for any number of stages."""
     for item in fields(costs):
         value = getattr(costs, item.name)
         if value is not None and not isinstance(value, Mapping):
@@ -60,11 +60,12 @@ def _check_sizes(sizes: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Seconds of each kind of action for one micro-batch: one number, or one a stage.
+    """Seconds of each kind of action for one micro-batch: one number, or one per stage.
 
     ``B`` defaults to I + W and ``R`` to F; a schedule that splits backwards needs I and W. ``G`` is
     the whole reduction of a stage's gradients. An action over several micro-batches takes the sum
-    of their times. ``single`` has whole actions whose time is another, as one that was measured.
+    of their times. ``single`` overrides the times of single actions, for example with measured
+    ones.
     """
 
     F: PerStage
@@ -104,26 +105,26 @@ class Durations:
         return table
 
     def split_table(self, num_stages: int) -> dict[Kind, list[float]]:
-        """``table`` for schedules that split backwards; raises where I and W were not given."""
+        """``table`` for schedules that split backwards; raises ScheduleError without I and W."""
         table = self.table(num_stages)
         for i, w, b in zip(table[Kind.I], table[Kind.W], table[Kind.B]):
             if b and not i and not w:
                 raise ScheduleError(
-                    f"Durations(B={self.B!r}) says nothing about I and W, into which backwards are "
+                    f"Durations(B={self.B!r}) does not give I and W, into which backwards are "
                     "split here: give both, Durations(F=1.0, I=1.0, W=1.0)"
                 )
         return table
 
     def grouped(self, sizes: Sequence[int]) -> "Durations":
-        """The durations of stages made of ``sizes`` adjacent stages each: sums.
+        """The durations of stages merged from ``sizes`` adjacent stages each.
 
-        Raises ScheduleError on durations of single actions: those of the new stages are others.
+        Raises ScheduleError if there are durations of single actions, which cannot be merged.
         """
         _check_sizes(sizes)
         if self.single:
             raise ScheduleError(
-                f"Durations.single has {len(self.single)} actions of stages that are to be joined: "
-                "give durations by kind and stage alone"
+                f"Durations.single has {len(self.single)} actions of stages that are to be "
+                "merged: give durations by kind and stage only"
             )
         num_stages = sum(sizes)
         table = self.table(num_stages)
@@ -141,7 +142,7 @@ def _group_sums(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, .
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between two devices."""
+    """One direction of the link between two devices."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = inf
@@ -160,9 +161,9 @@ class Link:
 class Links:
     """Point-to-point links and the message across each stage boundary.
 
-    ``message_bytes[s]`` is what stage s sends to stage s + 1 for one micro-batch; the gradient that
-    comes back has the same size. A link carries one message at a time, first come first served;
-    the latency comes after the link is free again. ``between`` overrides single device pairs.
+    ``message_bytes[s]`` is the size of what stage s sends to stage s + 1 per micro-batch, and of
+    the gradient sent back. A link carries one message at a time, first come first served, and is
+    free again before the latency has passed. ``between`` overrides single device pairs.
     """
 
     latency_s: float = 0.0
@@ -183,7 +184,7 @@ class Links:
                 )
 
     def check_devices(self, num_devices: int) -> None:
-        """Raise ScheduleError where ``between`` names a device that there is not."""
+        """Raise ScheduleError if ``between`` names a device that does not exist."""
         for pair in self.between:
             if not all(0 <= device < num_devices for device in pair):
                 raise ScheduleError(
@@ -195,14 +196,14 @@ class Links:
         return self.between.get((source, target), default)
 
     def boundary_bytes(self, num_stages: int) -> list[float]:
-        """Bytes across the boundary after each stage; the last stage's entry is unused."""
+        """Bytes across the boundary after each stage; the entry of the last stage is unused."""
         given = self.message_bytes
         if not is_number(given) and len(given) == num_stages - 1:
             given = (*given, 0.0)
         return per_stage(given, num_stages, "Links.message_bytes")
 
     def grouped(self, sizes: Sequence[int]) -> "Links":
-        """The links of stages made of ``sizes`` adjacent stages each."""
+        """The links of stages merged from ``sizes`` adjacent stages each."""
         _check_sizes(sizes)
         boundary = self.boundary_bytes(sum(sizes))
         kept, end = [], 0
@@ -219,12 +220,12 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes a stage holds, one number for all stages or one a stage.
+    """Bytes that a stage holds: one number for all stages, or one per stage.
 
-    ``activation_bytes``: from F (or R, or L) to the end of B or W, for one micro-batch.
-    ``after_input_gradient_bytes``: what of it is still held between I and W (default: all).
-    ``checkpoint_bytes``: what a recomputed stage keeps from F to R. ``gradient_bytes``: from the
-    first W or B to the end of U (or G, or the iteration). ``weight_bytes``: always, with the
+    ``activation_bytes``: from F (or R, or L) to the end of B or W, per micro-batch.
+    ``after_input_gradient_bytes``: the part still held between I and W (default: all).
+    ``checkpoint_bytes``: held by a recomputed stage from F to R. ``gradient_bytes``: from the first
+    W or B to the end of U (or G, or the iteration). ``weight_bytes``: always held, including the
     optimizer's state.
     """
 
@@ -238,7 +239,7 @@ class Memory:
         _check_fields(self)
 
     def grouped(self, sizes: Sequence[int]) -> "Memory":
-        """The memory of stages made of ``sizes`` adjacent stages each: sums."""
+        """The memory of stages merged from ``sizes`` adjacent stages each."""
         _check_sizes(sizes)
         num_stages = sum(sizes)
 
@@ -259,16 +260,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoRun:
-    """How two compute streams of one device slow each other down.
+    """How two compute streams of a device slow each other down.
 
-    An action that alone fills the share ``occupancy`` (0..1; by kind, one number or one a stage)
-    of the device shares it with another: both then run ``max(1, sum of the two) * (1 +
-    interference)`` times slower. Two actions of occupancy 1 gain nothing from co-running; two of at
-    most 1/2 hide each other entirely. With ``end_together`` the shorter of the two is stretched, so
-    that both end when the longer one does: kernels of the two take turns, as in DualPipe's pair of
-    a forward and a backward.
-
-    Raises ScheduleError on shares outside 0..1 and a negative or unbounded interference.
+    ``occupancy`` is the share of the device (0..1; by kind, one number or one per stage) that an
+    action fills alone. Two co-running actions both run ``max(1, sum of the two) * (1 +
+    interference)`` times slower: two of occupancy 1 gain nothing from co-running; two of at most
+    1/2 overlap completely. With ``end_together`` the shorter action is stretched to end with the
+    longer one: their kernels interleave, as in DualPipe's pair of a forward and a backward. Raises
+    ScheduleError for shares outside 0..1 and for a negative or infinite interference.
     """
 
     occupancy: Mapping[Kind, PerStage] = field(default_factory=dict)
@@ -292,15 +291,15 @@ class CoRun:
                 raise ScheduleError(f"CoRun.{name}={value!r}: a share of the device is in 0..1")
 
     def check_stages(self, num_stages: int) -> None:
-        """Raise ScheduleError where shares a stage are too few or too many."""
+        """Raise ScheduleError unless shares given per stage have the right length."""
         for kind, value in self.occupancy.items():
             per_stage(value, num_stages, f"CoRun.occupancy[{kind.value}]")
 
     def share(self, action: Action) -> float:
-        """The share of the device that the action fills alone."""
+        """The share of the device that the action occupies alone."""
         value = self.occupancy.get(action.kind, self.default_occupancy)
         return value if is_number(value) else value[action.stage]
 
     def slowdown(self, first: Action, second: Action) -> float:
-        """How many times slower each of the two runs while both run."""
+        """The factor by which each of the two is slower while both run."""
         return max(1.0, self.share(first) + self.share(second)) * (1.0 + self.interference)

@@ -1,13 +1,12 @@
-"""Play a schedule over costs: an event-driven simulation of every resource of every device.
+"""Event-driven simulation of a schedule: every resource of every device.
 
-Comes in: a ``Schedule``, ``Durations`` and, if wanted, ``Links``, ``Memory`` and ``CoRun``. Goes
-out: a ``Timeline``. It exists so that any two schedules compare before anything runs.
-
-Each queue (device, resource, peer) works through its steps in order; a step starts when it heads
-its queue, the queue is free, and all it needs has ended or arrived. A value that crosses devices is
-a message on the sender's link to that peer, first come first served, unless the schedule writes its
-sends out. A reduction starts on all replicas at once. While both compute streams of a device work,
-each runs slower by ``CoRun``.
+In: a ``Schedule``, ``Durations`` and optionally ``Links``, ``Memory`` and ``CoRun``. Out: a
+``Timeline``. It compares schedules before anything runs. Each queue (device, resource, peer)
+processes its steps in order; a step starts when it is first in its queue, the queue is free, and
+all its dependencies have ended or arrived. A value that crosses devices is a message on the
+sender's link to that peer, first come first served, unless the schedule's sends are explicit. A
+reduction starts on all replicas at once. While both compute streams of a device run, ``CoRun``
+slows them down.
 """
 
 import heapq
@@ -32,13 +31,13 @@ def simulate(
     co_run: CoRun | None = None,
     num_iterations: int = 1,
 ) -> Timeline:
-    """The timeline of the schedule, ``num_iterations`` of it following each other.
+    """The timeline of ``num_iterations`` consecutive iterations of the schedule.
 
-    Raises ScheduleError when a cost has the wrong length, or when the schedule cannot be played
-    to its end; ``verify`` says why.
+    Raises ScheduleError if a cost has the wrong length, or if the schedule deadlocks; ``verify``
+    says why.
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"{schedule!r} is no Schedule: make one with build(name, ...)")
+        raise ScheduleError(f"{schedule!r} is not a Schedule: make one with build(name, ...)")
     if not isinstance(durations, Durations):
         raise ScheduleError(f"durations={durations!r}: pass Durations(F=1.0, I=1.0, W=1.0)")
     if type(num_iterations) is not int or num_iterations < 1:
@@ -98,7 +97,7 @@ class _Run:
         ]
 
     def _send_occupancy(self, action: Action, device: int) -> float:
-        """Seconds a written-out send occupies its link; a receive only waits."""
+        """Seconds for which an explicit send occupies its link; a receive only waits."""
         if self.links is None or action.kind not in SEND_KINDS:
             return 0.0
         return self._message(action, device, self._peer_device(action))[0]
@@ -108,7 +107,7 @@ class _Run:
         return self.graph.schedule.shape.placement[action.replica][stage]
 
     def _message(self, action: Action, source: int, target: int) -> tuple[float, float]:
-        """(seconds on the link, latency) of the value that the action makes or sends."""
+        """(seconds on the link, latency) of the value that the action produces or sends."""
         assert self.links is not None
         link = self.links.link(source, target)
         forward = action.kind in (Kind.F, Kind.SEND_F)
@@ -117,8 +116,7 @@ class _Run:
         return occupied, link.latency_s
 
     def _prepare_successors(self) -> None:
-        """Successors a node as (target, iterations ahead, message): message -1 none, else target
-        device."""
+        """Successors of each node as (target, iterations ahead, message's device or -1)."""
         graph = self.graph
         self.successors: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_nodes)]
         self.pending: list[int] = [len(needs) for needs in graph.needs] * self.num_iterations
@@ -139,7 +137,7 @@ class _Run:
                     self.pending[iteration * self.num_nodes + node] += 1
 
     def _prepare_queues(self) -> None:
-        """The instances of each queue in the order of the passes over the lists."""
+        """The instances of each queue, in the order of the sweeps over the device lists."""
         graph = self.graph
         self.queues: list[list[int]] = []
         self.queue_of = [0] * self.num_nodes
@@ -169,7 +167,7 @@ class _Run:
         self.idle = [True] * len(self.queues)
 
     def _prepare_co_run(self) -> None:
-        """Devices with work on both compute streams, and their partner queues."""
+        """Find the partner queues of devices that use both compute streams."""
         keys = list(self.graph.queues)
         places = {key: number for number, key in enumerate(keys)}
         self.partner: dict[int, int] = {}
@@ -188,7 +186,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.sequence, instance, version))
 
     def play(self) -> None:
-        """Run to the end. Events are ends of instances, or arrivals, coded as ~target."""
+        """Run to the end. Events are ends of instances, or arrivals, encoded as ~target."""
         for queue in range(len(self.queues)):
             self._try_start(queue, 0.0)
         events, num_nodes = self.events, self.num_nodes
@@ -238,7 +236,7 @@ class _Run:
         self._try_start(queue, time)
 
     def _send(self, node: int, iteration: int, target: int, reached: int, time: float) -> None:
-        """Put the node's value on the link to the target device."""
+        """Send the node's value over the link to the target device."""
         action, source = self.graph.steps[node].action, self.graph.device[node]
         occupied, latency = self._message(action, source, target)
         if action.kind in SEND_KINDS:
@@ -275,7 +273,7 @@ class _Run:
                 self._start(self.queue_of[member], together, time)
 
     def _at_head(self, instance: int, member: int) -> bool:
-        """Whether another replica's part of the same reduction can start now."""
+        """Whether another replica can start the same reduction now."""
         together = instance + member - instance % self.num_nodes
         queue = self.queue_of[member]
         head = self.head[queue]
@@ -300,7 +298,7 @@ class _Run:
             self._push(time + cost, instance)
 
     def _set_rates(self, queue: int, time: float) -> None:
-        """Give the device's running instances their rates, and new ends."""
+        """Update the rates and ends of the device's running instances."""
         running = [
             self.current[member]
             for member in (queue, self.partner[queue])
@@ -318,7 +316,7 @@ class _Run:
             self._push(end, instance, self.version[instance])
 
     def _slowdowns(self, pair: list[int]) -> list[float]:
-        """How many times slower each of two co-running instances runs from now on."""
+        """The factors by which two co-running instances are slower from now on."""
         both = self.co_run.slowdown(
             *(self.graph.steps[instance % self.num_nodes].action for instance in pair)
         )
@@ -335,6 +333,6 @@ class _Run:
             if head < len(order)
         ]
         raise ScheduleError(
-            f"schedule {self.graph.schedule.name!r} stops before its end, waiting at "
+            f"schedule {self.graph.schedule.name!r} deadlocks, waiting at "
             f"{', '.join(waiting[:8])}; call verify(schedule) to see the broken rule"
         )

@@ -1,8 +1,8 @@
-"""What a simulation gives back: intervals a resource, and every figure read off them.
+"""The result of a simulation: intervals per resource, and metrics derived from them.
 
-Comes in: intervals from the simulator. Goes out: ``Timeline`` with makespan, bubbles, exposed
-communication, activation counts and the memory curve a device. All figures are computed from the
-intervals alone, so they hold for a measured timeline just as well.
+In: intervals from the simulator. Out: ``Timeline`` with makespan, bubbles, exposed communication,
+activation counts and memory curves per device. All metrics are computed from the intervals alone,
+so they apply to a measured timeline too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ COMPUTE_RESOURCES = (Resource.MAIN, Resource.SIDE)
 
 
 class Interval(NamedTuple):
-    """An action's time on a resource of a device; ``peer`` is the other end of a link, else -1.
+    """The time of an action on a resource; ``peer`` is the other end of a link, else -1.
 
-    A transfer that the schedule implies appears on its sender's link as the SEND action.
+    An implied transfer appears as a SEND action on its sender's link.
     """
 
     device: int
@@ -45,7 +45,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A schedule played over costs."""
+    """A simulated schedule."""
 
     schedule: Schedule
     intervals: tuple[Interval, ...]
@@ -58,14 +58,14 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From time 0 to the end of the last action."""
+        """The end of the last action."""
         return max((item.end_s for item in self.intervals), default=0.0)
 
     def of_device(self, device: int) -> tuple[Interval, ...]:
         return tuple(item for item in self.intervals if item.device == device)
 
     def busy_s(self, device: int) -> float:
-        """Time during which a compute stream of the device works."""
+        """Seconds in which a compute stream of the device is busy."""
         return covered_s(self._compute(device))
 
     def _compute(self, device: int) -> list[tuple[float, float]]:
@@ -77,14 +77,14 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle share of all devices' compute streams over the makespan."""
+        """The idle fraction of all devices' compute over the makespan."""
         total = self.makespan_s * self.shape.num_devices
         busy = covered_by_device(self.intervals, self.shape.num_devices)
         return 1.0 - sum(busy) / total if total else 0.0
 
     @property
     def device_bubble_s(self) -> tuple[float, ...]:
-        """Idle seconds a device between its own first and last compute action."""
+        """Idle seconds of each device between its own first and last compute action."""
         num_devices = self.shape.num_devices
         first = [float("inf")] * num_devices
         last = [0.0] * num_devices
@@ -100,15 +100,15 @@ class Timeline:
 
     @property
     def bubble_s(self) -> float:
-        """The longest idle time inside a device's own span: the zero-bubble papers' measure.
+        """The longest idle time inside a device's own span, the measure of the zero-bubble papers.
 
-        It is what an iteration loses when the next one follows without a barrier.
+        It is the time that an iteration loses if the next one follows without a barrier.
         """
         return max(self.device_bubble_s)
 
     @property
     def iteration_ends_s(self) -> tuple[float, ...]:
-        """When the last forward or backward on a main stream of each iteration ends."""
+        """The end of the last forward or backward on a main stream, per iteration."""
         ends = [0.0] * self.num_iterations
         for item in self.intervals:
             if item.resource is Resource.MAIN and item.action.kind in (Kind.F, Kind.I, Kind.B):
@@ -117,12 +117,12 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """Seconds an iteration takes once several follow each other (the last two simulated)."""
+        """Seconds per iteration when several follow each other (between the last two simulated)."""
         ends = self.iteration_ends_s
         return ends[-1] - ends[-2] if len(ends) > 1 else self.makespan_s
 
     def exposed_communication_s(self, device: int) -> float:
-        """Time in which a transfer or reduction of the device runs and no compute stream does."""
+        """Seconds in which a transfer or reduction of the device runs while it does not compute."""
         compute = self._compute(device)
         channels = [
             (item.start_s, item.end_s)
@@ -133,11 +133,11 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Most activations held at once, a device.
+        """Peak number of activations held per device.
 
-        The unit is one micro-batch's activations of 1/num_devices of the model, so that schedules
-        with one stage a device and with several compare. Held from F (or R, or L) to the end of
-        W or B; a recomputed stage holds nothing between F and R.
+        The unit is the activations of one micro-batch and 1/num_devices of the model, so that
+        schedules with different numbers of stages per device are comparable. They are held from F
+        (or R, or L) to the end of W or B; a recomputed stage holds nothing between F and R.
         """
         unit = Fraction(self.shape.num_devices, self.shape.num_stages)
         counts = [
@@ -147,7 +147,7 @@ class Timeline:
         return tuple(float(unit * Fraction(count)) for count in counts)
 
     def memory_curve(self, device: int) -> tuple[MemoryPoint, ...]:
-        """Bytes held on the device over time, by the ``Memory`` that was simulated with."""
+        """Bytes held on the device over time, by the simulation's ``Memory``."""
         return tuple(_curves(self, self.memory)[device])
 
     @property
@@ -169,7 +169,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def covered_by_device(intervals: Sequence[Interval], num_devices: int) -> list[float]:
-    """Seconds in which each device computes."""
+    """Seconds in which each device is computing."""
     spans: list[list[tuple[float, float]]] = [[] for _ in range(num_devices)]
     for item in intervals:
         if item.resource in COMPUTE_RESOURCES:
@@ -178,7 +178,7 @@ def covered_by_device(intervals: Sequence[Interval], num_devices: int) -> list[f
 
 
 def _curves(timeline: Timeline, memory: Memory) -> list[list[MemoryPoint]]:
-    """The memory curve of every device; what is freed at a time is freed before what is taken."""
+    """The memory curve of every device; at equal times, memory is freed before it is taken."""
     shape = timeline.shape
     accounts = _Accounts(shape, memory)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(shape.num_devices)]
@@ -203,7 +203,7 @@ def _curves(timeline: Timeline, memory: Memory) -> list[list[MemoryPoint]]:
 
 
 class _Accounts:
-    """Turns intervals, in order of their ends, into changes of the bytes held."""
+    """Converts intervals, in order of their ends, into changes of the bytes held."""
 
     def __init__(self, shape: PipelineShape, memory: Memory) -> None:
         stages = shape.num_stages
@@ -246,7 +246,7 @@ class _Accounts:
         return []
 
     def _gradient(self, item: Interval) -> list[tuple[float, float]]:
-        """The gradient buffer opens with the first W or B of the stage in an iteration."""
+        """The allocation of the gradient buffer, at a stage's first W or B in an iteration."""
         key = (item.action.stage, item.action.replica, item.iteration)
         if not self.gradient[item.action.stage] or key in self.open_gradients:
             return []

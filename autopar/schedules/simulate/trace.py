@@ -1,8 +1,8 @@
-"""Chrome/Perfetto traces of a timeline: one process a device, one track a resource.
+"""Chrome/Perfetto traces of a timeline: one process per device, one track per resource.
 
-Comes in: a ``Timeline``. Goes out: the trace as a JSON-ready value or text, to be opened in
-ui.perfetto.dev. A resource does one thing at a time, so slices on a track never overlap; times are
-whole nanoseconds, so that rounding cannot make them.
+In: a ``Timeline``. Out: the trace as a JSON-ready value or text, to be opened in ui.perfetto.dev. A
+resource does one thing at a time, so slices on a track never overlap; times are whole nanoseconds,
+so that rounding cannot make them overlap.
 """
 
 import json
@@ -24,7 +24,7 @@ _CATEGORY = {
 
 
 def track_name(item: Interval) -> str:
-    """The track of an interval: its resource, and the peer on a link."""
+    """The name of an interval's track: its resource, with the peer for a link."""
     if item.peer < 0:
         return item.resource.value
     word = "to" if item.resource is Resource.SEND else "from"
@@ -32,7 +32,7 @@ def track_name(item: Interval) -> str:
 
 
 def trace_events(timeline: Timeline, *, memory: bool = True) -> list[dict[str, Any]]:
-    """Trace events in the Trace Event Format; ``memory`` adds a counter track a device.
+    """Events in the Trace Event Format; ``memory`` adds a counter track per device.
 
     A second of the simulation is a second of the trace.
     """

@@ -1,1 +1,1 @@
-"""Schedule to schedule: recomputation and offloading, reductions, messages."""
+"""Transforms of schedules: recomputation, offloading, reductions, explicit messages."""

@@ -1,7 +1,7 @@
-"""Give up activations and get them back: recomputation and the host as transforms of a schedule.
+"""Recomputation and offloading of activations as transforms of a schedule.
 
-Comes in: any schedule and the stages that shall not keep their activations. Goes out: the schedule
-with R before each of their backwards, or with O after each forward and L in time for the backward.
+In: any schedule and the stages that should not keep their activations. Out: the schedule with R
+before each of their backwards, or with O after each forward and L in time for the backward.
 """
 
 from collections.abc import Collection
@@ -15,9 +15,9 @@ _BACKWARD = (Kind.I, Kind.B)
 
 
 def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The stages drop their activations after F and make them again right before I or B.
+    """Release the stages' activations after F and recompute them right before I or B.
 
-    Raises ScheduleError for a stage that does not exist or is recomputed already.
+    Raises ScheduleError for a stage that does not exist or is already recomputed.
     """
     chosen = _chosen(schedule, stages, schedule.shape.recomputed, "recomputed")
     devices = []
@@ -37,12 +37,12 @@ def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
 def with_offloading(
     schedule: Schedule, stages: Collection[int], *, actions_ahead: int = 2
 ) -> Schedule:
-    """The stages' activations go to the host after F and come back for I or B.
+    """Offload the stages' activations to the host after F and load them for I or B.
 
     A load starts when the main stream is ``actions_ahead`` actions before its backward (but not
-    before its own offload), so ``actions_ahead`` of 0 hides nothing and a large one holds memory
-    early. Raises ScheduleError for a stage that does not exist, is offloaded already or whose
-    forwards take several micro-batches.
+    before its own offload), so 0 overlaps nothing and a large number takes memory early. Raises
+    ScheduleError for a stage that does not exist, is already offloaded, or whose forwards take
+    several micro-batches.
     """
     chosen = _chosen(schedule, stages, schedule.shape.offloaded, "offloaded")
     if type(actions_ahead) is not int or actions_ahead < 0:
@@ -75,7 +75,8 @@ def _offloaded(
     main = [
         item.action
         for item in steps
-        if item.resource is Resource.MAIN or item.action.kind is Kind.F  # a pair's, beside it
+        if item.resource is Resource.MAIN
+        or item.action.kind is Kind.F  # a pair's forward may run on the side stream
     ]
     place = {action: number for number, action in enumerate(main)}
     loads: dict[Action, list[Step]] = {}

@@ -1,8 +1,8 @@
-"""Write the implied transfers of a schedule out as SEND and RECV actions.
+"""The implied transfers of a schedule as explicit SEND and RECV actions.
 
-Comes in: a compute-only schedule and the costs that decide the order of the messages. Goes out: the
-same schedule with a send right after each action whose value leaves its device, and on each link
-the receives in the order of the sends. The runtime for one device needs them as actions.
+In: a compute-only schedule and the costs that determine the order of the messages. Out: the same
+schedule with a send right after each action whose value leaves its device, and on each link the
+receives in the order of the sends. The runtime of a pipeline rank needs them as actions.
 """
 
 from autopar.base.errors import ScheduleError
@@ -16,14 +16,14 @@ from autopar.schedules.simulate.timeline import Interval
 def with_communication(
     schedule: Schedule, durations: Durations, links: Links | None = None
 ) -> Schedule:
-    """The schedule with every transfer written out.
+    """The schedule with every transfer as explicit actions.
 
-    A receive stands in its device's list where that device was when the message left, so always
-    after its send and before its consumer: the lists stay free of deadlocks. Raises
-    ScheduleError when sends are already written out.
+    A receive is placed in its device's list where that device is when the message is sent, so
+    always after its send and before its consumer, which keeps the lists free of deadlocks. Raises
+    ScheduleError if sends are already explicit.
     """
     if schedule.explicit_communication:
-        raise ScheduleError(f"schedule {schedule.name!r} already writes its sends out")
+        raise ScheduleError(f"schedule {schedule.name!r} already has explicit sends")
     timeline = simulate(schedule, durations, links)
     order = sorted(
         (item for item in timeline.intervals if item.action.kind in (Kind.F, Kind.I, Kind.B)),
@@ -37,7 +37,7 @@ def with_communication(
 
 
 def message_of(action: Action, shape: PipelineShape) -> tuple[Action, Action, int] | None:
-    """(send, receive, receiver) of the value that a forward or backward makes, if it leaves."""
+    """(send, receive, receiver) of a forward's or backward's result; None if it is not sent."""
     forward = action.kind is Kind.F
     other = action.stage + (1 if forward else -1)
     if action.kind not in (Kind.F, Kind.I, Kind.B) or not 0 <= other < shape.num_stages:
@@ -51,7 +51,7 @@ def message_of(action: Action, shape: PipelineShape) -> tuple[Action, Action, in
 
 
 def _with_receives(schedule: Schedule, made: list[Interval]) -> tuple[tuple[Step, ...], ...]:
-    """Replay the actions in the order of their ends, so a receive follows its send everywhere."""
+    """Replay the actions in the order of their ends, so that every receive follows its send."""
     shape = schedule.shape
     lists: list[list[Step]] = [[] for _ in schedule.devices]
     waiting: list[list[Step]] = [list(reversed(steps)) for steps in schedule.devices]

@@ -1,9 +1,9 @@
-"""Add gradient reductions to a schedule, eagerly only where a bubble hides them.
+"""Gradient reductions added to a schedule, eagerly only where they overlap with bubbles.
 
-Comes in: a schedule without G and the costs. Goes out: the schedule with one G a stage and replica.
-A reduction that starts while the device still computes competes with it for memory bandwidth and
-launches; it pays only where the device would idle anyway. Chimera (SC 2021, section 3.3) reduces
-its edge stages eagerly and the middle ones at the end, for that reason.
+In: a schedule without G, and the costs. Out: the schedule with one G per stage and replica. A
+reduction that starts while the device still computes competes with it for memory bandwidth and
+launches; it pays off only where the device would otherwise idle. For that reason Chimera (SC 2021,
+section 3.3) reduces its edge stages eagerly and the middle ones at the end.
 """
 
 from dataclasses import replace
@@ -27,10 +27,10 @@ def with_reductions(
 ) -> Schedule:
     """The schedule with its reductions.
 
-    A reduction is eager when, issued right after its stage's last W or B, at least
-    ``hidden_share`` of its time falls into its devices' idle time before their last compute
-    action; all others are issued at the end of their device's list. Raises ScheduleError when the
-    schedule already reduces, or for a share outside 0..1.
+    A reduction is eager if, issued right after its stage's last W or B, at least ``hidden_share``
+    of its time falls into idle time of its devices before their last compute action; all others are
+    issued at the end of their device's list. Raises ScheduleError if the schedule already reduces,
+    or for a share outside 0..1.
     """
     if not is_number(hidden_share) or not 0 <= hidden_share <= 1:
         raise ScheduleError(
@@ -70,7 +70,7 @@ def _compute(timeline: Timeline, device: int) -> list[tuple[float, float]]:
 
 
 def _hidden_share(item: Interval, compute: list[tuple[float, float]]) -> float:
-    """The share of the reduction inside bubbles that come before the device's last action."""
+    """The fraction of the reduction inside bubbles before the device's last action."""
     if item.duration_s <= 0.0:
         return 1.0
     last = max(end for _, end in compute)
@@ -84,8 +84,10 @@ def _hidden_share(item: Interval, compute: list[tuple[float, float]]) -> float:
 
 
 def _placed(schedule: Schedule, eager: set[StageCopy], turn: dict[int, float]) -> Schedule:
-    """Every device's reductions in the stages' common turn, so that no two devices wait for each
-    other; an eager one directly after its last W or B, unless an earlier turn comes later."""
+    """The schedule with every device's reductions in a common order, so that no devices deadlock.
+
+    An eager one directly follows its last W or B, unless an earlier one in the order is later.
+    """
     shape = schedule.shape
     devices: list[tuple[Step, ...]] = []
     for device, steps in enumerate(schedule.devices):
@@ -107,7 +109,7 @@ def _placed(schedule: Schedule, eager: set[StageCopy], turn: dict[int, float]) -
 
 
 def _turns(timeline: Timeline) -> dict[int, float]:
-    """When each stage's last W or B over all replicas ends."""
+    """The end of each stage's last W or B over all replicas."""
     turn = dict.fromkeys(range(timeline.shape.num_stages), 0.0)
     for item in timeline.intervals:
         if item.action.kind in (Kind.W, Kind.B):
