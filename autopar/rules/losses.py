@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.ir.graph import Op, Value
+from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
@@ -20,6 +20,7 @@ from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.kernels import InternalCollective, LocalCall, kernel_calls
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.totals import EarlyOp, SumAndTotal
 
 Outputs = Sequence[Value | None]
 NONE, MEAN, SUM = 0, 1, 2
@@ -57,6 +58,73 @@ def _cross_entropy_local(
     return total / context.all_reduce_data(count, row_axes)
 
 
+def _sum_and_total(
+    op: Op, inputs: Sequence[Value], early: Callable[[EarlyOp], Ref]
+) -> SumAndTotal | None:
+    """The weight of all rows: the sum of the classes' weights over rows that count."""
+    call = _arguments(op.args, dict(op.kwargs))
+    if call["reduction"] != MEAN:
+        return None
+    kwargs = dict(op.kwargs)
+    if len(op.args) > 3:
+        args = (*op.args[:3], SUM, *op.args[4:])
+    else:
+        args, kwargs["reduction"] = op.args, SUM
+    x, target = inputs[:2]
+    if target.dtype.is_floating_point:  # probabilities: every row counts
+        classes = target.shape[1 if len(x.shape) > 1 else 0]
+        total: Ref | float = float(math.prod(target.shape) // classes)
+    else:
+        total = _total_of_rows(x.dtype, target, inputs[2:], call["ignore_index"], early)
+    return SumAndTotal(args=args, kwargs=tuple(kwargs.items()), total=total)
+
+
+def _total_of_rows(
+    dtype: torch.dtype,
+    target: Value,
+    weights: Sequence[Value],
+    ignored: int,
+    early: Callable[[EarlyOp], Ref],
+) -> Ref:
+    aten, rows, index = torch.ops.aten, target.shape, Ref(target.index)
+    valid = early(
+        EarlyOp(target=aten.ne.Scalar, args=(index, ignored), shape=rows, dtype=torch.bool)
+    )
+    if weights:
+        (weight,) = weights
+        classes, dtype = weight.shape[0], weight.dtype
+        column = early(
+            EarlyOp(
+                target=aten.view.default, args=(Ref(weight.index), (classes, 1)),
+                shape=(classes, 1), dtype=dtype,
+            )
+        )  # fmt: skip
+        known = early(
+            EarlyOp(
+                target=aten.where.ScalarOther, args=(valid, index, 0),
+                shape=rows, dtype=target.dtype,
+            )
+        )  # fmt: skip
+        picked = early(
+            EarlyOp(
+                target=aten.embedding.default, args=(column, known),
+                shape=(*rows, 1), dtype=dtype,
+            )
+        )  # fmt: skip
+        flat = early(EarlyOp(target=aten.squeeze.dim, args=(picked, -1), shape=rows, dtype=dtype))
+        counted = early(
+            EarlyOp(target=aten.mul.Tensor, args=(flat, valid), shape=rows, dtype=dtype)
+        )
+    else:
+        counted = early(
+            EarlyOp(
+                target=aten._to_copy.default, args=(valid,), kwargs=(("dtype", dtype),),
+                shape=rows, dtype=dtype,
+            )
+        )  # fmt: skip
+    return early(EarlyOp(target=aten.sum.default, args=(counted,), shape=(), dtype=dtype))
+
+
 def _ignoring_padding(context: LocalContext, target: Tensor, ignore_index: int) -> Tensor:
     """Class indices, with those of rows behind the end ignored."""
     for dim, (name,) in enumerate(context.space.inputs[1]):
@@ -92,7 +160,7 @@ def _nll_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, A
     return total / context.all_reduce_data(_weight_of_rows(x, target, weight, ignored), axes)
 
 
-@register("aten.nll_loss_nd.default", lower=_nll_local, keeps=Keeps(copies=2))
+@register("aten.nll_loss_nd.default", lower=_nll_local, keeps=Keeps(copies=2), mean=_sum_and_total)
 def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``log_p[n, c, ...]`` against classes ``[n, ...]``; the classes stay whole."""
     shape = inputs[0].shape
@@ -208,6 +276,7 @@ def _cross_entropy_kernels(
     # At the loss everything kept is alive, and so are working copies of the logits: their
     # log-probabilities, the gradient of these and that of the logits.
     keeps=Keeps(copies=3),
+    mean=_sum_and_total,
 )
 def cross_entropy_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, c, ...]`` against class indices ``[n, ...]`` or probabilities ``[n, c, ...]``."""

@@ -17,6 +17,7 @@ from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_OPERANDS, Keeps
 from autopar.rules.kernels import InternalCollective, LocalCall
 from autopar.rules.space import Space
+from autopar.rules.totals import MeanFn
 
 SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,7 +35,8 @@ class Rule:
     On a shard a device calls the operator itself, or ``runs_as``, with the ``arguments`` made to
     speak of the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` says
     what it communicates inside, and ``kernels`` which calls it makes (None where they are the op's
-    own after all). ``keeps``: what the derivative reads.
+    own after all). ``keeps``: what the derivative reads. ``mean``: where the op computes one, how
+    it is a sum divided by a total.
     """
 
     space: SpaceFn
@@ -44,6 +46,7 @@ class Rule:
     collectives: CollectivesFn | None = None
     kernels: KernelsFn | None = None
     keeps: Keeps = KEEPS_OPERANDS
+    mean: MeanFn | None = None
 
 
 PointwiseFn = Callable[[Op], Rule]
@@ -59,6 +62,7 @@ def register(
     collectives: CollectivesFn | None = None,
     kernels: KernelsFn | None = None,
     keeps: Keeps = KEEPS_OPERANDS,
+    mean: MeanFn | None = None,
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
@@ -104,6 +108,7 @@ def register(
                 collectives=collectives,
                 kernels=kernels,
                 keeps=keeps,
+                mean=mean,
             )
         return space
 

@@ -18,6 +18,7 @@ the whole batch at once (batch norm with global statistics, a contrastive loss) 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,10 +33,9 @@ from autopar.ir.placement import P, Placement, Placements, R, S, State, V, is_va
 from autopar.rules import Choice, Split
 from autopar.rules.choice import LINEAR_SPLIT, is_valid_choice, needs, padded_dims, supplies
 from autopar.rules.registry import rule_of
+from autopar.rules.totals import EarlyOp
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
-_LOSSES = {"aten.cross_entropy_loss.default": 3, "aten.nll_loss_nd.default": 3}
-_MEAN, _SUM = 1, 2
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -91,12 +91,10 @@ class _Rewrite:
 
     def run(self) -> Graph:
         graph = self.graph
-        totals = []
         for op in graph.ops:
-            if op.target_name in _LOSSES and _argument(op, 3, "reduction", _MEAN) == _MEAN:
-                totals.append(self._rewrite(op))
+            self._divide_last(op)
         sums = _sums_of_inputs(self.analysis)
-        if not totals and not sums:
+        if not self.replaced and not sums:
             return graph
         moved = self._moved_ops(sums)
         fixed = [o for o in graph.ops if o.index not in moved and self._is_fixed(o)]
@@ -115,78 +113,39 @@ class _Rewrite:
         )
         return index
 
-    def _early(
-        self, near: Op, target: Any, args: tuple[Any, ...], like: int | None, **given: Any
-    ) -> int:
-        """One more op of the block of totals; its output has the shape of ``like``."""
-        source = None if like is None else self.values[like]
-        shape = given.get("shape", () if source is None else source.shape)
-        dtype = given.get("dtype", torch.float32 if source is None else source.dtype)
-        name = f"{near.name}_total{len(self.early)}"
-        output = self._value(name, shape, dtype)
-        self.early.append(
-            replace(
-                near, name=name, target=target, args=args,
-                kwargs=given.get("kwargs", ()), outputs=(output,),
-            )
-        )  # fmt: skip
-        return output
-
-    def _rewrite(self, op: Op) -> int | None:
-        """Sum instead of mean, then a division; returns the value of the total, if it is one."""
-        (loss,) = op.outputs
-        assert loss is not None
-        value = self.values[loss]
-        total = self._total(op, value.dtype)
+    def _divide_last(self, op: Op) -> None:
+        """Where ``op`` is a mean that divides by a total, the sum alone, then the division."""
+        rule, inputs = rule_of(op), [self.values[i] for i in op.inputs]
+        if rule is None or rule.mean is None:
+            return
+        found = rule.mean(op, inputs, functools.partial(self._add_early, op))
+        if found is None:
+            return
+        (output,) = op.outputs
+        assert output is not None
+        value = self.values[output]
         summed = self._value(
             f"{value.name}_sum", value.shape, value.dtype, differentiable=value.differentiable
         )
-        args = list(op.args)
-        kwargs = dict(op.kwargs)
-        if len(args) > 3:
-            args[3] = _SUM
-        else:
-            kwargs["reduction"] = _SUM
-        divisor: Any = total if isinstance(total, float) else Ref(total)
         self.replaced[op.index] = [
-            replace(op, args=tuple(args), kwargs=tuple(kwargs.items()), outputs=(summed,)),
+            replace(op, args=found.args, kwargs=found.kwargs, outputs=(summed,)),
             replace(
                 op, name=f"{op.name}_mean", target=torch.ops.aten.div.Tensor,
-                args=(Ref(summed), divisor), kwargs=(),
+                args=(Ref(summed), found.total), kwargs=(),
             ),
         ]  # fmt: skip
-        return None if isinstance(total, float) else total
 
-    def _total(self, op: Op, dtype: torch.dtype) -> int | float:
-        """The weight of all rows: the sum of the classes' weights over rows that count."""
-        aten = torch.ops.aten
-        x, target = (self.values[i] for i in op.inputs[:2])
-        if target.dtype.is_floating_point:  # probabilities: every row counts
-            return float(
-                torch.Size(target.shape).numel() // target.shape[1 if len(x.shape) > 1 else 0]
+    def _add_early(self, near: Op, early: EarlyOp) -> Ref:
+        """One more op of the block of totals."""
+        name = f"{near.name}_total{len(self.early)}"
+        output = self._value(name, early.shape, early.dtype)
+        self.early.append(
+            replace(
+                near, name=name, target=early.target, args=early.args, kwargs=early.kwargs,
+                outputs=(output,),
             )
-        ignored = _argument(op, 4, "ignore_index", -100)
-        ref = Ref(target.index)
-        valid = self._early(op, aten.ne.Scalar, (ref, ignored), target.index, dtype=torch.bool)
-        weight = _argument(op, 2, "weight", None)
-        if isinstance(weight, Ref):
-            classes = self.values[weight.index].shape[0]
-            column = self._early(
-                op, aten.view.default, (weight, (classes, 1)), weight.index, shape=(classes, 1)
-            )
-            known = self._early(op, aten.where.ScalarOther, (Ref(valid), ref, 0), target.index)
-            picked = self._early(
-                op, aten.embedding.default, (Ref(column), Ref(known)), column,
-                shape=(*target.shape, 1),
-            )  # fmt: skip
-            flat = self._early(op, aten.squeeze.dim, (Ref(picked), -1), picked, shape=target.shape)
-            counted = self._early(op, aten.mul.Tensor, (Ref(flat), Ref(valid)), flat)
-        else:
-            counted = self._early(
-                op, aten._to_copy.default, (Ref(valid),), valid, dtype=dtype,
-                kwargs=(("dtype", dtype),),
-            )  # fmt: skip
-        return self._early(op, aten.sum.default, (Ref(counted),), counted, shape=())
+        )  # fmt: skip
+        return Ref(output)
 
     def _moved_ops(self, sums: Sequence[Op]) -> set[int]:
         """``sums`` and what the totals depend on, all of it computed from inputs alone."""
@@ -231,12 +190,6 @@ class _Rewrite:
                 for i, (name, stop) in enumerate(runs)
             ),
         )
-
-
-def _argument(op: Op, position: int, name: str, default: Any) -> Any:
-    if len(op.args) > position:
-        return op.args[position]
-    return dict(op.kwargs).get(name, default)
 
 
 # --- the axis in time ---------------------------------------------------------------------------
