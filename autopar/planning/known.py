@@ -38,7 +38,8 @@ from autopar.ir.placement import Placement, State
 from autopar.pricing.moves import PlacementTable
 from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import OpTable, ValueTable
-from autopar.rules import Split
+from autopar.rules import Split, rule_of
+from autopar.rules.registry import Layer
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 """The choices of a node that are allowed."""
@@ -62,9 +63,6 @@ _ON_THE_BATCH = frozenset(
     {Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.ONE_WEIRD_TRICK}
 )
 _MEGATRON = frozenset({Parallelism.MEGATRON, Parallelism.MEGATRON_SEQUENCE})
-_ATTENTION = "aten.scaled_dot_product_attention"
-_HEADS = frozenset({"h", "r"})
-_DENSE = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default"})
 
 
 def force_masks(priced: PricedGraph, kind: Parallelism, axis: int) -> Masks:
@@ -158,13 +156,19 @@ def _parameters(priced: PricedGraph, op: Op) -> list[tuple[int, int]]:
     ]
 
 
+def _layer(op: Op) -> Layer | None:
+    rule = rule_of(op)
+    return None if rule is None else rule.layer
+
+
 def _is_convolution(priced: PricedGraph, op: Op) -> bool:
     ranks = [rank for _, rank in _parameters(priced, op)]
-    return "conv" in op.target_name and max(ranks, default=0) > 2
+    return _layer(op) is Layer.CONVOLUTION and max(ranks, default=0) > 2
 
 
 def _is_dense(priced: PricedGraph, op: Op) -> bool:
-    return op.target_name in _DENSE and any(rank == 2 for _, rank in _parameters(priced, op))
+    is_matrix = any(rank == 2 for _, rank in _parameters(priced, op))
+    return _layer(op) is Layer.DENSE and is_matrix
 
 
 def _is_norm(priced: PricedGraph, op: Op) -> bool:
@@ -251,8 +255,8 @@ def _as_megatron(priced: PricedGraph, op: Op, table: OpTable, kind: Parallelism,
     """Attention split on heads, norms whole or on the sequence, and otherwise neither."""
     analysis = priced.pricing.analysis
     batch, sequence = analysis.batch_splits[op.index], analysis.sequence_splits[op.index]
-    if op.target_name.startswith(_ATTENTION):
-        return _splits(table, axis, _is_on_heads)
+    if _layer(op) is Layer.ATTENTION:
+        return _splits(table, axis, lambda split: _is_on_heads(op, split))
     if _is_norm(priced, op):
         if kind is Parallelism.MEGATRON_SEQUENCE and sequence is not None:
             return _splits(table, axis, lambda split: split == sequence)
@@ -263,8 +267,9 @@ def _as_megatron(priced: PricedGraph, op: Op, table: OpTable, kind: Parallelism,
     return _splits(table, axis, lambda split: split is None or split.dim not in avoided)
 
 
-def _is_on_heads(split: Split | None) -> bool:
-    return split is not None and split.dim in _HEADS
+def _is_on_heads(op: Op, split: Split | None) -> bool:
+    rule = rule_of(op)
+    return split is not None and rule is not None and split.dim in rule.heads
 
 
 def _check_exists(priced: PricedGraph, kind: Parallelism, axis: int) -> None:
@@ -340,11 +345,11 @@ def _check_one_weird_trick(priced: PricedGraph, where: str) -> None:
 
 
 def _check_megatron(priced: PricedGraph, where: str, axis: int, size: int) -> None:
+    ops = priced.pricing.graph.ops
     heads = [
-        any(_is_on_heads(choice.splits[axis]) for choice in table.choices)
+        any(_is_on_heads(ops[decision.index], choice.splits[axis]) for choice in table.choices)
         for decision, table in zip(priced.nodes, priced.tables)
-        if isinstance(table, OpTable)
-        and priced.pricing.graph.ops[decision.index].target_name.startswith(_ATTENTION)
+        if isinstance(table, OpTable) and _layer(ops[decision.index]) is Layer.ATTENTION
     ]
     if not heads:
         raise ConstraintError(f"{where}: the model has no attention")

@@ -12,7 +12,7 @@ from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import Keeps
 from autopar.rules.elementwise import broadcast_layout
-from autopar.rules.registry import register
+from autopar.rules.registry import Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
@@ -39,6 +39,8 @@ def _attention_local(
     "aten.scaled_dot_product_attention.default",
     lower=_attention_local,
     keeps=Keeps(output=True),
+    layer=Layer.ATTENTION,
+    heads=("h", "r"),
 )
 def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``q[b, (h r), s, d] k[b, h, t, d] v[b, h, t, e]``; r query heads share one key head."""

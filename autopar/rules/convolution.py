@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.ir.graph import Op, Value
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_FACTORS, KEEPS_NOTHING, Keeps
-from autopar.rules.registry import Arguments, register
+from autopar.rules.registry import Arguments, Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 from autopar.rules.traced import register_traced
 
@@ -58,6 +58,7 @@ def _local_groups(
     "aten.convolution.default",
     arguments=_local_groups,
     keeps=KEEPS_FACTORS,
+    layer=Layer.CONVOLUTION,
 )
 def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, (g i), ...] w[(g o), i, ...] + b[(g o)]``; a bias enters the sum over i once."""
@@ -90,6 +91,7 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     "aten.conv_transpose3d.input",
     arguments=_local_groups,
     keeps=KEEPS_FACTORS,
+    layer=Layer.CONVOLUTION,
 )
 def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, (g i), ...] w[(g i), o, ...] + b[(g o)]``; a bias enters the sum over i once."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from autopar.ir.graph import Op, Value
 from autopar.rules.derivative import KEEPS_FACTORS
 from autopar.rules.elementwise import broadcast_layout
-from autopar.rules.registry import register
+from autopar.rules.registry import Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
 
 
-@register("aten.linear.default", keeps=KEEPS_FACTORS)
+@register("aten.linear.default", keeps=KEEPS_FACTORS, layer=Layer.DENSE)
 def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[..., k] w[n, k] + b[n]``; the bias enters the sum over k once."""
     x, weight = inputs[0].shape, inputs[1].shape
@@ -34,7 +34,8 @@ def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     )
 
 
-@register("aten.addmm.default", "aten.baddbmm.default", keeps=KEEPS_FACTORS)
+@register("aten.baddbmm.default", keeps=KEEPS_FACTORS)
+@register("aten.addmm.default", keeps=KEEPS_FACTORS, layer=Layer.DENSE)
 def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``bias + a[..., m, k] b[..., k, n]``; the bias enters the sum over k once."""
     bias, left, right = (v.shape for v in inputs)
@@ -55,8 +56,8 @@ def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     )
 
 
+@register("aten.mm.default", keeps=KEEPS_FACTORS, layer=Layer.DENSE)
 @register(
-    "aten.mm.default",
     "aten.bmm.default",
     "aten.matmul.default",
     "aten.mv.default",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[Inter
 KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | None]
 
 
+class Layer(StrEnum):
+    """Layers that known strategies treat each in its own way."""
+
+    DENSE = "dense"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What the compiler knows of one op family; everything but the space has a default.
@@ -36,7 +45,8 @@ class Rule:
     speak of the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` says
     what it communicates inside, and ``kernels`` which calls it makes (None where they are the op's
     own after all). ``keeps``: what the derivative reads. ``mean``: where the op computes one, how
-    it is a sum divided by a total.
+    it is a sum divided by a total. ``layer``: which layer of the known strategies it is, if any;
+    ``heads``: which dimensions of an attention are its heads.
     """
 
     space: SpaceFn
@@ -47,6 +57,8 @@ class Rule:
     kernels: KernelsFn | None = None
     keeps: Keeps = KEEPS_OPERANDS
     mean: MeanFn | None = None
+    layer: Layer | None = None
+    heads: frozenset[str] = frozenset()
 
 
 PointwiseFn = Callable[[Op], Rule]
@@ -63,6 +75,8 @@ def register(
     kernels: KernelsFn | None = None,
     keeps: Keeps = KEEPS_OPERANDS,
     mean: MeanFn | None = None,
+    layer: Layer | None = None,
+    heads: Iterable[str] = (),
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
@@ -109,6 +123,8 @@ def register(
                 kernels=kernels,
                 keeps=keeps,
                 mean=mean,
+                layer=layer,
+                heads=frozenset(heads),
             )
         return space
 
