@@ -9,6 +9,7 @@ itself, whatever dies meanwhile. Reading runs nothing, and takes over all of it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from autopar.runtime.state.checkpoint_format import (
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
+from autopar.runtime.state.optimizer_state import refused_by_all
 from autopar.runtime.state.plain import from_plain, to_plain
 from autopar.runtime.step.rank import RankRuntime
 
@@ -91,7 +93,10 @@ def load(runtime: RankRuntime, path: Path) -> None:
     Raises InputError where the checkpoint does not fit, or anything in it is missing or damaged,
     and leaves everything as it was.
     """
-    with runtime.made_optimizer_state(), runtime.refused_by_all():
+    with contextlib.ExitStack() as stack:
+        if runtime.options.optimizer is not None:
+            stack.enter_context(runtime.optimizer_state.materialized())
+        stack.enter_context(refused_by_all())
         tensors = _tensors(runtime)
         source = _opened(os.fspath(path), tensors)
         wanted = source.saved_of(tensors)
@@ -390,7 +395,7 @@ def _optimizer_state(
     if unknown := sorted((saved | state.keys()) - known):
         raise damaged(source.place, f"has optimizer state of {unknown[:3]}, which the model lacks")
     found = {"state": state, "param_groups": held["param_groups"]}
-    runtime.check_optimizer_state_dict(found)
+    runtime.optimizer_state.check(found)
     return found
 
 

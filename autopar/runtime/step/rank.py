@@ -25,21 +25,11 @@ from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.machine.randomness import Dice, kept_generators
-from autopar.runtime.state.checks import (
-    check_optimizer_state,
-    check_state,
-    without_parameters,
-)
+from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import Porter
 from autopar.runtime.state.model_options import ArrayOptions
-from autopar.runtime.state.optimizers import (
-    MakeOptimizer,
-    MakeScheduler,
-    is_like_parameter,
-    joined_groups,
-    make_optimizer,
-    materialize_state,
-)
+from autopar.runtime.state.optimizer_state import OptimizerState
+from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler, make_optimizer
 from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
@@ -422,133 +412,22 @@ class RankRuntime:
         if self.options.optimizer is None:
             raise no_optimizer()
 
-    def _optimizer_groups(self) -> list[dict[str, Any]]:
-        """None on a device whose stages have nothing to train."""
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """The state of the optimizer, once the updates that are still due have been made."""
         self._check_optimizer()
         self.updates.settle()
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._parameters.items()}
+        return OptimizerState(
+            self.program, self.optimizer, self._parameters, self._programs, self.porter
+        )
 
     def optimizer_state_dict(self, *, local: bool = False) -> dict[str, Any]:
-        """``{"state": {parameter name: {...}}, "param_groups": [...]}``.
+        """As `OptimizerState.state_dict`."""
+        return self.optimizer_state.state_dict(local=local)
 
-        State with one element per element of its parameter is a DTensor like it (with ``local``
-        this rank's part); the rest (step counts) is left as it is.
-        """
-        names = self._names()
-        state: dict[str, dict[str, Any]] = {}
-        groups = []
-        for group in self._optimizer_groups():
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                if self.optimizer is not None and parameter in self.optimizer.state:
-                    entries = self.optimizer.state[parameter]
-                    state[name] = dict(entries) if local else self._state_out(name, entries)
-            groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
-        if not local and self.communicator.num_devices > 1:
-            groups = self._groups_of_all(groups)
-        return {"state": state, "param_groups": groups}
-
-    def _groups_of_all(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The parameter groups of all devices of a pipeline, joined."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return joined_groups(gathered, self.program.parameters)
-
-    def _state_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        program, parameter = self._programs[name], self._parameters[name]
-        return {
-            key: self.porter.out(value, program.stored, program.shape)
-            if is_like_parameter(value, parameter)
-            else value
-            for key, value in entries.items()
-        }
-
-    @torch.no_grad()
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `optimizer_state_dict` gave, on any mesh, whole or as DTensors.
-
-        Raises InputError where it does not fit, and leaves everything as it was.
-        """
-        self._check_optimizer()
-        self.updates.settle()
-        optimizer, names = self.optimizer, self._names()
-        state = self._of_this_device(state)
-        with self.made_optimizer_state(), self.refused_by_all():
-            self.check_optimizer_state_dict(state)
-        if optimizer is None:
-            return
-        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update((k, v) for k, v in given.items() if k != "params")
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                if name in state["state"]:
-                    self._state_in(name, optimizer.state[parameter], state["state"][name])
-                else:
-                    optimizer.state.pop(parameter, None)
-
-    def check_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise InputError unless it fits; within `made_optimizer_state`."""
-        if self.optimizer is not None:
-            shapes = {p.name: p.shape for p in self.program.parameters}
-            own = self._of_this_device(state)
-            check_optimizer_state(own, self.optimizer, self._names(), shapes)
-
-    def _of_this_device(self, state: Any) -> Any:
-        elsewhere = {p.name for p in self.program.parameters} - self._programs.keys()
-        return without_parameters(state, elsewhere)
-
-    @contextlib.contextmanager
-    def made_optimizer_state(self) -> Iterator[None]:
-        """With the state that the first step would make; without it again after an InputError."""
-        self.updates.settle()
-        optimizer = self.optimizer
-        if optimizer is None:  # the stages of this device have nothing to train
-            yield
-            return
-        is_new = not optimizer.state
-        with torch.enable_grad():
-            materialize_state(optimizer)
-        try:
-            yield
-        except InputError:
-            if is_new:
-                optimizer.state.clear()
-            raise
-
-    @contextlib.contextmanager
-    def refused_by_all(self) -> Iterator[None]:
-        """An InputError on one rank is raised on all of them. Collective."""
-        refusal: InputError | None = None
-        try:
-            yield
-        except InputError as error:
-            refusal = error
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if refusal is None else str(refusal))
-        first = next((text for text in texts if text is not None), None)
-        if refusal is None and first is not None:
-            refusal = InputError(first)
-        if refusal is not None:
-            raise refusal
-
-    def _state_in(self, name: str, held: dict[str, Any], given: Mapping[str, Any]) -> None:
-        parameter, program = self._parameters[name], self._programs[name]
-        for key, value in given.items():
-            if (
-                key not in held
-                and isinstance(value, Tensor)
-                and tuple(value.shape) == program.shape
-            ):
-                held[key] = torch.empty_like(parameter, dtype=value.dtype)
-            if is_like_parameter(held.get(key), parameter):
-                self.porter.into(held[key], value, program.stored)
-            elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
-                held[key] = value.detach().to(device=held[key].device, copy=True)
-            else:
-                held[key] = value
+        """As `OptimizerState.load_state_dict`."""
+        self.optimizer_state.load_state_dict(state)
 
 
 def no_optimizer() -> OptimizerError:
