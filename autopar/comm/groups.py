@@ -1,4 +1,4 @@
-"""Axis-named collectives over ``torch.distributed``: one process group per axes label.
+"""Axis-named collectives on this rank: one group of ranks per axes label.
 
 In: a mesh, this process's rank and the labels that a program uses. Out: for each raw op of
 `autopar.comm.ops` a plain function of a local tensor. Shards are laid out contiguously for the wire
@@ -141,7 +141,7 @@ class Communicator:
     def collectives(self, label: str) -> Collectives:
         """The collectives over the axes of a label; collective where they are new."""
         group = self.group(label)
-        assert isinstance(group, Group), "nothing is communicated along the axis in time"
+        assert isinstance(group, Group), "nothing is communicated along the micro-batch axis"
         return group.collectives
 
     def gradient_collectives(self, label: str) -> Collectives:

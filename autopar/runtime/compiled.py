@@ -1,4 +1,4 @@
-"""``Compiled``: what ``autopar.compile`` returns, under ``torchrun`` and in one process alike."""
+"""``Compiled``, which ``autopar.compile`` returns, under ``torchrun`` and in one process alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUM_TIMED_STEPS = 100
 
 
 class Runner(Protocol):
-    """Where the ranks are: in this process, one of many, or in workers of it."""
+    """Runs the ranks: this process's own, under ``torchrun``, or local workers."""
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
 
@@ -82,7 +82,7 @@ class Runner(Protocol):
 
 
 class Compiled:
-    """A model compiled for its devices: train it, call it, take its state out.
+    """A model compiled for its devices: train it, call it, read its state.
 
     Arguments:
 
@@ -91,14 +91,14 @@ class Compiled:
     * ``forward_program``: makes the forward program of the training strategy
       (``lower(strategy, training=False)``) when it is first needed; ``lower_forward`` that of
       any other call or mode (see `autopar.runtime.step.forward_programs`).
-    * ``plan``: anything; handed out as ``compiled.plan``.
-    * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process has the one
-      of its ``LOCAL_RANK``, and they only say how many there are.
-    * ``model``: whose parameters and buffers are the initial state; left untouched.
+    * ``plan``: returned as ``compiled.plan``.
+    * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process uses that of
+      its ``LOCAL_RANK``, and only their number matters.
+    * ``model``: its parameters and buffers are the initial state; it is not changed.
     * ``options``: how it trains, see `autopar.runtime.options`.
 
-    Under ``torchrun`` every method is called by all ranks alike. In a single process workers are
-    started; they end with `close`, at the end of a ``with`` block, and with the interpreter.
+    Under ``torchrun`` all ranks must call every method. In a single process workers are started;
+    they end with `close`, at the end of a ``with`` block, and with the interpreter.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class Compiled:
         )
 
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
-        """One forward, backward and update on the global batch; the scalar loss.
+        """Run one forward, backward and update on the global batch; the scalar loss.
 
-        With ``local``, under ``torchrun``, each rank passes its own part of the batch. Raises
-        NonFiniteError, with everything as it was before the step, where the loss or a gradient is
-        not finite; see ``nonfinite`` of `autopar.compile`.
+        With ``local``, under ``torchrun``, each rank passes its own shard of the batch. If the loss
+        or a gradient is not finite, raises NonFiniteError and changes nothing; see ``nonfinite`` of
+        `autopar.compile`.
         """
         if self.program.loss is None:
             raise InputError(
@@ -179,29 +179,29 @@ class Compiled:
         return loss
 
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
-        """The forward pass alone; what the model itself returns, whole, without any gradient.
+        """Run the forward pass alone; what the model itself returns, whole, without gradients.
 
-        Any call that the model takes will do: another batch size, or no labels. The first call of
-        a kind, and the first in a mode, is captured and planned for; the last
+        Any call that the model takes is possible: another batch size, or no labels. The first call
+        of a kind, or in a mode, is captured and planned; the last
         `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or
-        buffer changes, in train mode neither. With a ``loss_fn``, its targets may be passed as in
+        buffer changes, not even in train mode. With a ``loss_fn``, its targets may be passed as in
         training or left out; the output is the model's own either way. With ``local``, under
-        ``torchrun``, each rank passes its own part of a batch as it is trained with.
+        ``torchrun``, each rank passes its own shard of a batch like those trained with.
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
         with self._runner.watched("a forward pass"):
             return self._forwards.run(args, kwargs, training=self.training, local=local)
 
     def train(self, mode: bool = True) -> Self:
-        """Let later calls run in train mode: as the model was when it was compiled, part by part.
+        """Run later calls in train mode: each submodule in its mode when the model was compiled.
 
-        Training steps are always in the mode that the model was compiled in.
+        Training steps always run in the mode that the model was compiled in.
         """
         self.training = bool(mode)
         return self
 
     def eval(self) -> Self:
-        """Let later calls run in eval mode: running statistics, no dropout. As of `nn.Module`."""
+        """Run later calls in eval mode, as `nn.Module.eval`: running statistics, no dropout."""
         return self.train(False)
 
     def _flatten(
@@ -218,37 +218,38 @@ class Compiled:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The 2-norm of all gradients of the last step together, before they were clipped.
+        """The 2-norm of all gradients of the last step, before clipping.
 
-        A scalar, with ``max_grad_norm`` only, as ``torch.nn.utils.clip_grad_norm_`` returns it;
-        None before the first step.
+        A scalar, as ``torch.nn.utils.clip_grad_norm_`` returns it; None without ``max_grad_norm``
+        and before the first step.
         """
         return self._runner.grad_norm
 
     @property
     def num_skipped_steps(self) -> int:
-        """How many training steps were left out with ``nonfinite="skip"``."""
+        """How many training steps were skipped with ``nonfinite="skip"``."""
         return self._runner.num_skipped_steps
 
     @property
     def step_time_s(self) -> float | None:
-        """Median time of the last steps as the caller saw it, in seconds; None before the first."""
+        """Median wall time of the last steps in seconds; None before the first."""
         return statistics.median(self._step_times_s) if self._step_times_s else None
 
     def memory_growth_bytes(self) -> list[int]:
-        """Per rank, by how much memory at the peak of training exceeds that before loading."""
+        """Per rank, by how much the memory at the peak of training exceeds that before loading."""
         return self._runner.memory_growth_bytes()
 
     def peak_tensor_bytes(self, *args: Any, local: bool = False, **kwargs: Any) -> list[int]:
-        """Per rank, the most bytes of tensors held at once in training; takes six steps on a batch.
+        """Per rank, the peak bytes of tensors in training; runs six steps on a batch.
 
-        What ``plan.prediction.memory_bytes`` counts: parameters, gradients, the optimizer's state,
-        activations, buffers of collectives; neither an allocator's holes nor libraries, nor a batch
-        that workers read from the caller's memory. On CPUs torch's profiler counts, which does not
-        see what a thread of the process group frees, and then finds too little: the most of three
-        counts, each over two steps, so that nothing from before the first is held in the second.
+        This is what ``plan.prediction.memory_bytes`` predicts: parameters, gradients, optimizer
+        state, activations, buffers of collectives; without an allocator's fragmentation, libraries,
+        or a batch that workers read from the caller's memory. On CPUs torch's profiler counts. It
+        misses what threads of the process group free, and then counts too little; so the result is
+        the maximum of three counts, each over two steps: the second holds nothing from before the
+        first.
         """
-        self._flatten(args, kwargs, local)  # a wrong batch is refused before anything is counted
+        self._flatten(args, kwargs, local)  # refuse a wrong batch before anything is counted
         counts = []
         for _ in range(3):
             self._runner.start_counting_tensors()
@@ -262,7 +263,7 @@ class Compiled:
         return self._runner.action_times()
 
     def report(self) -> str:
-        """The plan, and what was measured since."""
+        """The plan, and measurements since."""
         lines = [str(self.plan)]
         if self.step_time_s is not None:
             lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")
@@ -276,22 +277,22 @@ class Compiled:
         return self._runner.state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Plain whole tensors under the original model's keys: loads into the plain model."""
+        """Whole tensors under the original model's keys, as the plain model loads them."""
         return self._runner.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step by parameter name, as `state_dict` gives parameters.
 
-        With ``max_grad_norm`` they are as the optimizer saw them: clipped.
+        With ``max_grad_norm`` they are clipped, as the optimizer saw them.
         """
         return self._runner.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict`, `full_state_dict` or the plain model's gave."""
+        """Load what `state_dict`, `full_state_dict` or the plain model's returned."""
         self._runner.load_state_dict(state)
 
     def copy_to(self, model: nn.Module) -> None:
-        """Write the present weights and buffers into the plain model."""
+        """Copy the present weights and buffers into the plain model."""
         model.load_state_dict(self.full_state_dict())
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -312,16 +313,16 @@ class Compiled:
     def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
         """Write model, optimizer, schedule and seed to a folder: safetensors and plain JSON.
 
-        A checkpoint that was there stays until this one is whole. Raises InputError where it
-        cannot be written, and where a weight is not finite unless ``allow_nonfinite``.
+        An earlier checkpoint in the folder stays until this one is complete. Raises InputError if
+        it cannot be written, or a weight is not finite, unless ``allow_nonfinite``.
         """
         self._runner.save(path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: Path) -> None:
         """Read what `save` or ``torch.distributed.checkpoint`` wrote, on these devices or others.
 
-        Nothing in it is run. Raises InputError where anything in it is damaged or does not fit,
-        with everything as it was.
+        No code in it is run. Raises InputError, and changes nothing, if anything in it is damaged
+        or does not fit.
         """
         self._runner.load(path)
 

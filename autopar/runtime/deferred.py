@@ -1,4 +1,4 @@
-"""A compiled model that waits for its first call, which brings the example inputs."""
+"""A compiled model without example inputs: its first call provides them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.runtime.compiled import Compiled
 
 
 class Deferred(Compiled):
-    """A `Compiled` that is compiled by its first call, as by ``torch.compile``.
+    """A `Compiled` that is compiled by its first call, as with ``torch.compile``.
 
-    Until then it has none of a `Compiled`'s attributes but ``training``; then it has all of them.
+    Until then ``training`` is the only attribute of a `Compiled` that it has.
     """
 
     def __init__(self, make: Callable[[Arguments], Compiled], *, training: bool) -> None:
@@ -34,7 +34,7 @@ class Deferred(Compiled):
             self._compile_once(args, kwargs, local)
 
     def _compile_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], local: bool) -> None:
-        if self._is_made:  # by another thread, while this one waited
+        if self._is_made:  # by another thread, while this one waited for the lock
             return
         if local:
             raise InputError(

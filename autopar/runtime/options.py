@@ -1,4 +1,4 @@
-"""`RunOptions`: how a compiled model trains, whatever its plan."""
+"""`RunOptions`: how a compiled model trains, independent of its plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from autopar.runtime.step.clipping import check_max_grad_norm
 class RunOptions:
     """How a compiled model trains; checked when it is made.
 
-    * ``loss_fn``: a loss function with parameters of its own has them trained too.
+    * ``loss_fn``: a loss function; its own parameters are trained too.
     * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
       ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
-    * ``max_grad_norm``: gradients are clipped to this 2-norm of all of them before each update.
-    * ``nonfinite``: what becomes of a step whose loss or gradients are not finite: ``"raise"``,
+    * ``max_grad_norm``: gradients are clipped to this global 2-norm before each update.
+    * ``nonfinite``: what to do with a step whose loss or gradients are not finite: ``"raise"``,
       ``"skip"`` or ``"ignore"``.
-    * ``seed``: of dropout and other random operators; by default ``torch.initial_seed()``.
+    * ``seed``: for dropout and other random operators; by default ``torch.initial_seed()``.
     * ``array``: how each model trains, where several are compiled as one.
     * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
 

@@ -33,7 +33,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
-from autopar.runtime.machine.randomness import Dice, kept_generators, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Seeds, kept_generators, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
 from autopar.testing.lockstep_links import LockstepLinks, Mail, Turns
@@ -113,12 +113,12 @@ class LockstepMachine:
 
     def __init__(self, mesh: Mesh, seed: int = 0) -> None:
         self.mesh = mesh
-        self.dice = Dice(mesh, seed)
+        self.seeds = Seeds(mesh, seed)
         self.microbatch = 0
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.microbatch = microbatch
-        self.dice.begin_call(microbatch, block, phase)
+        self.seeds.begin_call(microbatch, block, phase)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}
@@ -144,7 +144,7 @@ class LockstepMachine:
         results = []
         for rank in range(self.mesh.num_devices):
             if place is not None:
-                seed = self.dice.seed_of(place, split_axes(node), rank)
+                seed = self.seeds.seed_of(place, split_axes(node), rank)
                 torch.default_generator.manual_seed(seed)
             results.append(self._call(node, env, rank))
         return results
@@ -284,7 +284,7 @@ class LockstepRun:
         for device, rank in enumerate(self.ranks):
             machine = rank.executor.machine
             assert isinstance(machine, LockstepMachine)
-            machine.dice.begin_step(self.num_steps)
+            machine.seeds.begin_step(self.num_steps)
             if len(self.ranks) > 1:
                 rank.executor.links = LockstepLinks(mail, device, len(self.ranks))
         with kept_generators(torch.device("cpu")):

@@ -23,7 +23,7 @@ from autopar.lowering.types import RankProgram
 from autopar.rules.choice import Choice
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.machine.process import ProcessMachine
-from autopar.runtime.machine.randomness import Dice
+from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.runners.local import LocalRunner, RankService
 from autopar.runtime.step.forward_programs import LowerForward
 from autopar.runtime.step.rank import RankOptions
@@ -64,7 +64,7 @@ class ProbedService(RankService):
         """Several raw ops, begun together: op, label and static arguments of each."""
         labels = {label for _, label, _ in wanted}
         communicator = Communicator(mesh, torch.device("cpu"), labels)
-        machine = ProcessMachine(communicator, Dice(mesh, 0))
+        machine = ProcessMachine(communicator, Seeds(mesh, 0))
         graphs = [single_op(mesh, *each) for each in wanted]
         with torch.no_grad():
             wait = machine.start_moves(list(zip(graphs, operands)))

@@ -1,4 +1,4 @@
-"""Who may speak: processes that do not know a job's key are turned away, and hold up nobody."""
+"""Processes that do not know a job's key are rejected, and delay nobody."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_ranks_get_in_past_noise_that_stays_connected() -> None:
 def test_a_crowd_that_says_nothing_keeps_nobody_out() -> None:
     key = handshake.new_key()
     with contextlib.ExitStack() as stack, door(1, key) as (port, come):
-        for _ in range(3 * handshake._MAX_GUESTS):
+        for _ in range(3 * handshake._MAX_CLIENTS):
             stack.enter_context(to(port)(5.0))
         started_s = time.monotonic()
         stack.enter_context(handshake.connect(to(port), key, 1, LIMIT_S))
-        assert time.monotonic() - started_s < handshake._GUEST_S
+        assert time.monotonic() - started_s < handshake._CLIENT_S
         assert list(come()) == [1]
 
 

@@ -1,9 +1,9 @@
-"""Connections between processes that know a common key; whoever does not know it is turned away.
+"""Authenticated connections between processes that share a key; others are rejected.
 
-In: a listening socket, or a way to connect to one, and a key. Out: connected sockets, each to the
-rank that proved to be there. Both sides prove to know the key (HMAC over numbers that both drew),
-which never travels. All messages have fixed sizes, so there is nothing to parse; those that connect
-are served side by side, each within a limit, so that noise and silence hold up nobody else.
+In: a listening socket, or a way to connect to one, and a key. Out: connected sockets, each to an
+authenticated rank. Both sides prove that they know the key (HMAC over nonces that both drew), which
+is never sent. All messages have fixed sizes, so there is nothing to parse. Clients are served
+concurrently, each within a time limit, so that no noisy or silent one delays the others.
 """
 
 from __future__ import annotations
@@ -17,135 +17,135 @@ import struct
 import time
 from collections.abc import Callable, Collection
 
-_DRAWN_BYTES = 32
-_HELLO = struct.Struct("=i32s32s")  # rank, what the client drew, its proof
-_GUEST_S = 5.0  # how long one that connects may take to prove who it is
-_MAX_GUESTS = 64
+_NONCE_BYTES = 32
+_HELLO = struct.Struct("=i32s32s")  # rank, the client's nonce, its proof
+_CLIENT_S = 5.0  # how long a client may take to authenticate
+_MAX_CLIENTS = 64
 _AGAIN_S = 0.05
 
 
 def new_key() -> bytes:
-    return os.urandom(_DRAWN_BYTES)
+    return os.urandom(_NONCE_BYTES)
 
 
-class _Guest:
-    """One that has connected, and has not proved anything yet."""
+class _Client:
+    """A client that has connected and is not authenticated yet."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self.deadline_s = time.monotonic() + _GUEST_S
+        self.deadline_s = time.monotonic() + _CLIENT_S
         self.received = b""
-        self.drawn = os.urandom(_DRAWN_BYTES)
-        connected.send(self.drawn)  # into an empty buffer
+        self.nonce = os.urandom(_NONCE_BYTES)
+        connected.send(self.nonce)  # into an empty buffer
 
     def rank(self, key: bytes) -> int | None:
-        """Who it is, None until all has come; raises OSError for a stranger."""
+        """The client's rank, None until its message is complete; OSError for a wrong proof."""
         data = self.socket.recv(_HELLO.size - len(self.received))
         self.received += data
         if not data:
-            raise ConnectionResetError("it has gone")
+            raise ConnectionResetError("the client is gone")
         if len(self.received) < _HELLO.size:
             return None
         rank, drawn, proof = _HELLO.unpack(self.received)
-        if not hmac.compare_digest(proof, _proof(key, b"client", rank, self.drawn, drawn)):
-            raise PermissionError("it does not know the key")
+        if not hmac.compare_digest(proof, _proof(key, b"client", rank, self.nonce, drawn)):
+            raise PermissionError("the client does not know the key")
         return int(rank)
 
     def welcome(self, key: bytes) -> None:
         rank, drawn, _ = _HELLO.unpack(self.received)
-        self.socket.send(_proof(key, b"server", rank, self.drawn, drawn))
+        self.socket.send(_proof(key, b"server", rank, self.nonce, drawn))
 
 
-class _Door:
-    """Serves those that connect to ``listener`` until each of ``ranks`` is there."""
+class _Acceptor:
+    """Serves the clients of ``listener`` until each of ``ranks`` is connected."""
 
     def __init__(self, listener: socket.socket, key: bytes, ranks: Collection[int]) -> None:
         listener.setblocking(False)
         self.listener, self.key, self.awaited = listener, key, set(ranks)
         self.found: dict[int, socket.socket] = {}
-        self.guests: dict[socket.socket, _Guest] = {}
+        self.clients: dict[socket.socket, _Client] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
 
     def serve(self, limit_s: float) -> None:
-        """Whoever is ready, and turn away those that took too long."""
+        """Serve the clients that are ready, and reject those that took too long."""
         for ready, _ in self.selector.select(limit_s):
             if ready.fileobj is self.listener:
-                self._let_in()
+                self._accept()
             else:
-                self._hear(self.guests[ready.fileobj])  # type: ignore[index]
+                self._read(self.clients[ready.fileobj])  # type: ignore[index]
         now_s = time.monotonic()
-        for guest in [g for g in self.guests.values() if g.deadline_s < now_s]:
-            self._turn_away(guest)
+        for client in [g for g in self.clients.values() if g.deadline_s < now_s]:
+            self._reject(client)
 
     def close(self) -> None:
-        for guest in [*self.guests.values()]:
-            self._turn_away(guest)
+        for client in [*self.clients.values()]:
+            self._reject(client)
         self.selector.close()
 
-    def _let_in(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again, or there are no descriptors left
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone, or no descriptors are left
             connected, _ = self.listener.accept()
             try:
-                guest = _Guest(connected)
+                client = _Client(connected)
             except OSError:
                 connected.close()
                 return
-            self.guests[connected] = guest
+            self.clients[connected] = client
             self.selector.register(connected, selectors.EVENT_READ)
-        if len(self.guests) > _MAX_GUESTS:
-            self._turn_away(next(iter(self.guests.values())))
+        if len(self.clients) > _MAX_CLIENTS:
+            self._reject(next(iter(self.clients.values())))
 
-    def _hear(self, guest: _Guest) -> None:
+    def _read(self, client: _Client) -> None:
         try:
-            rank = guest.rank(self.key)
+            rank = client.rank(self.key)
             if rank is None:
                 return
             if rank in self.awaited:
-                guest.welcome(self.key)
+                client.welcome(self.key)
                 self.awaited.remove(rank)
-                self.found[rank] = guest.socket
-                self._forget(guest)
+                self.found[rank] = client.socket
+                self._forget(client)
                 return
         except BlockingIOError:
             return
         except OSError:
             pass
-        self._turn_away(guest)
+        self._reject(client)
 
-    def _forget(self, guest: _Guest) -> None:
-        self.selector.unregister(guest.socket)
-        del self.guests[guest.socket]
+    def _forget(self, client: _Client) -> None:
+        self.selector.unregister(client.socket)
+        del self.clients[client.socket]
 
-    def _turn_away(self, guest: _Guest) -> None:
-        self._forget(guest)
-        guest.socket.close()
+    def _reject(self, client: _Client) -> None:
+        self._forget(client)
+        client.socket.close()
 
 
 def accept(
     listener: socket.socket, key: bytes, ranks: Collection[int], limit_s: float
 ) -> dict[int, socket.socket]:
-    """Connections from these ranks, each of which knows the key; fewer after ``limit_s``."""
-    door = _Door(listener, key, ranks)
+    """Accept authenticated connections from these ranks; fewer after ``limit_s``."""
+    acceptor = _Acceptor(listener, key, ranks)
     deadline_s = time.monotonic() + limit_s
     try:
-        while door.awaited and (left_s := deadline_s - time.monotonic()) > 0:
-            door.serve(min(left_s, _GUEST_S))
+        while acceptor.awaited and (left_s := deadline_s - time.monotonic()) > 0:
+            acceptor.serve(min(left_s, _CLIENT_S))
     finally:
-        door.close()
-    for connected in door.found.values():
+        acceptor.close()
+    for connected in acceptor.found.values():
         connected.setblocking(True)
-    return door.found
+    return acceptor.found
 
 
 def connect(
     make: Callable[[float], socket.socket], key: bytes, rank: int, limit_s: float
 ) -> socket.socket:
-    """A connection that ``make``, given a limit in seconds, makes to who knows the key.
+    """Connect with ``make``, which takes a time limit in seconds, to a listener with the key.
 
-    Tried again while there is time: a crowd of strangers may be turned away with this rank among
-    them. Raises OSError.
+    It tries again while there is time: among a crowd of strangers this rank may be rejected too.
+    Raises OSError.
     """
     deadline_s = time.monotonic() + limit_s
     while True:
@@ -169,11 +169,11 @@ def connect(
 
 
 def _introduce(connected: socket.socket, key: bytes, rank: int) -> None:
-    theirs, own = _received(connected, _DRAWN_BYTES), os.urandom(_DRAWN_BYTES)
+    theirs, own = _received(connected, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
     connected.sendall(_HELLO.pack(rank, own, _proof(key, b"client", rank, theirs, own)))
     proof = _received(connected, len(_proof(key, b"server", rank, theirs, own)))
     if not hmac.compare_digest(proof, _proof(key, b"server", rank, theirs, own)):
-        raise PermissionError("who listens there does not know this job's key")
+        raise PermissionError("the listener does not know this job's key")
 
 
 def _received(connected: socket.socket, size_bytes: int) -> bytes:
@@ -181,7 +181,7 @@ def _received(connected: socket.socket, size_bytes: int) -> bytes:
     while len(received) < size_bytes:
         data = connected.recv(size_bytes - len(received))
         if not data:
-            raise ConnectionResetError("turned away")
+            raise ConnectionResetError("rejected")
         received += data
     return received
 

@@ -1,7 +1,7 @@
-"""Ports that gloo listens on, closed to newcomers once its groups are connected.
+"""Seals the ports that gloo listens on, once its groups are connected.
 
-gloo accepts whoever connects, for as long as a group lives, and keeps the descriptor. Once a group
-is made all its connections are there, so that from then on the kernel can drop whatever comes.
+gloo accepts any connection for as long as a group lives, and keeps the descriptor. All connections
+of a group exist once it is made, so that the kernel can drop later ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # BPF:
 
 @contextlib.contextmanager
 def sealed() -> Iterator[None]:
-    """Seal the ports that this process begins to listen on within; nothing where there is no
-    Linux. Only for what makes groups of gloo alone: a `TCPStore` is to be reached later too."""
+    """Seal the ports on which this process starts to listen meanwhile, on Linux.
+
+    For code that makes gloo groups alone: a `TCPStore` must stay reachable.
+    """
     before = set(_listening())
     yield
     for fd in _listening():
@@ -30,11 +32,11 @@ def sealed() -> Iterator[None]:
 
 
 def _listening() -> Iterator[int]:
-    """The descriptors of TCP sockets that listen."""
+    """The descriptors of listening TCP sockets."""
     if not os.path.isdir(_OWN_FILES):
         return
     for name in os.listdir(_OWN_FILES):
-        with contextlib.suppress(OSError), _copy(int(name)) as found:  # no socket, or closed
+        with contextlib.suppress(OSError), _copy(int(name)) as found:  # not a socket, or closed
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
             ):

@@ -1,1 +1,1 @@
-"""The machine below: devices, heap, peak memory."""
+"""The host machine: devices, heap, peak memory."""

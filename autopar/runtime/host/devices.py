@@ -1,8 +1,8 @@
-"""From what a user calls "the devices" to a list of ``torch.device``, one for each rank.
+"""Resolves what a user passes as devices to a list of ``torch.device``, one for each rank.
 
-In: a number, a device string, or a list of strings and devices. Out: as many devices as there will
-be ranks, all of one type, all of which exist. It exists so that a wrong request is refused with
-its fix before a process is started or a byte allocated.
+In: a number, a device string, or a list of strings and devices. Out: one existing device for each
+rank, all of one type. A wrong request is refused, with the fix, before a process is started or a
+byte allocated.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from autopar.base.errors import DeviceError
 
 MAX_CPU_WORKERS = 64
-"""Local CPU workers may outnumber the cores, to try out a plan; each takes some 300 MB."""
+"""Local CPU workers may outnumber the cores, to try a plan; each takes some 300 MB."""
 
 _TYPES = ("cpu", "cuda")
 
@@ -24,11 +24,11 @@ def resolve_devices(
 
     * An int n: the first n CUDA devices; on a machine without any, n CPU workers.
     * ``"cpu"`` or ``"cuda:1"``: that one. ``"cuda"`` is torch's current CUDA device.
-    * A list: each in its turn. ``["cpu"] * 4`` are four CPU workers, on any machine; a CUDA device
-      is listed once, as two ranks on one would wait for each other in NCCL.
+    * A list: one for each rank. ``["cpu"] * 4`` are four CPU workers, on any machine; a CUDA device
+      may be listed once only, as two ranks on one would deadlock in NCCL.
 
     Raises ``DeviceError`` for a device that does not exist, for more than ``MAX_CPU_WORKERS`` CPU
-    workers, and for anything of another kind. Starts no CUDA context.
+    workers, and for anything else. Creates no CUDA context.
     """
     if isinstance(devices, int) and not isinstance(devices, bool):
         return _first_devices(devices)
@@ -117,5 +117,5 @@ def _check_cpu_workers(count: int) -> None:
 
 
 def _current_cuda_index() -> int:
-    """torch's current CUDA device; 0 if nothing has been chosen, without making a context."""
+    """torch's current CUDA device; 0 if none has been chosen, without creating a context."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0

@@ -1,19 +1,18 @@
-"""glibc's heap in a process that trains on the CPU: what a step frees is kept for the next one.
+"""Settings of glibc's heap for training on the CPU: memory that a step frees is kept for the next.
 
-By default glibc gives a large tensor's memory back to the kernel as soon as it is freed, and the
-kernel must find and clear every page again in the next step: measured, up to a quarter of a
-step. Kept, it serves the next step, as the caching allocator's memory does on a GPU; the peak is
-the same, but the process does not shrink between steps.
+By default glibc returns a large tensor's memory to the kernel as soon as it is freed, and the
+kernel must allocate and clear every page again in the next step, which can take a quarter of it.
+Kept memory serves the next step, as the caching allocator's does on a GPU; the peak is the same,
+but the process does not shrink between steps.
 
-Kept for ever it would creep: a step's tensors fit into the holes of the last one's ever less well,
-and after fifty steps of a GPT-2 on two processes the heap had twice its size. Where it has grown by
-a tenth (`FreedMemory`), what is free goes back once. Does nothing where glibc is not.
+Memory kept for ever would fragment: a step's tensors fit ever less well into the holes of the last
+one's, and the heap grows. When it has grown by a tenth (`FreedMemory`), free memory is returned
+once. Without glibc nothing is done.
 
 Tensors are aligned, for which glibc before 2.38 takes up to 96 bytes more than they need and frees
-the rest. Where a small object takes that rest, or the cache of a thread keeps it, a freed tensor
+the remainder. If a small object takes that remainder, or a thread's cache keeps it, a freed tensor
 leaves a hole with no room for a tensor of the same size. So workers have no such caches, and small
-objects find spare chunks of their own sizes. A process that trains a Transformer encoder grew by
-355 MiB before, of which 195 are tensors, and by 266 since.
+objects find spare chunks of their own sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _STATM = Path("/proc/self/statm")
 _TUNABLES = "GLIBC_TUNABLES"
 _SMALL_SIZES = range(24, 144, 16)
 _NUM_SPARE = 4000
-"""Bytes that fit beside a tensor, in glibc's steps; free chunks of each, 5 MiB in all."""
+"""Sizes that fit into such a remainder, in glibc's steps; free chunks of each, 5 MiB in all."""
 _SETTINGS = {"glibc.malloc.hugetlb": "1", "glibc.malloc.tcache_count": "0"}
 
 
@@ -46,10 +45,10 @@ def _glibc() -> Any:
 
 
 def keep_freed_memory() -> None:
-    """From now on nothing that this process frees goes back to the kernel by itself.
+    """Keep all memory that this process frees from now on.
 
-    Threads that are started later share one heap: buffers that the threads of a process group free
-    would else be kept for each of them alone.
+    Threads started later share one heap: otherwise buffers freed by a process group's threads would
+    be kept for each of them alone.
     """
     if (glibc := _glibc()) is not None:
         glibc.mallopt(_M_ARENA_MAX, 1)
@@ -59,9 +58,9 @@ def keep_freed_memory() -> None:
 
 
 def _spare_small_chunks(glibc: Any) -> None:
-    """Free chunks of each small size, apart from each other: half of them stays allocated.
+    """Make free chunks of each small size, separated by allocated ones.
 
-    Small objects take these, and not what is left beside a tensor.
+    Small objects take these, and not the remainder beside a tensor.
     """
     glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     glibc.free.restype, glibc.free.argtypes = None, [ctypes.c_void_p]
@@ -72,19 +71,18 @@ def _spare_small_chunks(glibc: Any) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give the kernel what this process has freed, once."""
+    """Return the memory that this process has freed to the kernel, once."""
     if (glibc := _glibc()) is not None:
         glibc.malloc_trim(ctypes.c_size_t(0))
 
 
 class FreedMemory:
-    """Gives back what is free when a process has grown though its steps are alike."""
+    """Returns free memory to the kernel when the process has grown although its steps are alike."""
 
     _GROWTH = 1.1
-    """Over what the process took after the second step, or after the first since it gave back."""
+    """Growth since the second step, or since the first after memory was returned."""
     _PAUSE_S = 5.0
-    """The least time from one to the next: to find 480 MiB of pages anew then took 0.14 s more than
-    to write to pages that were there, 0.02 s with huge pages."""
+    """The least time between two returns: allocating the pages again costs a part of a step."""
 
     def __init__(self) -> None:
         self._num_settling = 2
@@ -102,7 +100,7 @@ class FreedMemory:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is there; 0 where nothing tells."""
+    """Resident memory of this process; 0 if the system does not tell."""
     try:
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -110,10 +108,9 @@ def resident_bytes() -> int:
 
 
 def with_heap_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to be started, whose heap asks for huge pages and has no caches
-    of threads.
+    """The environment of a new process whose heap uses huge pages and has no thread caches.
 
-    Only a new process can be told so; a choice of the user's own is left as it is.
+    Only a process that starts can be told so; the user's own settings are kept.
     """
     if _glibc() is None:
         return dict(env)

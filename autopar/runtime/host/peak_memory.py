@@ -1,4 +1,4 @@
-"""How much memory this process has needed at most since a moment, on its device."""
+"""Peak memory of this process on its device since a given moment."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Growth of the peak since this object was made, in bytes.
 
-    On CUDA what the allocator handed out. On the CPU the process's resident memory (Linux: the
-    high-water mark, put back to the present at the start; elsewhere the peak of the whole life).
-    Libraries that any training loads are loaded before, and what the process had freed is given
-    back, so neither counts.
+    On CUDA the memory that the allocator handed out. On the CPU the process's resident memory
+    (Linux: the high-water mark, reset at the start; elsewhere the peak of the process's life).
+    Libraries that any training loads are loaded before, and freed memory is returned to the kernel,
+    so neither counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,12 +33,12 @@ class PeakMemory:
             self._start = torch.cuda.memory_allocated(device)
         else:
             _load_libraries()
-            give_back_freed_memory()  # not forget_peak alone: the start is read before it
+            give_back_freed_memory()  # the start is read after that, and before the peak is reset
             self._start = _resident_bytes()
         self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Let the peak be what is held now, as after loading; the start stays as it was."""
+        """Reset the peak to the present, as after loading; the start stays as it was."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -47,17 +47,18 @@ class PeakMemory:
             _CLEAR.write_text("5")
 
     def growth_bytes(self) -> int:
-        """Bytes that the peak lies above the start."""
+        """Bytes by which the peak exceeds the start."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._start
         return max(_peak_resident_bytes() - self._start, 0)
 
 
 class PeakTensors:
-    """The most bytes of tensors that were held at once between `start` and `stop`.
+    """The peak bytes of tensors between `start` and `stop`.
 
-    What an allocator is asked for, without its holes and rounding: `torch.cuda`'s count on CUDA,
-    on the CPU the allocations and frees that torch's profiler sees, and what is held at the end.
+    The memory requested of the allocator, without fragmentation and rounding: `torch.cuda`'s count
+    on CUDA; on the CPU from the allocations and frees that torch's profiler sees, and the tensors
+    at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +74,7 @@ class PeakTensors:
         self._profiler.start()
 
     def stop(self) -> int:
-        """Bytes. A tensor from before `start` that was let go before `stop` does not count."""
+        """The peak in bytes, without tensors from before `start` that were freed before `stop`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         assert self._profiler is not None, "stop() comes after start()"
@@ -84,8 +85,8 @@ class PeakTensors:
 
 
 def _held_bytes() -> int:
-    """Bytes of all storages of this process's tensors on the CPU."""
-    # By type(): isinstance() asks an object itself, and deprecated ones of torch warn then.
+    """Bytes of all storages of this process's CPU tensors."""
+    # By type(): isinstance() asks the object, and torch's deprecated ones then warn.
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     found = {}
     for tensor in tensors:
@@ -93,13 +94,13 @@ def _held_bytes() -> int:
             continue
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu":  # a fake tensor says "cpu", its storage does not
-            with contextlib.suppress(RuntimeError):  # a wrapper has none; what it wraps is here too
+            with contextlib.suppress(RuntimeError):  # a wrapper has none, what it wraps has
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
 def _load_libraries() -> None:
-    """One update of one number: torch's optimizers import its compiler when they are first used."""
+    """Run one update of one number, as torch's optimizers import its compiler at first use."""
     weight = torch.zeros(1, requires_grad=True)
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight], lr=0.0).step()

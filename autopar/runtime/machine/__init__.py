@@ -1,1 +1,1 @@
-"""Where graphs run, and what links one pipeline rank to the next."""
+"""Machines, which run graphs, and links, which carry values between pipeline devices."""

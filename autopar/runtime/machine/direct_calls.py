@@ -1,8 +1,8 @@
-"""Ops by their direct Python binding, which is quicker to call than the dispatcher's overload.
+"""Python bindings of common ops, which are quicker to call than the dispatcher's overloads.
 
-A call of ``torch.ops.aten.mm.default`` parses its arguments against the schema, which takes about
-1 us more than the parser of ``torch.mm``; a transformer layer makes a hundred calls in a step.
-Each function here has its op's arguments, results and kernel.
+``torch.ops.aten.mm.default`` parses its arguments against the schema, which takes longer than the
+parser of ``torch.mm``; a transformer layer makes a hundred such calls in a step. Each function here
+has its op's arguments, results and kernel.
 """
 
 from __future__ import annotations

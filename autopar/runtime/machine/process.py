@@ -1,9 +1,9 @@
-"""A machine that runs lowered graphs in this process: raw ops are bound to process groups.
+"""The machine that runs lowered graphs in this process, with raw ops bound to groups of ranks.
 
-In: a `Communicator` and graphs whose raw ops name mesh axes. Out: per graph one Python function,
-made once, in which each raw op is a direct call of a function of the communicator (no dispatcher,
-no look-up by name), and common ops are called by their direct bindings. An all-reduce whose operand
-nobody else reads works in place.
+In: a `Communicator` and graphs whose raw ops name mesh axes. Out: one Python function per graph,
+made once, in which each raw op is a call of a function of the communicator (no dispatcher, no
+look-up by name) and common ops are called by their Python bindings. An all-reduce works in place if
+its operand has no other reader.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
-from autopar.runtime.machine.randomness import Dice, is_random, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Seeds, is_random, random_nodes, split_axes
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A collective over the axes of ``label``; ``digit`` is what it splits, where it splits."""
+    """A collective over the axes of ``label``; ``digit`` says what it splits, if it does."""
 
     op: Any
     label: str
@@ -54,7 +54,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Joined:
-    """Operands of one collective, by their places among all that is moved."""
+    """Operands that travel in one collective, with their places among all moves."""
 
     places: list[int] = field(default_factory=list)
     operands: list[Tensor] = field(default_factory=list)
@@ -65,14 +65,14 @@ class _Joined:
         self.operands.append(operand)
         self.digits.append(digit)
 
-    def let_go(self) -> list[Tensor]:
-        """The operands, which are the caller's alone from now on."""
+    def release(self) -> list[Tensor]:
+        """Hand the operands over: from now on only the caller refers to them."""
         operands, self.operands = self.operands, []
         return operands
 
 
 class Probe(Protocol):
-    """Runs graphs in place of the machine, to look at what they make."""
+    """Runs graphs in place of the machine, to observe their values."""
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None: ...
 
@@ -82,15 +82,15 @@ class Probe(Protocol):
 
 
 class ProcessMachine:
-    """A `Machine` on one device. Call it with gradients disabled.
+    """The `Machine` of one rank's device. Call it with gradients disabled.
 
-    A ``probe`` runs the graphs while it is set.
+    While a ``probe`` is set, it runs the graphs.
     """
 
-    def __init__(self, communicator: Communicator, dice: Dice) -> None:
+    def __init__(self, communicator: Communicator, seeds: Seeds) -> None:
         self.communicator = communicator
         self.device = communicator.device
-        self.dice = dice
+        self.seeds = seeds
         self.probe: Probe | None = None
         self._bound: dict[fx.GraphModule, fx.GraphModule] = {}
         self._calls: dict[fx.GraphModule, _Call | None] = {}
@@ -107,12 +107,12 @@ class ProcessMachine:
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.communicator.microbatch = microbatch
-        self.dice.begin_call(microbatch, block, phase)
+        self.seeds.begin_call(microbatch, block, phase)
         if self.probe is not None:
             self.probe.begin(microbatch, block, phase)
 
     def release(self, program: RankProgram) -> None:
-        """Let go of what was made of a program's graphs."""
+        """Drop the functions made from a program's graphs."""
         for kernel in program.kernels:
             for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
                 if module is not None:
@@ -151,9 +151,9 @@ class ProcessMachine:
         *,
         own_memory: bool = False,
     ) -> Callable[[], Sequence[Tensor]]:
-        """Collectives of one kind, group and dtype travel as one, beside what is computed next.
+        """Start the moves; collectives of one kind, group and dtype travel as one.
 
-        With ``own_memory`` no result keeps the whole of which it is a part.
+        With ``own_memory`` no result is a view of a larger tensor that it would keep alive.
         """
         num_moves = len(moves)
         results: dict[int, Tensor] = {}
@@ -175,7 +175,7 @@ class ProcessMachine:
         pending = []
         for (op, label, _, _), together in joined.items():
             num, collectives = self.communicator.group(label).size, collectives_of(label)
-            operands, digits = together.let_go(), together.digits
+            operands, digits = together.release(), together.digits
             if op is ALL_REDUCE:
                 wait = start_sum(operands, collectives)
             elif op is ALL_GATHER:
@@ -199,7 +199,7 @@ class ProcessMachine:
         return finish
 
     def _single_call(self, module: fx.GraphModule) -> _Call | None:
-        """The collective of a graph that is that and nothing else."""
+        """The collective of a graph that consists of it alone; None for other graphs."""
         if module not in self._calls:
             calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
             found = None
@@ -238,11 +238,11 @@ class ProcessMachine:
 
     def _seeded(self, node: fx.Node, place: int) -> Callable[..., Any]:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
-        axes, dice, rank = split_axes(node), self.dice, self.communicator.rank
+        axes, seeds, rank = split_axes(node), self.seeds, self.communicator.rank
         generator = _default_generator(self.device)
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            generator.manual_seed(dice.seed_of(place, axes, rank))
+            generator.manual_seed(seeds.seed_of(place, axes, rank))
             return target(*args, **kwargs)
 
         seeded.__name__ = f"seeded_{node.name}"
@@ -251,11 +251,11 @@ class ProcessMachine:
     def _seeded_by_model(
         self, x: Tensor, models: Tensor, p: float, block: int, place: int, axes: str
     ) -> tuple[Tensor, Tensor]:
-        dice, rank = self.dice, self.communicator.rank
+        seeds, rank = self.seeds, self.communicator.rank
         generator = _default_generator(self.device)
 
         def begin(model: int) -> None:
-            generator.manual_seed(dice.seed_of_model(model, block, place, axes, rank))
+            generator.manual_seed(seeds.seed_of_model(model, block, place, axes, rank))
 
         return rows_dropped(x, models, p, begin)
 
@@ -283,14 +283,14 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def _on_device(module: fx.GraphModule, device: torch.device) -> dict[str, Any]:
-    """The tensors that a graph holds; scalars stay on the CPU, where every kernel takes them."""
+    """The constants of a graph on a device; scalars stay on the CPU, as every kernel takes them."""
     names = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
     held = {name: getattr(module, name) for name in names}
     return {n: t.to(device) if isinstance(t, Tensor) and t.dim() else t for n, t in held.items()}
 
 
 def _is_last_reader(node: fx.Node) -> bool:
-    """Whether the operand of ``node`` is memory that was made in this graph for it alone."""
+    """Whether the operand of ``node`` is memory made in this graph with no other reader."""
     value = node.args[0]
     while isinstance(value, fx.Node) and value.op == "call_function" and len(value.users) == 1:
         if not _may_alias(value):
@@ -302,6 +302,6 @@ def _is_last_reader(node: fx.Node) -> bool:
 def _may_alias(node: fx.Node) -> bool:
     if node.target in RAW_OPS:
         return node.target in (SHARD, MASK)
-    if not hasattr(node.target, "_schema") or is_random(node):  # getitem; dropout of nothing
+    if not hasattr(node.target, "_schema") or is_random(node):  # getitem; dropout with p = 0
         return True
     return returns_views(node.target)

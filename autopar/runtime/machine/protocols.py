@@ -1,9 +1,9 @@
-"""What an executor needs of the world: graphs that run, and other devices of the pipeline.
+"""The protocols that an executor runs on: `Machine` runs graphs, `Links` connect pipeline devices.
 
-A `Machine` runs graphs on values of type T, `Links` carry values between the devices of a pipeline.
-There are two of each: bound to this process (`autopar.runtime.machine.process`,
-`autopar.runtime.machine.links`), and for all ranks side by side in one process
-(`autopar.testing.lockstep`), where a value is a list of shards.
+There are two implementations of each: for one rank in its process
+(`autopar.runtime.machine.process`, `autopar.runtime.machine.links`), and for all ranks in one
+process (`autopar.testing.lockstep`, `autopar.testing.lockstep_links`), where a value is a list of
+shards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Machine(Protocol[T]):
     def run(self, module: fx.GraphModule, arguments: Sequence[T]) -> Sequence[T]: ...
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
-        """Say what runs next: the position on the axis in time, and the place of its random ops.
+        """Announce the block that runs next: it sets the micro-batch and the random seeds.
 
         A block draws the same numbers for a micro-batch whenever it runs in a step.
         """
@@ -43,12 +43,12 @@ class Machine(Protocol[T]):
     def add(self, left: T, right: T) -> T: ...
 
     def add_to(self, left: T, right: T) -> None:
-        """Add in place to a value that nobody else reads."""
+        """Add in place to a value that has no other reader."""
         ...
 
     def weighted_sum(self, terms: Sequence[tuple[float, T]]) -> T:
-        """The sum of weight times value, at least one; whole numbers stay whole under such
-        weights."""
+        """The sum of weight times value over at least one term; integers stay integers under
+        integer weights."""
         ...
 
     def contiguous(self, value: T) -> T: ...
@@ -58,34 +58,33 @@ class Machine(Protocol[T]):
     def start_moves(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
         """Begin to run graphs of one operand and one result each; the returned call finishes.
 
-        The machine may join what it communicates. It empties the list: an operand that nobody else
-        holds is let go of as soon as it has been sent.
+        The machine may join collectives. It empties the list, so that an operand that nobody else
+        holds is released as soon as it has been sent.
         """
         ...
 
     def start_gradients(self, moves: list[tuple[fx.GraphModule, T]]) -> Callable[[], Sequence[T]]:
-        """As `start_moves`, with results in memory of their own; where reductions last into the
-        next step, none of its collectives queues behind them."""
+        """As `start_moves`, with results in memory of their own. If reductions last into the next
+        step, its other collectives do not queue behind them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[T]):
-    """The values of a message, and when who waited could begin to take it in (seconds of
-    ``time.perf_counter``)."""
+    """The values of a message, and when it had arrived (``time.perf_counter``)."""
 
     values: Sequence[T]
-    came_s: float
+    arrived_s: float
 
 
 class Links(Protocol[T]):
-    """Carries values between this device of a pipeline and others: rank to rank of equal place.
+    """Carries values between pipeline devices: each rank to the rank of its mesh position there.
 
     A link delivers in the order of its sends. Shapes are agreed beforehand; no metadata travels.
     """
 
     def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
-        """Begin to send; the returned call waits until the values may be forgotten."""
+        """Begin to send; the returned call waits until the values may be released."""
         ...
 
     def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[T]]:
@@ -93,17 +92,17 @@ class Links(Protocol[T]):
         ...
 
     def start_sum(self, devices: tuple[int, ...], values: Sequence[T]) -> Callable[[], Sequence[T]]:
-        """Begin to sum over some devices, of which this is one; the returned call gives the sums,
+        """Begin to sum over ``devices``, which include this one; the returned call gives the sums
         on each of them."""
         ...
 
     def share(self, devices: tuple[int, ...], value: T | None, meta: TensorMeta) -> T:
-        """A value that the first of ``devices`` has, on all devices of the pipeline."""
+        """Copy a value that the first of ``devices`` has to all devices of the pipeline."""
         ...
 
 
 class NoLinks(Generic[T]):
-    """`Links` where there is one device."""
+    """The `Links` of a program with one pipeline device."""
 
     def send(self, device: int, values: Sequence[T]) -> Callable[[], None]:
         raise AssertionError(f"there is no device {device}")

@@ -1,13 +1,13 @@
-"""Random numbers that are equal on replicas and different on shards.
+"""Random seeds that are equal on replicas and different on shards.
 
-Every random operator of a program is preceded by a seed that depends on the run's seed, the step,
-the micro-batch, the block and which of its graphs it is in, the operator's place there, and the
-position of the rank along the axes that split the operator (``split_axes``, written on the node
-when it was traced). Ranks that hold the same shard draw the same numbers, others draw their own; a
-step can be repeated, and its numbers are the same in whatever order a schedule runs it.
+Every random operator is seeded by the run's seed, the step, the micro-batch, the block and its
+graph, the operator's position there, and the rank's position along the axes that split the operator
+(``split_axes``, written on the node when it was traced). Ranks that hold the same shard draw the
+same numbers, others draw their own; a step can be repeated, and its numbers are the same in
+whatever order a schedule runs it.
 
 Models of an array draw from seeds of their own, those that each would have alone: its run's seed,
-its own count of steps, and the place of the operator in its own graph.
+its own count of steps, and the position of the operator in its own graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
-    """One 63-bit seed from several numbers (splitmix64, applied in turn)."""
+    """Mix several numbers into one 63-bit seed (splitmix64, applied in turn)."""
     state = 0
     for number in numbers:
         state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -36,7 +36,7 @@ def mixed(*numbers: int) -> int:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph draws random numbers (dropout of nothing does not)."""
+    """Whether a node of a lowered graph draws random numbers (dropout with p = 0 does not)."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -52,13 +52,13 @@ def split_axes(node: fx.Node) -> tuple[int, ...]:
 
 
 def random_nodes(module: fx.GraphModule) -> dict[fx.Node, int]:
-    """The random nodes of a graph with their place among them."""
+    """The random nodes of a graph, numbered."""
     nodes = (n for n in module.graph.nodes if n.op == "call_function" and is_random(n))
     return {node: place for place, node in enumerate(nodes)}
 
 
-class Dice:
-    """Seeds of one step. ``begin_step`` starts a step, ``begin_call`` each run of a block."""
+class Seeds:
+    """The seeds of one step. ``begin_step`` starts a step, ``begin_call`` each run of a block."""
 
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self.mesh = mesh
@@ -90,7 +90,7 @@ class Dice:
 
 @contextlib.contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """The user's own random numbers go on afterwards as if nothing had been drawn."""
+    """Restore the user's random number generators afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield

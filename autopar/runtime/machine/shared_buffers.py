@@ -1,10 +1,10 @@
-"""Buffers that replicas of a stage update together, each replica with other micro-batches.
+"""Buffers that the replicas of a stage update together, each with its own micro-batches.
 
-In: what each micro-batch made of the present value on this device. Out: the next value, on all
-devices of the replicas, as if one device had taken all micro-batches in their order. A step
-multiplies such a buffer by a factor a and adds what depends on the batch alone (running statistics:
-a is 1 less the momentum). So of N micro-batches, what the i-th adds is its result less a times the
-present value, and it counts a^(N - 1 - i) times; the present value counts a^N times.
+In: the result of each micro-batch on this device, computed from the present value. Out: the next
+value, on all devices of the replicas, as if one device had run all micro-batches in order. A
+micro-batch multiplies such a buffer by a factor a and adds a term that depends on the batch alone
+(running statistics: a is 1 - momentum). So the i-th of N micro-batches adds its result minus a
+times the present value, with weight a^(N - 1 - i); the present value has weight a^N.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Made(Generic[T]):
-    """What one micro-batch made of the present value of a buffer."""
+    """The value that one micro-batch computed from the present value of a buffer."""
 
     buffer: int
     microbatch: int
@@ -36,7 +36,7 @@ def combined(
     present: Mapping[int, T],
     made: Sequence[Made[T]],
 ) -> dict[int, T]:
-    """The next values of the shared buffers that this device has."""
+    """The next values of the shared buffers on this device."""
     groups: dict[tuple[int, ...], list[BufferProgram]] = {}
     for buffer in program.buffers:
         if device in buffer.shared:
@@ -55,7 +55,7 @@ def combined(
 def _added(
     buffer: BufferProgram, num: int, machine: Machine[T], present: T, made: Sequence[Made[T]]
 ) -> T:
-    """What this device's micro-batches add."""
+    """The weighted sum of the terms that this device's micro-batches add."""
     factor = buffer.factor
     assert factor is not None
     meta = TensorMeta.contiguous(buffer.shape, buffer.dtype)

@@ -1,1 +1,1 @@
-"""Times of ops and collectives on the devices at hand."""
+"""Measured times of ops and collectives on this machine's devices."""

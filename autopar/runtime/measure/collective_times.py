@@ -1,4 +1,4 @@
-"""Times of collectives between this machine's own devices: measured once, then read.
+"""Times of collectives between this machine's devices: measured once, then read.
 
 In: a detected cluster and the store of measured times. Out: a `CommunicationModel` that answers
 from them. Under ``torchrun`` the ranks measure together; one process starts workers to do it.
@@ -28,13 +28,13 @@ _Found = dict[tuple[str, str], tuple[CollectiveTime, ...]]
 
 
 class CollectiveService:
-    """The workers' side."""
+    """The workers' side of a measurement."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
 
     def measure(self, cluster: str, path: str) -> _Found:
-        """What the store at ``path`` then holds, also where it cannot be written."""
+        """Measure; returns the times in the store at ``path``, even if it cannot be written."""
         described = Cluster.from_json(cluster)
         store = ProfileStore(Path(path), described.device)
         measure_collectives(described, store)
@@ -44,7 +44,7 @@ class CollectiveService:
 def collective_times(
     cluster: Cluster, devices: Sequence[torch.device], path: Path, start_timeout_s: float
 ) -> CommunicationModel:
-    """The times in the store at ``path``, after what it lacks has been measured.
+    """Measure the times that the store at ``path`` lacks, and return all of them.
 
     ``cluster`` is the detected one, with as many devices. Collective under ``torchrun``: all ranks
     describe the same cluster.

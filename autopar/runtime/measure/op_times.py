@@ -1,10 +1,9 @@
 """Times of ops on this machine's devices: each measured once, then read.
 
 In: the calls that a plan may make and the store of measured times. Out: a `ComputeModel` that
-answers from them. On CPUs every process that trains beside others also measures beside them, the
-same call at the same time: they share the host's memory and perhaps its cores, and large
-element-wise ops of two processes take up to 1.7 times as long as of one. Each sample begins on all
-of them at once: after 100 MB of operands were made, one was done before another had begun.
+answers from them. CPU processes that train concurrently also measure concurrently, the same call at
+the same time: they share the host's memory and perhaps its cores, so that large element-wise ops
+take longer than alone. Each sample starts on all of them at once.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ from autopar.runtime.state.wire import pack, unpack
 from autopar.runtime.workers.group import WorkerGroup
 
 LONGEST = 0.02
-"""A call that alone would take more of the limit is priced from shorter ones of the same op."""
+"""A call that would take more of the limit than this is priced from shorter ones of its op."""
 APART, BUDGET = (1.0, 1.001, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0), 0.45
-"""Where measuring every call is expected to take more than this part of the limit (it takes up to
-twice as long), no two of one kind are measured whose operations and bytes are within the next of
-these factors of each other."""
+"""If measuring every call is expected to take more than this part of the limit (it takes up to
+twice as long), no two calls of one kind are measured whose operations and bytes are within the next
+of these factors of each other."""
 CALL_LIMIT_S = 120.0
-"""One call that takes longer than this to measure is given up, and with it all that are left."""
+"""If measuring one call takes longer than this, it and all remaining ones are given up."""
 DISTURBED, MAX_REPEATS = 0.15, 3
-"""A measurement is made again, so often, when other programs had such a share of the host."""
+"""A measurement is repeated, so often, if other programs used such a share of the host."""
 ALIKE = 1.2
-"""Times of one call that differ by more are measured once more."""
+"""Two times of one call that differ by more are followed by a third."""
 AGAIN = 0.25
-"""What was measured while the processors were slow, and then what takes longest, is measured again
-for this part of the time that all measurements took."""
+"""Calls that were measured while the processors were slow, and then the costliest, are measured
+again, for this part of the time that all measurements took."""
 
 
 _total_s = attrgetter("total_s")
@@ -65,14 +64,14 @@ _DIRECTIONS = ("forward_s", "input_grad_s", "weight_grad_s")
 
 
 class OpService:
-    """The workers' side."""
+    """The workers' side of a measurement."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
         self.pace = Pace()
 
     def learn(self, operators: bytes) -> None:
-        """Make known those that are not torch's own, by `autopar.runtime.state.wire`."""
+        """Register ops that are not torch's own, sent by `autopar.runtime.state.wire`."""
         unpack(operators)
 
     def measure(self, call: OpCall, device: DeviceSpec) -> _Reply:
@@ -83,7 +82,7 @@ class OpService:
             limits = MeasureLimits()
             found: OpTime | CostError = measure_call(call, device, limits, self._together)
         except CostError as error:
-            found = type(error)(str(error))  # without its cause, which may be too much to send
+            found = type(error)(str(error))  # without its cause, which may not be picklable
         while not self._all_left():
             pass
         pace_s = max(pace_s, self.pace())
@@ -93,13 +92,13 @@ class OpService:
         return self._met(wish=wish)[0] > 0
 
     def _all_left(self) -> bool:
-        """Meet the others once more, who may not be done with this call: one of them may have
-        refused it, and then has fewer samples."""
+        """Join the others, who may still sample this call, until all have left it: one of them may
+        have refused the call, and then takes fewer samples."""
         return self._met(left=True)[1] == dist.get_world_size()
 
     @staticmethod
     def _met(*, wish: bool = False, left: bool = False) -> list[int]:
-        """How many of the workers wish to sample, and how many have left the call."""
+        """How many of the workers want another sample, and how many have left the call."""
         counts = torch.tensor([wish, left], dtype=torch.int64)
         dist.all_reduce(counts)
         return [int(count) for count in counts]
@@ -107,8 +106,8 @@ class OpService:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
-    """The times of a call, or why it has none; the processor seconds that it took, and how long a
-    fixed piece of arithmetic did before or after it."""
+    """The times of a call, or why it has none; its processor seconds, and the time of a fixed piece
+    of arithmetic before or after it."""
 
     found: OpTime | CostError
     cpu_s: float
@@ -124,11 +123,11 @@ def op_times(
     start_timeout_s: float,
     progress: Callable[[str], None],
 ) -> ComputeModel:
-    """The times in the store at ``path``, after ``limit_s`` of measuring what it lacks.
+    """Measure times that the store at ``path`` lacks, for up to ``limit_s``; returns all of them.
 
-    The costliest calls come first, but for those that would use up the limit or for which near
-    ones stand in; what is left is interpolated, or priced by the roofline. ``cluster`` is the
-    detected one.
+    The costliest calls are measured first, without those that would use up the limit or that
+    similar ones represent; the others are interpolated, or priced by the roofline. ``cluster`` is
+    the detected one.
     """
     device = cluster.device
     store = ProfileStore(path, device)
@@ -146,7 +145,7 @@ def op_times(
 
 
 def _expected(model: ComputeModel, calls: Sequence[OpCall]) -> dict[OpCall, OpEstimate]:
-    """Each call's time as far as it is known before it is measured, the costliest first."""
+    """Each call's estimated time before it is measured, the costliest first."""
     found = {}
     for call in dict.fromkeys(calls):
         with contextlib.suppress(CostError):  # without a price: the profiler says why
@@ -155,11 +154,11 @@ def _expected(model: ComputeModel, calls: Sequence[OpCall]) -> dict[OpCall, OpEs
 
 
 def _chosen(expected: Mapping[OpCall, OpEstimate], limit_s: float, share: float) -> list[OpCall]:
-    """The calls that are measured: as many as the limit probably suffices for, spread over sizes.
+    """The calls to measure: as many as the limit probably allows, spread over sizes.
 
-    ``share`` is the part of a core's or device's time that a call takes here of what it will
-    take in the job. The choice depends on no time of a call, and rates of a device are kept, so
-    that a second run finds its calls in the store.
+    ``share`` is a call's share of a core here, relative to that in the job. The choice depends on
+    no measured time of a call, and a device's rates are kept, so that a second run finds its calls
+    in the store.
     """
     limits = MeasureLimits()
     longest_s = LONGEST * limit_s / share
@@ -182,8 +181,10 @@ def _measure_in_workers(
     limit_s: float,
     start_timeout_s: float,
 ) -> None:
-    """As many workers as train on this host measure side by side, the slowest one's time counts;
-    where they are more than the host has cores for, as many as it has, each with a part of one."""
+    """Measure on as many workers as train on this host, all at once; the slowest time counts.
+
+    If the host has cores for fewer, as many workers measure, each for a share of those that train.
+    """
     count = _num_side_by_side(device)
     share = count / device.num_processes
     workers = WorkerGroup(
@@ -238,17 +239,16 @@ def measure_again(
     store: ProfileStore,
     deadline_s: float,
 ) -> None:
-    """Calls that were measured while the processors were slow, by now perhaps at their usual pace.
+    """Measure calls again that were measured while the processors were slow, and then all others.
 
-    ``paces_s`` has each call's seconds of `Pace`, which ``measure`` writes anew; in its order,
-    round by round; of these the shorter time of each direction stays in the store. Then once all
-    others, the costliest first, and once more where the two times differ by more than `ALIKE`: the
-    median counts. What slows a host's memory down for seconds is in no pace: side by side, an
-    update of 25 MB took 0.7 ms for 15 s of a minute and 1.2 for the rest.
+    ``paces_s`` has each call's seconds of `Pace`, which ``measure`` updates. Slow calls come in its
+    order, round by round, and the shorter time of each direction stays in the store. All others
+    follow once, the costliest first, and once more if the two times differ by more than `ALIKE`:
+    the median counts. Memory that is slow for seconds does not show in a pace.
     """
 
     def again(call: OpCall) -> OpTime | None:
-        """None where there is no time left; what is known stays where it cannot be measured."""
+        """None if there is no time left; a call that fails now keeps its earlier times."""
         with contextlib.suppress(CostError):
             return measure(call) if time.monotonic() <= deadline_s else None
         return None
@@ -275,7 +275,7 @@ def _are_apart(every: Sequence[OpTime], direction: str) -> bool:
 
 
 def _median(every: Sequence[OpTime]) -> OpTime:
-    """Of each direction; how far it spread is the worst of all."""
+    """The median of each direction; the spread is the worst of all."""
     return OpTime(
         **{name: statistics.median(getattr(t, name) for t in every) for name in _DIRECTIONS},
         spread=max(times.spread for times in every),
@@ -284,7 +284,7 @@ def _median(every: Sequence[OpTime]) -> OpTime:
 
 
 def _quicker(known: OpTime, times: OpTime) -> OpTime:
-    """The least of each direction; how far it spread is the worst of those they are from."""
+    """The minimum of each direction; the spread is the worst of those it is from."""
     kept = {name: min(known, times, key=attrgetter(name)) for name in _DIRECTIONS}
     spreads = [found.spread for name, found in kept.items() if getattr(found, name)]
     return OpTime(

@@ -1,1 +1,1 @@
-"""Where the ranks are: processes under torchrun, or local workers."""
+"""Runners of a compiled model: over processes under torchrun, or over local workers."""

@@ -1,7 +1,7 @@
-"""One process, or a notebook, that drives local workers: the parent's side and the workers'.
+"""The runner of one process, or a notebook, that drives local workers: parent's and workers' side.
 
 In: a program, whole state, batches. Out: losses, outputs and whole state. Whole tensors are sent
-once for all workers through shared memory, in portions, and each worker copies only its own part.
+once for all workers through shared memory, in portions, and each worker copies only its own shard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PORTION_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Of one training step: the loss, or why the step was refused; and counters after it."""
+    """The result of one training step: the loss, or why it was refused; and counters."""
 
     loss: Tensor | None
     refused: RefusedStep | FailedStep | None
@@ -50,7 +50,7 @@ class _Step:
 
 
 class RankService:
-    """The workers' side: one `RankRuntime`, answering the calls of `LocalRunner`."""
+    """The workers' side: one `RankRuntime` that answers the calls of `LocalRunner`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -58,7 +58,7 @@ class RankService:
         self._state: dict[str, Tensor] = {}
 
     def prepare(self, program: bytes) -> None:
-        """A new program; what the old one held is let go first."""
+        """Receive a new program; the old one's state is released first."""
         self.runtime = None
         self._state = {}
         self.program: RankProgram = unpack(program)
@@ -68,7 +68,7 @@ class RankService:
         self.peak_memory = PeakMemory(self.device)
 
     def receive(self, whole: Mapping[str, Tensor]) -> None:
-        """Keep this rank's part of some whole tensors."""
+        """Keep this rank's shard of some whole tensors."""
         programs = {p.name: p for p in self.program.parameters}
         device, rank = self.program.place(self.rank)
         for name, tensor in whole.items():
@@ -89,7 +89,7 @@ class RankService:
         return self.runtime
 
     def train_step(self, tensors: Sequence[Tensor]) -> _Step | None:
-        """What the step made, from rank 0."""
+        """Run a step; rank 0 returns its result."""
         runtime, loss, refused = self.running, None, None
         try:
             loss = runtime.train_step(tensors).cpu()
@@ -123,7 +123,7 @@ class RankService:
         return [x.cpu() for x in outputs] if self.rank == 0 else None
 
     def held(self, what: str) -> dict[str, Tensor]:
-        """Parts of parameters, gradients and buffers that no lower rank holds."""
+        """Shards of parameters, gradients and buffers that no lower rank holds."""
         runtime = self.running
         parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
         return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
@@ -138,7 +138,7 @@ class RankService:
         return (device, rank) == (buffer.device, 0)
 
     def held_optimizer_state(self) -> dict[str, Any]:
-        """As `RankRuntime.optimizer_state_dict`, with the parts that no lower rank holds."""
+        """As `RankRuntime.optimizer_state_dict`, with the shards that no lower rank holds."""
         state = self.running.optimizer_state_dict(local=True)
         state["state"] = {
             name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
@@ -151,7 +151,7 @@ class RankService:
         self.running.load_named(whole)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """None, or why nothing was taken over; alike on all ranks."""
+        """Load; returns None or why it was refused, the same on all ranks."""
         return _refusal(self.running.load_optimizer_state_dict, state)
 
     def model_states(self) -> list[ModelState] | None:
@@ -162,13 +162,13 @@ class RankService:
         array_of(self.running).load_model_states(states)
 
     def save_checkpoint(self, path: str, allow_nonfinite: bool) -> str | None:
-        """None, or why nothing was written; alike on all ranks."""
+        """Save; returns None or why it was refused, the same on all ranks."""
         return _refusal(
             functools.partial(checkpoint.save, allow_nonfinite=allow_nonfinite), self.running, path
         )
 
     def load_checkpoint(self, path: str) -> str | None:
-        """None, or why nothing was taken over; alike on all ranks."""
+        """Load; returns None or why it was refused, the same on all ranks."""
         return _refusal(checkpoint.load, self.running, path)
 
 
@@ -181,7 +181,7 @@ def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:
 
 
 class LocalRunner:
-    """The parent's side. The caller's own tensors are never changed."""
+    """The parent's side; it never changes the caller's tensors."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class LocalRunner:
 
     @staticmethod
     def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
-        """One worker per device; ``limits`` as in `WorkerGroup`."""
+        """Start one worker per device; ``limits`` as in `WorkerGroup`."""
         is_cuda = devices[0].type == "cuda"
         return WorkerGroup(
             len(devices),
@@ -243,7 +243,7 @@ class LocalRunner:
         self.group.call("set_forward_program", slot, pack(program))
 
     def watched(self, _name: str) -> AbstractContextManager[None]:
-        """The workers are watched in each call by themselves."""
+        """Nothing to do: the parent watches the workers in each call."""
         return contextlib.nullcontext()
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
@@ -255,7 +255,7 @@ class LocalRunner:
         return self.full_state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Plain whole tensors under the model's own keys."""
+        """The state as whole tensors under the model's own keys."""
         named = self._gathered("state")
         return {key: named[name] for key, name in self.options.keys}
 
@@ -269,7 +269,7 @@ class LocalRunner:
         return {name: self._whole(name, [h.get(name) for h in by_rank]) for name in names}
 
     def _whole(self, name: str, parts: Sequence[Tensor | None]) -> Tensor:
-        """From the parts of the ranks that sent theirs."""
+        """Assemble a tensor from the shards of the ranks that sent theirs."""
         mesh, parameter = self.program.mesh, self._parameters.get(name)
         if parameter is None:
             return next(part for part in parts if part is not None)
@@ -290,7 +290,7 @@ class LocalRunner:
         mesh = self.program.mesh
         shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in self.program.parameters}
         state: dict[str, dict[str, Any]] = {}
-        # What a holder has; of a split parameter all its holders have the same kinds of entries.
+        # One holder's entries; all holders of a split parameter have the same keys.
         held = {name: e for r in reversed(by_rank) for name, e in r["state"].items()}
         for name, entries in held.items():
             reference = torch.empty(shapes[name], device="meta")
@@ -305,7 +305,7 @@ class LocalRunner:
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         self._require_optimizer()
-        self._taken_over("load_optimizer_state_dict", state)
+        self._checked_call("load_optimizer_state_dict", state)
 
     def model_states(self) -> list[ModelState]:
         states: list[ModelState] = self.group.call("model_states")[0]
@@ -318,19 +318,19 @@ class LocalRunner:
         if self.options.optimizer is None:
             raise no_optimizer()
 
-    def _taken_over(self, method: str, *args: Any) -> None:
-        """Raise what the workers refused it for, and go on."""
+    def _checked_call(self, method: str, *args: Any) -> None:
+        """Call a method; raises InputError if the workers refused it, and stays usable."""
         refusals = [text for text in self.group.call(method, *args) if text is not None]
         if refusals:
             raise InputError(refusals[0])
 
     def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
         checkpoint.check_writable(path)
-        self._taken_over("save_checkpoint", os.path.abspath(path), allow_nonfinite)
+        self._checked_call("save_checkpoint", os.path.abspath(path), allow_nonfinite)
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
-        self._taken_over("load_checkpoint", os.path.abspath(path))
+        self._checked_call("load_checkpoint", os.path.abspath(path))
 
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]
@@ -350,7 +350,7 @@ class LocalRunner:
 
 
 def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
-    """Refuse an optimizer before anything is sent: it is built once over unwritten memory."""
+    """Refuse an optimizer before anything is sent, by building it over unwritten memory."""
     if options.optimizer is None:
         return
     parameters = {
@@ -366,7 +366,7 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
 
 
 def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a program reads of the whole state: parameters, and buffers that are no constants."""
+    """The state that a program reads: parameters, and buffers that are no constants."""
     constants = dict(program.constants)
     names = [p.name for p in program.parameters]
     names += [b.name for b in program.buffers if b.name not in constants]
@@ -374,7 +374,7 @@ def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str,
 
 
 def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The state in portions that bound the shared memory in use."""
+    """Split the state into portions, which bounds the shared memory in use."""
     portion: dict[str, Tensor] = {}
     size_bytes = 0
     for name, tensor in state.items():

@@ -1,7 +1,7 @@
-"""One process per device, as ``torchrun`` starts them: each runs the user's script.
+"""The runner of one process per device, as ``torchrun`` starts them with the user's script.
 
 In: a program and the model's whole state, which every rank has. Out: a runner with the methods of
-`autopar.runtime.runners.local.LocalRunner`, where state is DTensors.
+`autopar.runtime.runners.local.LocalRunner`, whose state is DTensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_spmd() -> bool:
 
 
 def rank_device(device_type: str) -> torch.device:
-    """This rank's device: the CPU, or the CUDA device of its ``LOCAL_RANK``, made the current."""
+    """This rank's device: the CPU, or the CUDA device of its ``LOCAL_RANK``, made current."""
     if device_type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -58,7 +58,7 @@ def rank_device(device_type: str) -> torch.device:
 
 
 def from_first_rank(make: Callable[[], T], what: str) -> T:
-    """What ``make`` gives on rank 0, on every rank; where there are no others, what it gives."""
+    """Call ``make`` on rank 0 and return its result on every rank; alone, just call it."""
     if not is_spmd():
         return make()
     box: list[T | None] = [None]
@@ -78,7 +78,7 @@ def from_first_rank(make: Callable[[], T], what: str) -> T:
 
 @contextlib.contextmanager
 def watched_compile(device_type: str, timeout_s: float) -> Iterator[None]:
-    """Where there are other ranks: joined to them, and under a watch from the first moment."""
+    """Run a compilation as a member of the job, watched from the first moment; alone, just run."""
     if not is_spmd():
         yield
         return
@@ -121,7 +121,7 @@ class SpmdRunner:
         with self.watch.call("train_step()", self.step_limit):
             try:
                 return self.runtime.train_step(tensors, local=local)
-            except StepRefused as error:  # on all ranks: nothing is wrong with this one
+            except StepRefused as error:  # raised on all ranks, so it is no fault of this one
                 refused = error.step
         raise error_of_step(refused, self.runtime.program)
 
@@ -137,7 +137,7 @@ class SpmdRunner:
         self.runtime.set_forward_program(slot, program)
 
     def watched(self, name: str) -> AbstractContextManager[None]:
-        """For a call of several parts, each of which may communicate."""
+        """Watch a call that consists of several, each of which may communicate."""
         return self.watch.call(name)
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
@@ -187,18 +187,18 @@ class SpmdRunner:
 
     def memory_growth_bytes(self) -> list[int]:
         with self.watch.call("memory_growth_bytes()"):
-            return _of_all_ranks(self.peak_memory.growth_bytes())
+            return _from_all_ranks(self.peak_memory.growth_bytes())
 
     def start_counting_tensors(self) -> None:
         self.peak_tensors.start()
 
     def counted_tensor_bytes(self) -> list[int]:
         with self.watch.call("peak_tensor_bytes()"):
-            return _of_all_ranks(self.peak_tensors.stop())
+            return _from_all_ranks(self.peak_tensors.stop())
 
     def action_times(self) -> list[list[ActionTime]]:
         with self.watch.call("action_times()"):
-            return _of_all_ranks(self.runtime.action_times())
+            return _from_all_ranks(self.runtime.action_times())
 
     def close(self) -> None:
         """Leave the job, and with the last runner the process group, if autopar joined it."""
@@ -207,7 +207,7 @@ class SpmdRunner:
         self._closed = True
 
 
-def _of_all_ranks(own: T) -> list[T]:
+def _from_all_ranks(own: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
@@ -216,7 +216,7 @@ def _of_all_ranks(own: T) -> list[T]:
 def own_parts(
     program: RankProgram, state: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies of this rank's parts of the whole state, on its device."""
+    """Copies of this rank's shards of the whole state, on its device."""
     device_here, rank = program.place(dist.get_rank())
     programs = {p.name: p for p in program.parameters}
     parts = {}
@@ -230,7 +230,7 @@ def own_parts(
 
 
 def agreed(options: RankOptions, device: torch.device) -> RankOptions:
-    """The options with rank 0's seed: the ranks' own generators may differ."""
+    """The options with rank 0's seed, as the ranks' own generators may differ."""
     seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
     dist.broadcast(seed, 0)
     return replace(options, seed=int(seed))

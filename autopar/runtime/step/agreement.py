@@ -1,13 +1,13 @@
-"""Whether a step's loss and gradients are finite: one answer, the same on all ranks.
+"""The agreement of all ranks on whether a step's loss and gradients are finite.
 
-In: this rank's parts of the gradients as they become complete, before they are reduced, and its
-part of the loss. Out: the loss, and a verdict before any weight is updated. Whatever the plan, a
-rank knows only its own share: gradients of split parameters and of a pipeline's stages are nowhere
-else, and late reductions have not arrived. So each rank's word travels beside its part of the loss,
-in the one sum that a step ends with: a second number, no second message.
+In: this rank's gradients as they become complete, before they are reduced, and its term of the
+loss. Out: the loss, and a verdict before any weight is updated. A rank sees only its own gradients:
+those of sharded parameters and of other stages are elsewhere, and late reductions have not arrived.
+So each rank sends its finding with its term of the loss, in the one sum that ends a step: a second
+number, not a second message.
 
-Gradients whose sum over the ranks may overflow, and infinite ones, are doubtful: only then the
-reductions are waited for, and all ranks look at the sums.
+Infinite gradients, and those whose sum over the ranks may overflow, are doubtful: only then do the
+ranks wait for the reductions and look at the sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.lowering.types import RankProgram
 
 
 class NonFinite(StrEnum):
-    """What becomes of a training step whose loss or gradients are not finite."""
+    """What to do with a training step whose loss or gradients are not finite."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -35,7 +35,7 @@ class NonFinite(StrEnum):
 
 
 def check_nonfinite(value: Any) -> NonFinite:
-    """The option; raises InputError for what is none."""
+    """Parse the option; raises InputError for any other value."""
     try:
         return NonFinite(value)
     except ValueError as error:
@@ -52,7 +52,7 @@ class Verdict(IntEnum):
 
 
 class Agreement:
-    """One rank's part. Making it, `total_loss` and `are_finite` are collective."""
+    """One rank's side of the agreement. Making it, `total_loss` and `are_finite` are collective."""
 
     def __init__(self, program: RankProgram, communicator: Communicator) -> None:
         assert program.loss is not None
@@ -62,28 +62,28 @@ class Agreement:
         self._meta = program.loss.meta
         self._num_ranks = world.num_devices
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
-        # A loss that is replicated along some axes is the word of the first rank along each.
+        # Along axes where the loss is replicated, the first rank sends it.
         mesh, summed = program.mesh, _summed_axes(program)
         others = [axis for axis in range(mesh.num_axes) if mesh.axis_names[axis] not in summed]
         self._counts = mesh.index(communicator.rank, others) == 0
         self._norms: dict[torch.dtype, list[Tensor]] = {}
 
     def begin_step(self) -> None:
-        """Forget what a step that broke off has left."""
+        """Reset, also after a step that was interrupted."""
         self._norms.clear()
 
     def inspect(self, gradient: Tensor) -> None:
-        """Take note of a complete gradient of this rank."""
+        """Examine a complete gradient of this rank."""
         precise = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, dtype=precise)
         self._norms.setdefault(gradient.dtype, []).append(norm)
 
     def refuse(self) -> None:
-        """This rank's step is void, whatever its gradients are."""
+        """Refuse the step on this rank, whatever its gradients are."""
         self._norms[torch.float32] = [torch.full((), math.nan, device=self.device)]
 
     def total_loss(self, part: Tensor | None) -> Tensor:
-        """The sum of the ranks' parts of the loss; with it comes the verdict."""
+        """Sum the loss over the ranks, and with it the verdict."""
         pair = torch.zeros(2, dtype=self._meta.dtype, device=self.device)
         if part is not None and self._counts:
             pair[0] = part.reshape(())
@@ -98,9 +98,9 @@ class Agreement:
         return pair[0].reshape(self._meta.shape)
 
     def _doubt(self) -> Tensor:
-        """0, more where a sum over the ranks may overflow, NaN where a gradient has one.
+        """0, a positive number if a sum over the ranks may overflow, NaN if a gradient has one.
 
-        No element is larger than the norm, and no sum than all ranks' largest elements together.
+        No element exceeds the norm, and no sum exceeds the total of all ranks' largest elements.
         """
         shares = [
             torch.stack(norms).amax() / (torch.finfo(dtype).max / self._num_ranks)
@@ -120,7 +120,7 @@ class Agreement:
 
 
 def _summed_axes(program: RankProgram) -> set[str]:
-    """The mesh axes along which ranks have parts of the loss that add up to it."""
+    """The mesh axes along which the loss is a partial sum."""
     assert program.loss is not None
     if program.loss.kernel is None:
         return set()

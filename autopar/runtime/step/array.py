@@ -71,7 +71,7 @@ class ArrayRuntime(RankRuntime):
         bound = self._training
         self.updates.begin_step()
         self.recovery.begin_step()
-        with self._model_dice(bound.is_random), self._run_by(self.recovery):
+        with self._seeded_models(bound.is_random), self._run_by(self.recovery):
             result = bound.executor.step(
                 bound.parameters, bound.held(self._buffers), batches, self.updates
             )
@@ -117,12 +117,12 @@ class ArrayRuntime(RankRuntime):
         return merged
 
     @contextlib.contextmanager
-    def _model_dice(self, is_random: bool) -> Any:
+    def _seeded_models(self, is_random: bool) -> Any:
         if not is_random:
             yield
             return
-        self.machine.dice.begin_step(self.num_steps)
-        self.machine.dice.begin_models([m.seed for m in self.array.models], self.model_steps)
+        self.machine.seeds.begin_step(self.num_steps)
+        self.machine.seeds.begin_models([m.seed for m in self.array.models], self.model_steps)
         with kept_generators(self.device):
             yield
 

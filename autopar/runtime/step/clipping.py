@@ -1,9 +1,9 @@
-"""Clipping by global norm: one norm over the gradients of all shards, one factor for all of them.
+"""Gradient clipping by global norm: one norm over the gradients of all shards, and one factor.
 
-In: this rank's parts of the gradients, in stored placement. Out: the same parts scaled as
-``torch.nn.utils.clip_grad_norm_`` scales the whole gradients, and the norm before. Each rank adds
-up the squares of the parts that no lower rank holds, so that a replicated part counts once; zeros
-behind the end of a padded one count nothing. One number a step is communicated.
+In: this rank's shards of the gradients, in stored placement. Out: the shards scaled as
+``torch.nn.utils.clip_grad_norm_`` scales the whole gradients, and the norm before. Each rank sums
+the squares of the shards that no lower rank holds, so that replicas count once; padding is zero.
+One number is communicated per step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autopar.lowering.types import ParameterProgram
 from autopar.runtime.state.shards import holder
 
 EPSILON = 1e-6
-"""That of ``torch.nn.utils.clip_grad_norm_``."""
+"""The epsilon of ``torch.nn.utils.clip_grad_norm_``."""
 
 
 def check_max_grad_norm(max_grad_norm: Any) -> None:
-    """Raise InputError unless it is None or a positive finite number."""
+    """Raise InputError unless the limit is None or a positive finite number."""
     if max_grad_norm is None:
         return
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
@@ -38,7 +38,7 @@ def check_max_grad_norm(max_grad_norm: Any) -> None:
 
 
 class Clipper:
-    """Clips on one rank. Making it, and every call, is collective.
+    """Clips the gradients of one rank. Making it, and every call, is collective.
 
     ``programs`` are the trainable parameters of all devices of the pipeline.
     """
@@ -53,7 +53,7 @@ class Clipper:
         here = communicator.pipeline_device
         self.max_grad_norm = max_grad_norm
         self.device = communicator.device
-        # Of all parameters, since every rank adds to one number.
+        # The dtype of all parameters, as every rank adds to one number.
         is_double = any(p.dtype.to_real() is torch.float64 for p in programs)
         self._dtype = torch.float64 if is_double else torch.float32
         self._counted = {
@@ -64,7 +64,7 @@ class Clipper:
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
 
     def norm(self, gradients: Mapping[str, Tensor], *, is_void: bool = False) -> Tensor:
-        """The 2-norm of all gradients together, the same on all ranks: NaN if any is void."""
+        """The 2-norm of all gradients, the same on all ranks; NaN if any rank's step is void."""
         total = torch.zeros((), dtype=self._dtype, device=self.device)
         for name, gradient in gradients.items():
             if name in self._counted:
@@ -76,5 +76,5 @@ class Clipper:
         return self._sum(total).sqrt()
 
     def factor(self, norm: Tensor) -> Tensor:
-        """What to multiply every gradient with: at most 1."""
+        """The factor to scale every gradient by, at most 1."""
         return (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)

@@ -1,8 +1,8 @@
 """The computation of a step on one device: the graphs of its stages, micro-batch by micro-batch.
 
 In: a program, a device's route through it, and this step's parameters, buffers and batches. Out:
-gradients as they accumulate, the loss's parts, next buffers. It knows blocks and values; the order
-of actions, communication between devices and reductions are the executor's.
+accumulated gradients, this device's terms of the loss, next buffers. It knows blocks and values;
+the order of actions, communication between devices and reductions belong to the executor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Record(Generic[T]):
-    """What the forward pass of a block leaves for its backward pass."""
+    """The values that the forward pass of a block saves for its backward pass."""
 
     operands: dict[int, T]
     saved: list[T]
@@ -40,9 +40,9 @@ class _Record(Generic[T]):
 class Flight(Generic[T]):
     """The values of one micro-batch on this device.
 
-    ``given`` are inputs and totals; ``values`` what stages made or received; ``cotangents`` the
-    gradients that have come back so far. By block, ``records`` wait for I, and ``late`` holds what
-    W still needs. By stage, ``entered`` is what a recomputed stage was given.
+    ``given`` are inputs and totals; ``values`` are what stages computed or received; ``cotangents``
+    are the gradients accumulated so far. By block, ``records`` are kept for I, and ``late`` for W.
+    By stage, ``entered`` are the inputs of a recomputed stage.
     """
 
     given: Mapping[int, T]
@@ -55,7 +55,7 @@ class Flight(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Moving(Generic[T]):
-    """What a micro-batch made of some buffers, on its way to all ranks."""
+    """Buffers computed by a micro-batch, on their way to all ranks."""
 
     microbatch: int
     buffers: tuple[BufferProgram, ...]
@@ -65,9 +65,8 @@ class _Moving(Generic[T]):
 class Computation(Generic[T]):
     """One step on one device; ``fixed`` are the values that depend on nothing but constants.
 
-    What leaves a stage whole (the loss, next buffers) is communicated beside what is computed next,
-    and so are the parameters of the next block. With ``keeps_loss`` the loss's part is left to the
-    caller.
+    Communication of the loss, of next buffers and of the next block's parameters overlaps with the
+    computation that follows. With ``keeps_loss`` summing the loss over ranks is left to the caller.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Computation(Generic[T]):
     # --- forward ----------------------------------------------------------------------------
 
     def forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
-        """F of a stage; with ``keep`` it leaves what the backward pass needs."""
+        """F of a stage; with ``keep`` it saves what the backward pass needs."""
         recomputed = stage in self.program.pipeline.shape.recomputed
         flight = self.flights[microbatch]
         if recomputed and keep and stage:
@@ -124,7 +123,7 @@ class Computation(Generic[T]):
         self._run_blocks(stage, microbatch, keep=keep and not recomputed)
 
     def recompute(self, stage: int, microbatch: int) -> None:
-        """R of a stage: its forward pass again, which leaves nothing but what backward needs."""
+        """R of a stage: run its forward pass again, only to save what the backward pass needs."""
         flight = self.flights[microbatch]
         beside = flight.values
         flight.values = flight.entered.pop(stage, {})
@@ -167,7 +166,7 @@ class Computation(Generic[T]):
         return [interface.parameters[i - num_inputs] for i in operands if i >= num_inputs]
 
     def _forget(self, position: int, record: _Record[T]) -> None:
-        """The backward pass of a block is through: parameters kept for it alone are let go."""
+        """Release the parameters that were kept for a block's backward pass alone."""
         for value in self._parameters_in(position, record.operands):
             self._keepers[value] -= 1
             self._release(value)
@@ -177,9 +176,9 @@ class Computation(Generic[T]):
             self.used.pop(value, None)
 
     def _start_fetching(self, position: int) -> None:
-        """Begin to bring a block's parameters to the placement that it uses them in.
+        """Begin to bring a block's parameters to the placement in which it uses them.
 
-        There is one copy for all micro-batches.
+        All micro-batches share one copy.
         """
         values, moves = [], []
         for value in dict.fromkeys(self.program.blocks[position].interface.parameters):
@@ -203,7 +202,7 @@ class Computation(Generic[T]):
             self.used.update(zip(values, wait()))
 
     def finish_forward(self, stage: int, microbatch: int) -> None:
-        """Take the loss's part and the next buffers from what F of a stage has made."""
+        """Take the loss and the next buffers from the results of a stage's F."""
         values, crossing = self.flights[microbatch].values, self.route.crossing[stage]
         self._follow(stage, microbatch, self.route.updated[stage], values)
         if stage == self.route.loss_stage:
@@ -213,7 +212,7 @@ class Computation(Generic[T]):
                 del values[value]
 
     def _add_loss(self, values: Mapping[int, T]) -> None:
-        """Add a micro-batch's part of the loss; with the last one begin to make it whole."""
+        """Add a micro-batch's loss; after the last one begin to sum it over the ranks."""
         output = self.program.loss
         assert output is not None
         part = values[output.value]
@@ -225,12 +224,12 @@ class Computation(Generic[T]):
             self._whole_loss = self.machine.start_moves([(forward, self.loss)])
 
     def whole_loss(self) -> T | None:
-        """The sum of this device's parts of the loss; None where it has none."""
+        """The loss summed over this device's ranks; None if the loss is not made here."""
         return self._whole_loss()[0] if self._whole_loss is not None else self.loss
 
     def finish(self) -> None:
-        """Wait for the next buffers, and take those that no stage makes: copies of inputs and of
-        constants."""
+        """Wait for the next buffers, and add those that no stage computes: copies of inputs and
+        of constants."""
         last = len(self.flights) - 1
         copies = [b.following.value for b in self.route.copied if b.following is not None]
         self._follow(NO_STAGE, last, self.route.copied, {v: self.value(last, v) for v in copies})
@@ -244,7 +243,7 @@ class Computation(Generic[T]):
         updated: Sequence[BufferProgram],
         values: Mapping[int, T],
     ) -> None:
-        """Take a stage's next buffers; those that are communicated are there at its next F."""
+        """Take a stage's next buffers; communication of them ends by its next F."""
         moved, moves = [], []
         for buffer in updated:
             assert buffer.following is not None
@@ -265,13 +264,13 @@ class Computation(Generic[T]):
                 self._set_buffer(buffer, moving.microbatch, value)
 
     def _set_buffer(self, buffer: BufferProgram, microbatch: int, value: T) -> None:
-        if buffer.shared:  # with other replicas, which have other micro-batches
+        if buffer.shared:  # shared with other replicas, which run other micro-batches
             self.made.append(Made(buffer.value, microbatch, value))
         else:
             self.following[buffer.value] = self.buffers[buffer.value] = value
 
     def whole(self, output: OutputProgram, value: T) -> T:
-        """A value that leaves the program, made whole."""
+        """A value that leaves the program, as a whole tensor."""
         if output.kernel is None:
             return value
         return self.machine.run(self.program.kernels[output.kernel].forward, [value])[0]
@@ -279,9 +278,9 @@ class Computation(Generic[T]):
     # --- backward ---------------------------------------------------------------------------
 
     def backward(self, stage: int, microbatch: int, *, weights: bool) -> Iterator[list[int]]:
-        """I of a stage block by block, or with ``weights`` B: each block's W after its I.
+        """I of a stage, block by block, or with ``weights`` B: each block's W after its I.
 
-        Yields, after each block, the parameters whose gradients have become complete.
+        Yields, after each block, the parameters whose gradients are now complete.
         """
         flight = self.flights[microbatch]
         for position in reversed(self.route.blocks[stage]):
@@ -296,12 +295,12 @@ class Computation(Generic[T]):
             cotangents = self._take(flight, block, kernel)
             arguments = self._run_input(position, microbatch, record, cotangents)
             self._forget(position, record)
-            del record, cotangents  # what W needs of them is in its arguments
+            del record, cotangents  # the arguments of W refer to those that it needs
             if kernel.backward_weight is None:
                 continue
             if weights:
                 complete = self._run_weight(position, microbatch, arguments)
-                del arguments  # not for the next block's I to run beside
+                del arguments  # released before the next block's I runs
                 yield complete
             else:
                 flight.late[position] = arguments
@@ -316,7 +315,7 @@ class Computation(Generic[T]):
                 yield complete
 
     def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
-        """Cotangents of the block's outputs; zeros where nothing flowed back."""
+        """Cotangents of the block's outputs; zeros for those without one."""
         loss = None if self.program.loss is None else self.program.loss.value
         taken = []
         for index in kernel.cotangents:
@@ -332,7 +331,7 @@ class Computation(Generic[T]):
     def _run_input(
         self, position: int, microbatch: int, record: _Record[T], cotangents: list[T]
     ) -> list[T]:
-        """Run I and hand on the gradients; the arguments of W."""
+        """Run I and pass the gradients on; returns the arguments of W."""
         block, flight = self.program.blocks[position], self.flights[microbatch]
         kernel = self.program.kernels[block.kernel]
         sources: dict[str, Mapping[int, T]] = {
@@ -365,8 +364,8 @@ class Computation(Generic[T]):
         return complete
 
     def _add_gradient(self, value: int, gradient: T) -> None:
-        """The first sum is new memory (one tensor may be the gradient of two parameters); what
-        follows is added to it in place."""
+        """Add to a gradient. The first sum is new memory, as one tensor may be the gradient of two
+        parameters; later contributions are added in place."""
         if value in self._own_sums:
             self.machine.add_to(self.partial[value], gradient)
             return

@@ -1,9 +1,9 @@
-"""Where the first value that is not finite was made: a step that was refused is played once more.
+"""The origin of the first non-finite value, found by running a refused step once more.
 
 In: each call of a block's graph, node by node, with the step's own batch, weights and seed. Out: on
-each rank the first infinite value and the first NaN, of which the earliest of all ranks is what the
-error names. Infinite numbers that are written in the model (masks of attention) and what is made of
-them are not meant: a value counts where an op made it of finite ones.
+each rank the first infinite value and the first NaN; the error names the earliest over all ranks.
+Infinite constants of the model (attention masks) and values computed from them do not count: only a
+value that an op computes from finite operands does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.lowering.types import RankProgram
 from autopar.runtime.machine.protocols import Phase
 
 _EVERY_MAKER_IS_FINITE = (
-    "every block made finite values when the step was played again: they overflow where gradients "
-    "are added up, over micro-batches or ranks, or in their norm"
+    "every block computed finite values when the step was run again: gradients overflow where they "
+    "are summed, over micro-batches or ranks, or in their norm"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The first value of a kind (``"inf"`` or ``"nan"``) on one rank, and the node that made it."""
+    """The first value of a kind (``"inf"`` or ``"nan"``) on one rank, and the node it is from."""
 
     kind: str
     microbatch: int
@@ -40,8 +40,7 @@ class Found:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """In which values depend on each other: the backward pass goes through blocks in
-        reverse."""
+        """The order of dependence: the backward pass goes through the blocks in reverse."""
         backward = self.phase is not Phase.FORWARD
         block = -self.block if backward else self.block
         return self.microbatch, backward, block, self.phase, self.node
@@ -49,7 +48,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedStep:
-    """A step that was not made. ``given``: inputs and weights that were not finite before it."""
+    """A step that was refused. ``given`` are inputs and weights that were not finite before."""
 
     number: int
     loss: float
@@ -59,7 +58,7 @@ class RefusedStep:
 
 
 class StepRefused(Exception):
-    """Raised on all ranks alike; what runs a rank makes an error for the user of it."""
+    """Raised on all ranks alike; a runner turns it into an error for the user."""
 
     def __init__(self, step: Any) -> None:
         super().__init__(step)
@@ -67,7 +66,7 @@ class StepRefused(Exception):
 
 
 class Probe:
-    """Runs the graphs of blocks node by node, and notes the first values that are not finite."""
+    """Runs the graphs of blocks node by node, and records the first non-finite values."""
 
     def __init__(self, program: RankProgram, rank: int) -> None:
         self.program = program
@@ -85,7 +84,7 @@ class Probe:
     def run(
         self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """What ``bound``, made of ``module`` node by node, makes of the arguments."""
+        """Run ``bound``, a copy of ``module`` with bound collectives."""
         _, block, phase = self._call
         kernel = self.program.kernels[self.program.blocks[block].kernel]
         graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
@@ -105,7 +104,7 @@ class Probe:
 
 
 class _Walk(fx.Interpreter):
-    """One graph, node by node; by value, the kinds that it holds or is made of."""
+    """One graph, node by node; for each value, the kinds that it or its operands contain."""
 
     def __init__(self, module: fx.GraphModule, probe: Probe) -> None:
         super().__init__(module)
@@ -126,17 +125,17 @@ class _Walk(fx.Interpreter):
         if n.op == "placeholder" and "nan" in held:
             self.probe.note("nan", self.places[n])
         elif n.op == "placeholder" and "inf" in held and bool((result == torch.inf).any()):
-            self.probe.note("inf", self.places[n])  # masks hold -inf alone
+            self.probe.note("inf", self.places[n])  # masks contain -inf alone
         if n.op == "call_function":
             read = frozenset().union(*(self.kinds[a] for a in n.all_input_nodes), _written(n))
             for kind in held:
-                if not read or (kind == "nan" and "nan" not in read):  # NaN is made of inf too
+                if not read or (kind == "nan" and "nan" not in read):  # an inf may become a NaN
                     self.probe.note(kind, self.places[n])
         return result
 
 
 def kinds_in(value: Any) -> frozenset[str]:
-    """Which of ``"inf"`` and ``"nan"`` a tensor, or one of several, holds."""
+    """Which of ``"inf"`` and ``"nan"`` a tensor, or any of several, contains."""
     if isinstance(value, list | tuple):
         return frozenset().union(*map(kinds_in, value))
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
@@ -146,7 +145,7 @@ def kinds_in(value: Any) -> frozenset[str]:
 
 
 def _written(node: fx.Node) -> frozenset[str]:
-    """Kinds among the numbers that are written in the graph."""
+    """The kinds among the constants of the graph."""
     numbers: list[float] = []
 
     def look(argument: Any) -> None:
@@ -163,7 +162,7 @@ def _written(node: fx.Node) -> frozenset[str]:
 def refused_step(
     probe: Probe, given: Mapping[str, Tensor], *, number: int, loss: float
 ) -> RefusedStep:
-    """What all ranks found together; collective. ``given``: what the step began with, by name."""
+    """The findings of all ranks. Collective. ``given`` are the step's operands by name."""
     named = [
         f"{name} has {' and '.join(sorted(kinds))}"
         for name, value in given.items()
@@ -185,7 +184,7 @@ def refused_step(
 
 
 def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
-    """The error for a step that was refused; ``program`` as it was lowered here."""
+    """The error for a refused step; ``program`` as it was lowered in this process."""
     isfinite = torch.tensor(step.loss).isfinite()
     what = f"a gradient is not finite (the loss is {step.loss:.6g})" if isfinite else (
         f"the loss is {step.loss}"
@@ -204,7 +203,7 @@ def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
     lines.append(
         "Nothing has changed: weights, optimizer state, buffers and counters are those before the "
         "step, and training can go on with the next batch. autopar.compile(..., nonfinite='skip') "
-        "leaves such batches out by itself, nonfinite='ignore' trains on them"
+        "skips such batches, nonfinite='ignore' trains on them"
     )
     text = "\n".join(lines)
     if not ordered:
@@ -235,14 +234,14 @@ def _where(found: Found, program: RankProgram) -> str:
 
 
 def maker_of(found: Found, program: RankProgram) -> str:
-    """The op at a node, its line in the user's code where that is known, and its block."""
+    """The op at a node, its line in the user's code if known, and its block."""
     node, location = _node(found, program), _location(found, program)
     at = f" at {location}" if location else ""
     return f"{operator_name(node)}{at} ({_where(found, program)})"
 
 
 def _on(ranks: Sequence[int], num_ranks: int) -> str:
-    """Which ranks are meant, unless all are."""
+    """The ranks concerned, unless all are."""
     if len(ranks) == num_ranks:
         return ""
     return f" on rank {', '.join(map(str, ranks))} of {num_ranks}"
@@ -261,6 +260,6 @@ def _node(found: Found, program: RankProgram) -> fx.Node:
 
 
 def _location(found: Found, program: RankProgram) -> str:
-    """File and line of the op that the node belongs to; empty where it is not known."""
+    """File and line of the op that the node belongs to; empty if not known."""
     place = (_node(found, program).meta.get("custom") or {}).get("op_place")
     return "" if place is None else program.blocks[found.block].locations[place]

@@ -1,10 +1,9 @@
-"""Messages between the stages of a pipeline: receives posted early, sends let go when they arrived.
+"""Messages between the stages of a pipeline: receives are posted early, sends never wait.
 
 In: a device's route and its links. Out: for each receive the values, when they are needed. On each
 link the receives are posted in the order of the sends, one ahead of the schedule, so that a message
-finds its buffer; nothing waits where the schedule has a send or a receive, only where a stage needs
-what has not come yet. A sent value is held until a later message from its receiver shows that it
-has arrived.
+finds its buffer. Only a stage that needs a message waits for it, not the schedule's send or receive
+action. A sent value is released when a later message from its receiver shows that it has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autopar.schedules.action import Action, Kind
 T = TypeVar("T")
 
 NUM_AHEAD = 1
-"""How many receives of a link are posted before the schedule comes to them."""
+"""How many receives of a link are posted before their turn in the schedule."""
 
 
 class Exchange(Generic[T]):
@@ -41,7 +40,7 @@ class Exchange(Generic[T]):
             self._post(peer, NUM_AHEAD)
 
     def values(self, action: Action) -> tuple[int, ...]:
-        """What a send or a receive carries: values forward, gradients back; none is no message."""
+        """What a send or a receive carries: values forward, gradients backward; none if empty."""
         lower = action.stage - (action.kind in (Kind.RECV_F, Kind.SEND_B))
         boundary = self.pipeline.boundaries[lower]
         return boundary.values if _is_forward(action) else boundary.gradients
@@ -52,22 +51,22 @@ class Exchange(Generic[T]):
         return boundary.metas if _is_forward(action) else boundary.gradient_metas
 
     def send(self, action: Action, values: Sequence[T]) -> None:
-        """Begin to send what `values` names."""
+        """Begin to send the values that `values` names."""
         if values:
             peer = peer_of(action, self.pipeline.shape)
             self._sent[action] = self.links.send(peer, values)
 
     def post(self, action: Action) -> None:
-        """Be ready for a message, and for the next ones of its link."""
+        """Post the receive of a message, and the next ones of its link."""
         if self.metas(action):
             self._post(peer_of(action, self.pipeline.shape), self._place[action] + 1 + NUM_AHEAD)
 
     def expects(self, action: Action) -> bool:
-        """Whether there is such a message to this device."""
+        """Whether this device receives such a message."""
         return action in self._place
 
     def take(self, action: Action) -> Received[T]:
-        """Wait for a message that was posted."""
+        """Wait for a message whose receive was posted."""
         received = self._posted.pop(action)()
         for sent in self.route.arrived.get(action, ()):
             if sent in self._sent:
@@ -81,7 +80,7 @@ class Exchange(Generic[T]):
         self._sent.clear()
 
     def _post(self, peer: int, num: int) -> None:
-        """Post the first ``num`` receives of a link, those that are not yet."""
+        """Post those of the first ``num`` receives of a link that are not posted yet."""
         incoming = self._incoming[peer]
         while self._num_posted[peer] < min(num, len(incoming)):
             action = incoming[self._num_posted[peer]]

@@ -1,6 +1,6 @@
-"""Run one training step, or one forward pass, of a rank program: one device's list of actions.
+"""The executor runs one training step, or one forward pass, of a rank program.
 
-The executor plays the actions of the program's schedule in their order (forward, input and weight
+It plays the actions of one pipeline device in the schedule's order (forward, input and weight
 gradients, recomputation, reductions, messages between stages); a program without a pipeline has one
 stage and the plain order. What a stage computes is in `autopar.runtime.step.computation`, how
 messages travel in `autopar.runtime.step.exchange`, and where graphs run in
@@ -31,10 +31,10 @@ _REDUCED = encoded("the reductions of gradients and of the loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(Generic[T]):
-    """Of one step: the loss (replicated), gradients in stored placement, and next buffers.
+    """The results of one step: the loss (replicated), gradients in stored placement, next buffers.
 
     Gradients and buffers are those of this device's stages. With an updater there are no gradients:
-    what was not updated is in ``reductions``, and may still be on its way.
+    those that no update has used yet are in ``reductions``, perhaps still in flight.
     """
 
     loss: T
@@ -47,8 +47,8 @@ class StepResult(Generic[T]):
 class ActionTime:
     """When an action ran, on the machine's monotonic clock; on a GPU, when it was launched.
 
-    It starts where the action before it ended, or, where it needs a message, when that had come;
-    taking it in is part of it. What is communicated only begins in it.
+    It starts when the action before it ended, or when the message that it needs had arrived;
+    copying the message is part of it. Communication only starts in it.
     """
 
     action: Action
@@ -57,7 +57,7 @@ class ActionTime:
 
 
 class Executor(Generic[T]):
-    """One program on one machine. Parameters and buffers are handed in, never owned.
+    """Runs one program on one machine. Parameters and buffers are passed in, never owned.
 
     ``times`` has the actions of the last pass.
     """
@@ -76,7 +76,7 @@ class Executor(Generic[T]):
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
     ) -> dict[int, T]:
-        """The loss and outputs of a forward program, made whole, by value."""
+        """The loss and the outputs of a forward program, whole, by value."""
         self._fix(buffers)
         run = self._computation(parameters, buffers, [inputs])
         _Play(self, run).run()
@@ -100,9 +100,9 @@ class Executor(Generic[T]):
         batches: Sequence[Mapping[int, T]],
         updater: Updater[T] | None = None,
     ) -> StepResult[T]:
-        """Forward and backward of all micro-batches, and updates, in the order of the schedule.
+        """Run forward and backward of all micro-batches, and updates, in the schedule's order.
 
-        Without an ``updater`` nothing is updated, and all gradients are waited for.
+        Without an ``updater`` nothing is updated, and the result has all gradients.
         """
         assert self.program.loss is not None
         self._fix(buffers)
@@ -130,7 +130,7 @@ class Executor(Generic[T]):
         )
 
     def _total_loss(self, output: OutputProgram, run: Computation[T]) -> T:
-        """The sum of what the devices of the loss's stage have, on all devices."""
+        """Sum the loss over the devices of its stage; the same on all devices."""
         num_devices = self.program.pipeline.num_devices
         own = run.whole_loss()
         if own is None:
@@ -156,7 +156,7 @@ class Executor(Generic[T]):
         )
 
     def _fix(self, buffers: Mapping[int, T]) -> None:
-        """Blocks that depend on nothing but constants run in the first pass only."""
+        """Run the blocks that depend on constants alone, in the first pass only."""
         fixed = self.fixed
         for position, block in enumerate(self.program.blocks):
             if block.role is not Role.FIXED or all(o in fixed for o in block.interface.outputs):
@@ -169,7 +169,7 @@ class Executor(Generic[T]):
     def _early(
         self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
     ) -> list[dict[int, T]]:
-        """Each micro-batch's inputs, and the totals of all of them."""
+        """Each micro-batch's inputs, and the totals over all of them."""
         given = [dict(batch) for batch in batches]
         for position, block in enumerate(self.program.blocks):
             if block.role is not Role.TOTALS:
@@ -194,7 +194,7 @@ class Executor(Generic[T]):
 
 
 class _Play(Generic[T]):
-    """One pass through a device's actions."""
+    """One pass over a device's actions."""
 
     def __init__(
         self, executor: Executor[T], run: Computation[T], updater: Updater[T] | None = None
@@ -290,13 +290,13 @@ class _Play(Generic[T]):
                 del flight.values[value]
 
     def _receive(self, action: Action) -> None:
-        """Wait for what a stage is sent, if it is."""
+        """Wait for the message to a stage, if there is one."""
         if not self.exchange.expects(action):
             return
         assert action.microbatch is not None
         flight = self.compute.flights[action.microbatch]
         taken = self.exchange.take(action)
-        self.free_s = taken.came_s
+        self.free_s = taken.arrived_s
         received = zip(self.exchange.values(action), taken.values)
         if action.kind is Kind.RECV_F:
             flight.values.update(received)

@@ -1,10 +1,10 @@
-"""Forward passes of a compiled model: one program for each mode and kind of call, made when needed.
+"""Forward passes of a compiled model: one program per mode and kind of call, lowered on demand.
 
 In: calls of the model in train or eval mode, with any batch size, with labels or without. Out: what
-the model itself returns. A call that the training strategy covers runs its forward pass; for every
-other one the model is captured again in the mode asked for, planned on the same mesh with the
-parameters where training stores them, and lowered. All programs read the runtime's present
-parameters and buffers; none changes them.
+the model itself returns. A call like those trained with runs the training strategy's forward pass;
+for any other one the model is captured again in that mode, planned on the same mesh with parameters
+as training stores them, and lowered. All programs read the runtime's present parameters and
+buffers; none changes them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopar.lowering.types import RankProgram
 from autopar.runtime.state.shards import local_input_shape
 
 MAX_PROGRAMS = 8
-"""How many forward programs are kept; the one unused for longest makes room for a new one."""
+"""How many forward programs are kept; a new one replaces the least recently used."""
 
 LowerForward = Callable[[Captured, Mapping[int, Placements]], RankProgram]
-"""Plans and lowers a forward pass, given where some of its stored values lie already."""
+"""Plans and lowers a forward pass, given the placements of values stored already."""
 
 
 class ForwardRunner(Protocol):
-    """Where forward programs run; each lies in a slot, whose earlier program it replaces."""
+    """Runs forward programs, each in a slot, where it replaces an earlier one."""
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
@@ -51,7 +51,7 @@ class ForwardRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forward:
-    """A program that lies in ``slot``, and the calls that it is for."""
+    """The program in ``slot``, and the calls that it serves."""
 
     key: tuple[bool, CallKey]
     slot: int
@@ -63,7 +63,7 @@ class _Forward:
 class ForwardPrograms:
     """The forward programs of one compiled model.
 
-    ``lower_own`` makes the program of the training strategy itself, ``lower_other`` any other one.
+    ``lower_own`` lowers the training strategy's own forward pass, ``lower_other`` any other one.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ForwardPrograms:
         self._lower_own = lower_own
         self._lower_other = lower_other
         self._runner = runner
-        self._known: list[_Forward] = []  # the last used comes last
+        self._known: list[_Forward] = []  # the most recently used is last
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
@@ -102,7 +102,7 @@ class ForwardPrograms:
         )
 
     def _whole_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The call of all ranks together, where each passes its own part."""
+        """The global call of all ranks, each of which passes its own shard."""
         try:
             local_signature(self._signature, self._program).flatten(args, kwargs)
         except InputError as error:
@@ -152,13 +152,13 @@ class ForwardPrograms:
     def _without_targets(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The model's own arguments: a call like those trained with has the loss's targets too."""
+        """The model's own arguments; a call like those trained with also has the loss's targets."""
         if self._loss_fn is None or call_key(args, kwargs)[0] != self._own_key[0]:
             return args, kwargs
         return without_targets(self._loss_fn, self._model, args, kwargs)
 
     def _held(self, captured: Captured, *, with_inputs: bool) -> dict[int, Placements]:
-        """Parameters lie as in training; so do the inputs of a call that is trained with."""
+        """The placements as in training: of parameters, and of inputs of a call trained with."""
         graph = captured.graph
         stored = {p.name: p.stored for p in self._program.parameters}
         held = {v.index: stored[v.target or v.name] for v in graph.parameters}
@@ -171,13 +171,13 @@ class ForwardPrograms:
 
 
 def local_signature(signature: Signature, program: RankProgram) -> Signature:
-    """The signature of a call with one rank's part of the batch."""
+    """The signature of a call with one rank's shard of the batch."""
     shapes = tuple(local_input_shape(i, program) for i in program.inputs)
     return dataclasses.replace(signature, input_shapes=shapes)
 
 
 def rebuild_output(signature: Signature, tensors: Sequence[Tensor]) -> Any:
-    """The model's own output type from its tensors, in order."""
+    """Rebuild the model's own output type from its tensors, in order."""
     leaves = [
         tensors[leaf.position] if hasattr(leaf, "position") else leaf
         for leaf in signature.out_leaves

@@ -1,8 +1,8 @@
-"""What lives in each process: parameters, buffers, optimizer, and the program that moves them.
+"""The runtime of one rank: its program, shards of parameters, buffers and optimizer.
 
-In: a rank program, this rank's parts of the parameters, and the user's optimizer. Out: training
-steps and forward passes; the state as DTensors under the model's own names, or whole. The same
-class runs under ``torchrun`` and in local workers.
+In: a rank program, this rank's shards of the parameters, and the user's optimizer. Out: training
+steps and forward passes; the state as DTensors under the model's own names, or as whole tensors.
+The same class runs under ``torchrun`` and in local workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
-from autopar.runtime.machine.randomness import Dice, kept_generators
+from autopar.runtime.machine.randomness import Seeds, kept_generators
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import Porter
 from autopar.runtime.state.model_options import ArrayOptions
@@ -44,13 +44,12 @@ _DIAGNOSIS = encoded("the search for the first value that is not finite")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """What every rank is told beside the program; equal on all ranks.
+    """The options of a rank's runtime, besides the program; equal on all ranks.
 
     ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
-    program (tied parameters share one). ``seed`` is that of the random operators. Where
-    ``max_grad_norm`` is given, gradients are clipped to it before each update. ``nonfinite``: what
-    becomes of a step whose loss or gradients are not finite. ``array``: how each model trains,
-    where the program is one of several.
+    program (tied parameters share one). ``seed`` is for random operators. Gradients are clipped to
+    ``max_grad_norm`` before each update. ``nonfinite`` says what to do with a step whose loss or
+    gradients are not finite. ``array`` says how each model trains if the program is one of several.
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -74,14 +73,14 @@ class _Bound:
     constants: Mapping[int, Tensor]
 
     def held(self, buffers: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Constants, and the present buffers, by value."""
+        """Constants and present buffers, by value."""
         return {**self.constants, **{v: buffers[name] for v, name in self.buffers.items()}}
 
 
 class RankRuntime:
-    """One rank of a program. Making it, and every method, is collective.
+    """Runs one rank of a program. Making it, and every method, is collective.
 
-    ``state`` has, by name, this rank's part of each parameter (contiguous, on ``device``, owned by
+    ``state`` has, by name, this rank's shard of each parameter (contiguous, on ``device``, owned by
     the runtime from now on) and each buffer whole.
     """
 
@@ -109,7 +108,7 @@ class RankRuntime:
             },
             reduces_late=has_late_updates(program),
         )
-        self.machine = ProcessMachine(self.communicator, Dice(program.mesh, options.seed))
+        self.machine = ProcessMachine(self.communicator, Seeds(program.mesh, options.seed))
         self.links = ProcessLinks(self.communicator)
         self.porter = Porter(self.communicator)
         here = self.communicator.pipeline_device
@@ -120,7 +119,7 @@ class RankRuntime:
         }
         constants = dict(program.constants)
         self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
-        # A buffer that training changes is right only where it is changed.
+        # A buffer that training changes is up to date only on the device that changes it.
         self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
         self._training = self._bound(program)
         self._forwards: dict[int, _Bound] = {}
@@ -189,11 +188,11 @@ class RankRuntime:
 
     @torch.no_grad()
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
-        """Forward, backward and update on one global batch; the loss, equal on all ranks.
+        """Run forward, backward and update on one global batch; the loss, equal on all ranks.
 
-        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own parts. Where the
-        loss or a gradient is not finite the step has not happened: it is left out and counted, or
-        StepRefused is raised, on all ranks alike; so it is where an op raises on any of them.
+        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own shards. A step
+        whose loss or gradients are not finite, or in which an op raises on any rank, changes
+        nothing: it is skipped and counted, or StepRefused is raised, on all ranks alike.
         """
         self._check_optimizer()
         batches = [
@@ -203,7 +202,7 @@ class RankRuntime:
         bound, norm_before = self._training, self.grad_norm
         self.updates.begin_step()
         self.recovery.begin_step()
-        with self._dice(bound.is_random), self._run_by(self.recovery):
+        with self._seeded_run(bound.is_random), self._run_by(self.recovery):
             result = bound.executor.step(
                 bound.parameters, bound.held(self._buffers), batches, self.updates
             )
@@ -230,10 +229,10 @@ class RankRuntime:
         return loss
 
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
-        """Play a step again that was not finite, as it was; the same on all ranks."""
+        """Run a step that was not finite once more, to find the cause; the same on all ranks."""
         report(_DIAGNOSIS)
         bound, probe = self._training, Probe(self.program, dist.get_rank())
-        with self._dice(bound.is_random), self._run_by(probe):
+        with self._seeded_run(bound.is_random), self._run_by(probe):
             bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         given = {
             f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
@@ -244,7 +243,7 @@ class RankRuntime:
 
     @contextlib.contextmanager
     def _run_by(self, probe: Probe | Recovery) -> Iterator[None]:
-        """Let it run the graphs."""
+        """Let a probe run the graphs."""
         self.machine.probe = probe
         try:
             yield
@@ -252,18 +251,18 @@ class RankRuntime:
             self.machine.probe = None
 
     def action_times(self) -> list[ActionTime]:
-        """Of the last training step on this rank."""
+        """The times of the last training step's actions on this rank."""
         return list(self._training.executor.times)
 
     def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
-        """What a program computed of buffers alone is computed again where these are new."""
+        """Drop values computed from buffers alone, as the buffers have changed."""
         for bound in programs:
             bound.executor.fixed.clear()
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
-        """The program that ``forward(slot, ...)`` runs from now on, in place of an earlier one.
+        """Set the program that ``forward(slot, ...)`` runs from now on.
 
-        It reads the parameters, as they are stored for training, and the buffers, both by name.
+        It reads the parameters, as training stores them, and the buffers, both by name.
         """
         for parameter in program.parameters:
             own = self._programs.get(parameter.name, parameter)
@@ -280,23 +279,23 @@ class RankRuntime:
         self.updates.settle()
         bound = self._forwards[slot]
         inputs = self.inputs(bound.program, tensors, 0, local=local)
-        with self._dice(bound.is_random):
+        with self._seeded_run(bound.is_random):
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
         return [values[output.value] for output in bound.program.outputs]
 
     @contextlib.contextmanager
-    def _dice(self, is_random: bool) -> Any:
+    def _seeded_run(self, is_random: bool) -> Any:
         if not is_random:
             yield
             return
-        self.machine.dice.begin_step(self.num_steps)
+        self.machine.seeds.begin_step(self.num_steps)
         with kept_generators(self.device):
             yield
 
     def inputs(
         self, program: RankProgram, tensors: Sequence[Tensor], index: int, *, local: bool
     ) -> dict[int, Tensor]:
-        """This rank's part of each input in micro-batch ``index``, on its device."""
+        """This rank's shard of each input in micro-batch ``index``, on its device."""
         mesh, rank = program.mesh, self.communicator.rank
         if local:
             check_local_inputs(program, tensors)
@@ -328,9 +327,9 @@ class RankRuntime:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's own keys: parameters as DTensors, buffers whole.
+        """The state under the model's own keys: parameters as DTensors, buffers whole.
 
-        In a pipeline, those of this device's stages.
+        In a pipeline, the state of this device's stages.
         """
         named = {**self.parameters(), **self.buffers()}
         return {key: named[name] for key, name in self.options.keys if name in named}
@@ -339,7 +338,7 @@ class RankRuntime:
         return {name: held for name, held in self._buffers.items() if name in self._owned}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Plain whole tensors under the model's own keys, on every rank; copies."""
+        """Copies of the state as whole tensors under the model's own keys, on every rank."""
         self.updates.settle()
         here, named = self.communicator.pipeline_device, {}
         for p in self.program.parameters:
@@ -358,17 +357,17 @@ class RankRuntime:
         return {key: named[name] for key, name in self.options.keys}
 
     def held_parts(self) -> dict[str, Tensor]:
-        """This rank's parts of the parameters, and buffers, as they lie in memory."""
+        """This rank's shards of the parameters, and buffers, without copying them."""
         self.updates.settle()
         return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
 
     def held_gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of the last step's gradients."""
+        """This rank's shards of the last step's gradients."""
         self.updates.settle()
         return self.updates.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors or DTensors (on any mesh) under the model's own keys."""
+        """Load whole tensors or DTensors (on any mesh) under the model's own keys."""
         pairs = [(key, name) for key, name in self.options.keys if self._is_here(name)]
         check_state(state, self.options.keys, self.program, needed=[key for key, _ in pairs])
         self.load_named({name: state[key] for key, name in reversed(pairs)})
@@ -380,7 +379,7 @@ class RankRuntime:
     def load_named(self, state: Mapping[str, Tensor]) -> None:
         """As `load_state_dict`, for some tensors, by their names in the program.
 
-        What other devices of a pipeline hold is passed over.
+        Tensors of other pipeline devices are ignored.
         """
         self.updates.settle()
         for name, source in state.items():
@@ -398,13 +397,13 @@ class RankRuntime:
 
     @property
     def seed(self) -> int:
-        """Of the random operators."""
-        return self.machine.dice.seed
+        """The seed of the random operators."""
+        return self.machine.seeds.seed
 
     def take_progress(self, num_steps: int | None, seed: int | None) -> None:
-        """Go on behind so many steps, with the random numbers of this seed; None: as it is."""
+        """Continue after so many steps with this seed; None leaves either as it is."""
         self.num_steps = self.num_steps if num_steps is None else num_steps
-        self.machine.dice.seed = self.seed if seed is None else seed
+        self.machine.seeds.seed = self.seed if seed is None else seed
 
     # --- optimizer state -------------------------------------------------------------------
 
@@ -414,7 +413,7 @@ class RankRuntime:
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """The state of the optimizer, once the updates that are still due have been made."""
+        """The state of the optimizer, after all pending updates."""
         self._check_optimizer()
         self.updates.settle()
         return OptimizerState(
@@ -438,7 +437,7 @@ def no_optimizer() -> OptimizerError:
 
 
 def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
-    """Raise InputError unless each tensor is one rank's part of an input, and one is split."""
+    """Raise InputError unless each tensor is a shard of an input, and one input is split."""
     if not any(is_split(i.placements, program.mesh) for i in program.inputs):
         raise InputError(
             "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "

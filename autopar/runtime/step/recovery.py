@@ -1,10 +1,10 @@
-"""An op that raises in a training step: the step ends on all ranks alike, and has not happened.
+"""Recovery from an op that raises in a training step: all ranks end it alike, and none updates.
 
-Where one rank alone meets an error (a label out of range in its part of the batch), the others wait
-for what it owes them. So its graph goes on behind the op, with zeros in place of what the op would
-have made, and so does the rest of the step: every message is sent, every reduction is joined, and
-all is in order for the next step. The rank's word against the step travels as that of one which is
-not finite (`autopar.runtime.step.agreement`), and no rank updates anything.
+If an op raises on one rank alone (a label out of range in its shard of the batch), the other ranks
+wait for that rank's messages. So it continues after the op, with zeros as the op's results, through
+the rest of the step: every message is sent, every reduction is joined, and the next step can begin.
+The rank refuses the step as it would refuse one that is not finite
+(`autopar.runtime.step.agreement`), which leaves everything as it was.
 
 In: each call of a graph. Out: its results, and the first `Failure` of the step.
 """
@@ -37,7 +37,7 @@ _GO_ON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What one rank raised: ``doing`` in which action, ``found`` at which op."""
+    """The error of one rank: in which action (``doing``) and at which op (``found``)."""
 
     rank: int
     summary: str
@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """A step in which some ranks raised, by rank."""
+    """A step in which some ranks raised."""
 
     number: int
     failures: tuple[Failure, ...]
@@ -56,7 +56,7 @@ class FailedStep:
 
 
 class Recovery:
-    """Runs the graphs of one rank's steps. With ``is_able`` a step goes on behind an error."""
+    """Runs the graphs of one rank's steps; with ``is_able`` a step continues after an error."""
 
     def __init__(self, program: RankProgram, rank: int, updates: Updates, *, is_able: bool) -> None:
         self.program = program
@@ -75,7 +75,7 @@ class Recovery:
     def run(
         self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """The results of ``bound``, made of ``module`` node by node."""
+        """Run ``bound``, a copy of ``module`` with bound collectives."""
         try:
             results: Sequence[Tensor] = bound.forward(*arguments)
         except Exception as error:
@@ -95,7 +95,7 @@ class Recovery:
         return results
 
     def _found(self, module: fx.GraphModule, place: int) -> Found | None:
-        """Where a node of this call's block is; None in a move between blocks."""
+        """The location of a node of the present block; None for a move between blocks."""
         microbatch, block, phase = self._call
         kernel = self.program.kernels[self.program.blocks[block].kernel]
         graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
@@ -115,7 +115,7 @@ class Recovery:
         )
 
     def failed_step(self, number: int) -> FailedStep | None:
-        """What all ranks raised in this step; None if nothing. Collective."""
+        """The errors of all ranks in this step; None if there are none. Collective."""
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, self.failure)
         failures = tuple(failure for failure in by_rank if failure is not None)
@@ -125,10 +125,10 @@ class Recovery:
 
 
 class _Rest:
-    """What is left of a graph's function in which an op raised.
+    """The remainder of a graph's function after an op of it raised.
 
-    The values that it had made are its frame's variables, which bear the names of the nodes; the
-    first node without one is the one that raised.
+    The values computed so far are the variables of the function's frame, named as the nodes; the
+    first node without a value is the one that raised.
     """
 
     def __init__(self, module: fx.GraphModule, bound: fx.GraphModule, error: Exception) -> None:
@@ -173,7 +173,7 @@ class _Rest:
 
 
 def _variables(function: Callable[..., Any], error: Exception) -> Mapping[str, Any]:
-    """Those of the call of a function that an error comes from."""
+    """The local variables of a function in the traceback of an error."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is function.__code__:
@@ -183,7 +183,7 @@ def _variables(function: Callable[..., Any], error: Exception) -> Mapping[str, A
 
 
 def _zeros(target: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros like what an op makes of such arguments, whatever their values."""
+    """Zeros of the shapes that an op returns for such arguments, whatever their values."""
     with FakeTensorMode() as mode:
 
         def fake(value: Any) -> Any:
@@ -201,7 +201,7 @@ def _zeros(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def error_of_step(step: RefusedStep | FailedStep, program: RankProgram) -> AutoparError:
-    """The error for a step that has not happened; ``program`` as it was lowered here."""
+    """The error for a step that was undone; ``program`` as it was lowered in this process."""
     if isinstance(step, RefusedStep):
         return error_of(step, program)
     first, *others = step.failures

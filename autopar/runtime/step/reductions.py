@@ -1,9 +1,9 @@
 """Reductions of gradients: over a device's own mesh, then over the devices that hold a parameter.
 
-In: gradients as blocks use their parameters, when their last contribution is in. Out: gradients in
-stored placement, equal on all devices that hold a parameter: tied parameters of several stages and
-the replicas of a stage have one sum. All of it travels beside what is computed next, and whoever
-needs a gradient waits for the round that it is in, which may be in the next training step.
+In: gradients in the placement in which blocks use their parameters, once they are complete. Out:
+gradients in stored placement, equal on all devices that hold a parameter: tied parameters of
+several stages and the replicas of a stage have one sum. Reductions overlap with the computation
+that follows, and whoever needs a gradient waits for its round, perhaps in the next training step.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Round(Generic[T]):
-    """Gradients that are communicated together; ``wait`` gives them."""
+    """Gradients that are reduced together; ``wait`` gives them."""
 
     values: tuple[int, ...]
     wait: Callable[[], Sequence[T]]
 
 
 class Reductions(Generic[T]):
-    """The reductions of one step on one device; ``partial`` are the gradients that add up, and
-    ``inspect`` is shown each when it is complete on this device.
+    """The reductions of one step on one device.
 
-    Where the schedule has reductions of its own (G), a stage's begin there; otherwise as soon as
-    they can. All devices begin them in one order, which the schedule's checks see to; the sums of
-    parameters that several stages share come last.
+    ``partial`` are the gradients that accumulate; ``inspect`` is called with each one that is
+    complete on this device. If the schedule has reduction actions (G), a stage's reductions start
+    there, otherwise as soon as they can. All devices start them in one order, which the schedule's
+    verification guarantees; the sums of parameters that several stages share come last.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Reductions(Generic[T]):
         self._parameter_of = {p.value: p for p in program.parameters}
 
     def complete(self, values: Sequence[int]) -> None:
-        """The last contributions to these gradients are in."""
+        """Note that these gradients are complete on this device."""
         if self._scheduled:
             self._waiting.update(values)
         else:
             self._move(values)
 
     def start_stage(self, stage: int) -> None:
-        """G: begin the reductions of what a stage has completed.
+        """G: start the reductions of a stage's complete gradients.
 
-        The sum over its replicas begins when that over the device's own mesh has ended: with the
+        The sum over its replicas starts after the one over the device's own mesh has ended: at the
         next G, or when somebody waits for it.
         """
         self._sum_replicas()
@@ -82,7 +82,7 @@ class Reductions(Generic[T]):
                 self._sum_replicas()
 
     def begin_rest(self) -> None:
-        """Behind the last action: begin what has not begun."""
+        """Start all reductions that have not started, after the last action."""
         self._sum_replicas()
         self._move(sorted(self._waiting))
         for devices, parameters in self.route.summed.items():
@@ -91,9 +91,9 @@ class Reductions(Generic[T]):
         self._shared.clear()
 
     def take(self, values: Sequence[int]) -> dict[int, T]:
-        """Wait for those of these gradients that are complete; from now on they are the caller's.
+        """Wait for those of these gradients that are complete, and hand them over.
 
-        One that several stages share is not, before `begin_rest`.
+        A gradient that several stages share is complete only after `begin_rest`.
         """
         wanted = {v for v in values if v not in self._shared}
         replicated = (p.value for stage in self._to_sum for p in self.route.replicated[stage][1])
@@ -103,13 +103,13 @@ class Reductions(Generic[T]):
         return {v: self._ready.pop(v) for v in values if v in wanted and v in self._ready}
 
     def arrivals(self) -> Iterator[dict[int, T]]:
-        """What was not taken, in the order in which it began; call `begin_rest` before."""
+        """The gradients that were not taken, as they arrive; call `begin_rest` before."""
         while self._rounds:
             yield self.take(self._rounds[0].values)
         yield self.take(tuple(self._ready))
 
     def _move(self, values: Sequence[int]) -> bool:
-        """Begin to bring gradients to the stored placement; whether any has to be communicated."""
+        """Start to bring gradients to the stored placement; whether any is communicated."""
         self._waiting.difference_update(values)
         moved, moves = [], []
         for value in values:
@@ -135,13 +135,13 @@ class Reductions(Generic[T]):
         self._to_sum.clear()
 
     def _sum(self, devices: tuple[int, ...], parameters: Sequence[ParameterProgram]) -> None:
-        """Begin to sum gradients over devices, each of which has its share."""
+        """Start to sum gradients over devices, each of which contributes its own."""
         own = [self._own(parameter) for parameter in parameters]
         wait = self.links.start_sum(devices, own)
         self._rounds.append(_Round(tuple(p.value for p in parameters), wait))
 
     def _own(self, parameter: ParameterProgram) -> T:
-        """This device's share of a gradient, which may be none."""
+        """This device's contribution to a gradient; zeros if it has none."""
         self._wait({parameter.value})
         if parameter.value in self._ready:
             return self._ready.pop(parameter.value)
@@ -155,27 +155,27 @@ class Reductions(Generic[T]):
 
 
 class Updater(Protocol[T]):
-    """Updates parameters, named by their values, with gradients as they come.
+    """Updates parameters, given by their values, with gradients as they arrive.
 
-    Where it ``agrees`` with the other ranks on a step before it updates anything, the sum of the
-    loss is its own.
+    An updater that ``agrees`` with the other ranks on a step before it updates anything sums the
+    loss itself.
     """
 
     @property
     def agrees(self) -> bool: ...
 
     def inspect(self, gradient: T) -> None:
-        """A gradient that is complete on this device and not reduced yet."""
+        """Look at a gradient that is complete on this device and not reduced yet."""
         ...
 
     def total_loss(self, part: T | None) -> T:
-        """The sum of what the ranks have of the loss; ``part`` is this one's."""
+        """Sum the loss over the ranks; ``part`` is this rank's, None if it has none."""
         ...
 
     def update(self, values: Sequence[int], gradients: Reductions[T]) -> None:
-        """U: those of these parameters whose gradients are complete."""
+        """U: update those of these parameters whose gradients are complete."""
         ...
 
     def update_last(self, values: Sequence[int]) -> None:
-        """U of the step before."""
+        """U of the previous step."""
         ...

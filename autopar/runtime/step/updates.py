@@ -1,12 +1,11 @@
-"""Updates of the weights: all at once behind a step, or stage by stage, also in the next step.
+"""Updates of the weights: all at once after a step, or stage by stage, also in the next step.
 
-In: the optimizer, and a step's gradients as they come. Out: updated parameters. An optimizer that
-works element by element updates any parameters without the others; one that may look at several,
-and clipping by the norm of all gradients, wait for all of them. A step whose loss or gradients are
-not finite updates nothing, on no rank (`autopar.runtime.step.agreement`). Where the schedule
-updates a stage just before its next forward (U of the last step), the last reductions of a step and
-its updates are still due when it ends; `settle` waits for them, as whoever looks at parameters
-must.
+In: the optimizer, and a step's gradients as they arrive. Out: updated parameters. An element-wise
+optimizer updates some parameters without the others; one that may combine several, and clipping by
+global norm, wait for all gradients. A step whose loss or gradients are not finite updates nothing,
+on any rank (`autopar.runtime.step.agreement`). If the schedule updates a stage just before its next
+forward (U of the last step), a step's last reductions and updates are still pending when it ends;
+whoever reads parameters must call `settle`, which waits for them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _LATE = encoded("the last step's reductions and updates")
 
 
 class Updates:
-    """One rank's updates. ``trained`` are its parameters by value, ``names`` their names.
+    """The updates of one rank. ``trained`` are its parameters by value, ``names`` their names.
 
     With a ``clipper`` gradients are clipped before each update, and ``grad_norm`` is their norm
-    before. With ``is_late`` the schedule makes the updates of the last step. An ``agreement`` is
-    asked whether a step is finite before anything is updated, unless ``nonfinite`` is to ignore
-    that; the norm that clips is the same on all ranks, and says it there. With ``is_void`` this
-    rank's step is as one that is not finite.
+    before that. With ``is_late`` the schedule runs the last step's updates. Unless ``nonfinite`` is
+    to ignore it, the ``agreement`` says whether a step is finite before anything is updated; with
+    clipping the global norm, equal on all ranks, says it. ``is_void`` refuses this rank's step as
+    one that is not finite.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Updates:
         self._loss: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, but for those that are due."""
+        """Drop the gradients of the last step, except for pending ones."""
         self.is_void = False
         self._held_back.clear()
         if self.agreement is not None:
@@ -87,8 +86,8 @@ class Updates:
         return self.agreement.total_loss(part)
 
     def update(self, values: Sequence[int], gradients: Reductions[Tensor]) -> None:
-        """U: update those of these parameters whose gradients are complete; where a step is agreed
-        on first, at its end."""
+        """U: update those of these parameters whose gradients are complete; at the end of the step
+        if the ranks must agree on it first."""
         if self.by_stage and self.agrees:
             self._held_back.append(values)
         elif self.by_stage:
@@ -96,7 +95,7 @@ class Updates:
             self._apply(gradients.take(values))
 
     def update_last(self, values: Sequence[int]) -> None:
-        """U of the step before, whose gradients nobody sees any more."""
+        """U of the previous step, whose gradients nobody can read any more."""
         if self._due is None:
             return
         taken = self._due.take(values)
@@ -105,9 +104,9 @@ class Updates:
             self.trained[value].grad = None
 
     def end_step(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
-        """What was not updated yet is now, or is due if the schedule will do it.
+        """Update what has not been updated, or leave it pending if the schedule will do it.
 
-        False, and nothing is updated, where the step is not finite; the same on all ranks.
+        False, and nothing is updated, if the step is not finite; the same on all ranks.
         """
         self.settle()
         is_sure = self.agreement is None or self.agreement.verdict is Verdict.FINITE
@@ -121,7 +120,7 @@ class Updates:
         return True
 
     def settle(self) -> None:
-        """Wait for what is due, and update."""
+        """Wait for pending reductions, and run their updates."""
         gradients, loss = self._due, self._loss
         if gradients is None or loss is None:
             return
@@ -144,7 +143,7 @@ class Updates:
             factor = self.clipper.factor(self.grad_norm)
             for parameter in self.trained.values():
                 if parameter.grad is not None:
-                    # Not in place: two parameters may share the memory of one gradient.
+                    # Not in place: two parameters may share one gradient.
                     parameter.grad = parameter.grad * factor
         if self.optimizer is not None:
             update(self.optimizer)
@@ -154,7 +153,7 @@ class Updates:
     def _is_finite(self, loss: Tensor) -> bool:
         if self.nonfinite is NonFinite.IGNORE:
             return True
-        if self.agreement is None:  # a norm of all gradients, and the loss, are on all ranks
+        if self.agreement is None:  # the global norm and the loss are equal on all ranks
             assert self.grad_norm is not None
             return bool(self.grad_norm.isfinite() & loss.isfinite())
         if self.agreement.verdict is Verdict.DOUBTFUL:
@@ -162,7 +161,7 @@ class Updates:
         return self.agreement.verdict is Verdict.FINITE
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of the last step that are there, by parameter name."""
+        """The last step's gradients that have arrived, by parameter name."""
         return {
             self.names[value]: parameter.grad
             for value, parameter in self.trained.items()
@@ -187,7 +186,7 @@ class Updates:
 
 
 def step_of(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """A step of an element-wise optimizer over some of its parameters."""
+    """Run a step of an element-wise optimizer over some of its parameters."""
     chosen = {id(parameter) for parameter in parameters}
     whole = [group["params"] for group in optimizer.param_groups]
     try:

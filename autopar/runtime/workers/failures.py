@@ -1,4 +1,4 @@
-"""What a parent sees of its local workers as conditions for the judge, and its words for the fault.
+"""The faults of local workers, as conditions for the judge and as errors for the user.
 
 In: for each worker that failed, its exception or its death; or the workers that did not answer.
 Out: the ``WorkerError`` to raise, with the rank that `autopar.runtime.faults.judge` finds at fault,
@@ -27,9 +27,9 @@ _GO_ON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What one worker failed with. ``time_s`` is on the machine's monotonic clock.
+    """The failure of one worker. ``time_s`` is on the machine's monotonic clock.
 
-    ``doing``: in which action of a training step, as `WorkerProcess.doing` says it.
+    ``doing`` is the action of a training step it was in, as `WorkerProcess.doing` has it.
     """
 
     rank: int
@@ -112,9 +112,9 @@ def hang_error(
 ) -> WorkerError | None:
     """The error for workers that did not answer, naming the one the others wait for.
 
-    ``idle_s``: for how long none of them has used its processor, if that is why they are not waited
-    for any longer; then None where all of them wait for each other: a slow link may carry a
-    message. Otherwise they have taken too long.
+    With ``idle_s`` they have used no processor time for so long; then the result is None if all of
+    them wait for each other, as a slow link may be carrying a message. Without it they have taken
+    too long.
     """
     stacks = python_stacks(late)
     by_rank = {worker.rank: worker for worker in late}

@@ -4,10 +4,10 @@ In: how many workers, and a service to build in each. Out: ``WorkerGroup``, whos
 method of the service on all ranks at once. It exists because ``torchrun`` starts one script for
 each device, which a notebook cannot do.
 
-What a failure looks like. The first rank that died or raised is named with its traceback, not the
-ranks whose collectives broke because of it; all workers are ended at once, whatever they wait
-for; and the group is closed. Whatever becomes of the parent, its workers go too: they are
-killed at interpreter exit, and notice by themselves the death of a parent that could not do it.
+When a worker fails, the error names the first rank that died or raised, with its traceback, and not
+the ranks whose collectives broke because of it; all workers are ended at once, whatever they wait
+for; and the group is closed. Workers do not outlive their parent: they are killed at interpreter
+exit, and a worker notices the death of a parent that could not do it.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from autopar.runtime.workers.process import (
 )
 from autopar.runtime.workers.watchdog import Watchdog
 
-_POLL_S = 0.2  # how late a death is seen if the worker's own children hold its socket open
-_SETTLE_S = 0.5  # how long after a rank's exception another rank's death may show up
+_POLL_S = 0.2  # how late a death is noticed if the worker's children hold its socket open
+_SETTLE_S = 0.5  # how long after a rank's exception another's death may show up
 
 
 class WorkerGroup:
@@ -49,8 +49,8 @@ class WorkerGroup:
     ``service(rank, world_size, *service_args)`` is called in each worker once the group is up.
     On ``device_type="cuda"`` rank r has device ``device_indices[r]``, by default r.
     ``threads_per_worker`` is the number of threads of torch's operators on the CPU; by default
-    the cores are shared out, and where they go out exactly, each worker stays on its own
-    (`cores_by_worker`). Raises ``WorkerError`` if the workers are not ready in time, and
+    the cores are divided among the workers, and if they divide exactly, each worker is pinned to
+    its own (`cores_by_worker`). Raises ``WorkerError`` if the workers are not ready in time, and
     ``InputError`` if the service or its arguments cannot be sent.
 
     Functions and classes from ``__main__`` are sent by value (`autopar.runtime.workers.pickling`).
@@ -123,7 +123,7 @@ class WorkerGroup:
 
     @property
     def call_timeout_s(self) -> float:
-        """The limit of a call that gives none."""
+        """The time limit of a call without one of its own."""
         return self._call_timeout_s
 
     @property
@@ -145,9 +145,9 @@ class WorkerGroup:
     ) -> list[Any]:
         """Run ``service.method(*args, *per_rank_args[rank])`` on all ranks; results by rank.
 
-        Tensors go and come through shared memory, those in ``args`` once for all ranks, and are
-        values: what a worker writes into them is seen by nobody else. A tensor with a history
-        of gradients must be detached. Raises ``InputError``, and stays usable, if the arguments
+        Tensors travel through shared memory, those in ``args`` once for all ranks, and by value:
+        what a worker writes into them is seen by nobody else. A tensor with a gradient history
+        must be detached. Raises ``InputError``, and stays usable, if the arguments
         cannot be sent; ``WorkerError``, closed from then on, if a worker dies or raises, or if
         the results are not there after ``timeout_s`` (by default the group's), if a worker has been
         stopped for `liveness.SILENT_S`, or if for ``idle_limit_s`` no worker has done anything.
@@ -191,7 +191,7 @@ class WorkerGroup:
                 return
             if idle:
                 self._stop(timeout_s)
-            else:  # the thread in the call sees its workers end, and lets go
+            else:  # the thread in the call sees its workers end, and releases the lock
                 for worker in list(self._workers):
                     worker.kill()
                 holds_lock = self._lock.acquire(timeout=timeout_s)
@@ -213,7 +213,7 @@ class WorkerGroup:
 
     def _start_workers(self, starts: list[Start], build: Message, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        for start in starts:  # all processes first: they import torch side by side
+        for start in starts:  # all processes first: they import torch concurrently
             assert self._store is not None
             own_env = _worker_env(start)
             self._workers.append(WorkerProcess(start.rank, self._store.fileno(), env=own_env))
@@ -227,7 +227,7 @@ class WorkerGroup:
         deadline_s = time.monotonic() + timeout_s
         with packed(Stop()) as message:
             for worker in self._workers:
-                # One that cannot be reached is seen by its exit code, and killed by _end.
+                # One that cannot be reached is noticed by its exit code, and killed by _end.
                 with contextlib.suppress(TimeoutError, ConnectionError):
                     worker.channel.send(message, deadline_s=deadline_s)
         for worker in self._workers:
@@ -237,17 +237,17 @@ class WorkerGroup:
                 warnings.warn(f"worker {worker.rank} {state}", RuntimeWarning, stacklevel=3)
 
     def _end(self) -> None:
-        self._finalizer()  # kills what still runs; does nothing the second time
+        self._finalizer()  # kills those still running; does nothing the second time
         self._spare.close()
         if self._store is not None:
             self._store.close()
 
     @contextlib.contextmanager
     def _turn(self, deadline_s: float, what: str) -> Iterator[None]:
-        """Hold the group for one call, once it is known to be open."""
+        """Hold the group for one call; raises if it is closed."""
         self._require_open(what)
         if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
-            raise WorkerError(f"{what}: another thread's call held the workers all the time")
+            raise WorkerError(f"{what}: another thread's call used the workers all the time")
         try:
             self._require_open(what)
             yield
@@ -269,7 +269,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _closing_on_error(self, reason: str) -> Iterator[None]:
-        """End all workers on whatever is raised, Ctrl-C included: they may be at any point."""
+        """End all workers on any exception, Ctrl-C included: they may be at any point."""
         try:
             yield
         except BaseException as error:
@@ -280,7 +280,7 @@ class WorkerGroup:
             raise
 
     def _send(self, worker: WorkerProcess, message: Message, deadline_s: float) -> None:
-        # A worker that is gone, or does not read, is found and named by _replies.
+        # A worker that is gone, or does not read, is reported by _replies.
         with contextlib.suppress(ConnectionError, TimeoutError):
             worker.channel.send(message, deadline_s=deadline_s)
 
@@ -336,14 +336,14 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A worker's result, and whether it uses the arguments' memory no more."""
+    """A worker's result, and whether it has released the arguments' memory."""
 
     value: Any
     released: bool
 
 
 def _outcome(worker: WorkerProcess, deadline_s: float) -> _Answer | Trouble:
-    """What a worker that spoke or ended has to say."""
+    """The answer or the trouble of a worker that has sent a message or ended."""
     try:
         message = worker.channel.receive(deadline_s=deadline_s)
         reply: Reply = unpack(message)
@@ -371,11 +371,10 @@ def _sendable(value: object, what: str, spare: Spare | None = None) -> Iterator[
 
 
 def cores_by_worker(num_workers: int, num_threads: int) -> list[tuple[int, ...]] | None:
-    """The cores of each worker where each can have its own and none is left; None elsewhere.
+    """The cores that each worker is pinned to if they divide exactly; None otherwise.
 
-    Two processes that roam had steps of 120 ms and, several in a row, of 170; those that stayed on
-    cores of their own had single ones at most. Where cores are left, or are shares of time in a
-    container, other programs may need the choice.
+    Processes that migrate between cores have runs of slow steps. If cores are left over, or are
+    time slices in a container, other programs may need the scheduler's freedom.
     """
     if num_workers < 2 or not hasattr(os, "sched_getaffinity"):
         return None
@@ -392,6 +391,6 @@ def _worker_env(start: Start) -> Mapping[str, str]:
     env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(start.world_size)
     env["OMP_NUM_THREADS"] = str(start.num_threads)
     for _index, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):  # gloo would look up the host's name, which may lead elsewhere
+        if name in ("lo", "lo0"):  # gloo would resolve the host's name, which may lead elsewhere
             env["GLOO_SOCKET_IFNAME"] = name
     return env

@@ -1,15 +1,15 @@
-"""What runs inside a local worker process: join the group, build the service, answer calls.
+"""The main program of a local worker: join the process group, build the service, answer calls.
 
 In: a connected socket from the parent (``autopar.runtime.workers.process`` starts this module).
-Out: one ``Reply`` for ``Start`` and for each ``Call``. It exists apart from the parent's half so
+Out: one ``Reply`` for ``Start`` and for each ``Call``. It is separate from the parent's side so
 that a worker is a fresh interpreter that never imports the user's ``__main__``.
 
-A worker never outlives its parent. While it waits, the socket's end of file is the parent's death;
-a thread watches the parent's process id, because a call may take long, and because a process that
+A worker never outlives its parent. While it waits, the socket's end of file means that the parent
+has died. A thread also watches the parent's process id: a call may take long, and a process that
 the parent forked (a data loader's) may hold the parent's end of the socket open.
 ``PR_SET_PDEATHSIG`` is not used: it fires when the *thread* that started the worker ends.
 
-A worker that fails reports and then holds still with its connections open, until its parent ends
+A worker that fails reports it and then stays alive with its connections open until its parent ends
 it: the other workers go on waiting in their collectives and do not add errors of their own.
 """
 
@@ -36,8 +36,8 @@ from autopar.runtime.faults import progress
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.workers.messages import Channel, Message, packed, unpack, unpack_watched
 
-# The parent limits every call and ends its workers; a collective's own limit, reached earlier in
-# a rank that only waits, would put the blame on that rank.
+# The parent limits every call. A shorter limit of collectives would expire in a rank that only
+# waits, and put the blame on it.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
 _PARENT_POLL_S = 1.0
 _IN_CALL = progress.encoded(progress.IN_CALL)
@@ -45,14 +45,14 @@ _IN_CALL = progress.encoded(progress.IN_CALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a worker: which part it has in the process group."""
+    """The first message to a worker: its place in the process group, and its device."""
 
     rank: int
     world_size: int
     store_path: str
     backend: str
     device_type: str
-    device_index: int  # without meaning on CPU
+    device_index: int  # meaningless on CPU
     num_threads: int
     cores: tuple[int, ...] | None  # None: any
     start_timeout_s: float
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """The second message, the same to all; answered when group and service are up."""
+    """The second message, the same to all workers; answered when the service is built."""
 
     service: Callable[..., Any]
     service_args: tuple[Any, ...]
@@ -82,7 +82,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a worker raised; ``time_s`` is on the machine's monotonic clock."""
+    """The error of a worker; ``time_s`` is on the machine's monotonic clock."""
 
     time_s: float
     summary: str
@@ -91,14 +91,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The result of one message, or the failure."""
+    """The result of one message, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
 
 
 def main(socket_fd: int, page_fd: int, parent_pid: int) -> None:
-    """Serve the parent at the other end of the socket until it says stop, or is gone."""
+    """Serve the parent at the other end of the socket until it sends `Stop` or is gone."""
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
@@ -106,7 +106,7 @@ def main(socket_fd: int, page_fd: int, parent_pid: int) -> None:
     progress.report(_IN_CALL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines, so that those of two workers do not mix; also with PYTHONUNBUFFERED.
+            # Write whole lines, so that two workers' do not mix, also with PYTHONUNBUFFERED.
             stream.reconfigure(line_buffering=True, write_through=False)
     channel = Channel(socket.socket(fileno=socket_fd))
     threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
@@ -133,16 +133,16 @@ def _serve(channel: Channel) -> None:
         value = getattr(service, request.method)(*request.args, *rank_args)
         progress.report(_IN_CALL)
         with packed(Reply(value=value)) as reply:
-            del request, rank_args, value  # a batch is not kept while waiting for the next
+            del request, rank_args, value  # do not keep a batch while waiting for the next
             released = common() is own() is None
-            progress.report(progress.NOTHING)  # before the parent may do anything next
+            progress.report(progress.NOTHING)  # before the parent can send anything else
             channel.send(dataclasses.replace(reply, released=released), deadline_s=math.inf)
     _leave()
 
 
 def _leave() -> NoReturn:
-    """End without unwinding: gloo's threads may still hold what a step that broke off has left,
-    and an interpreter that takes itself apart around them aborts now and then."""
+    """Exit without finalizing the interpreter, which sometimes aborts while gloo's threads still
+    refer to the tensors of an interrupted step."""
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -164,9 +164,9 @@ def _next(channel: Channel) -> Message:
 
 def _join_group(start: Start) -> None:
     if start.cores is not None:
-        os.sched_setaffinity(0, start.cores)  # and so the threads that are started from here on
+        os.sched_setaffinity(0, start.cores)  # also for the threads started from here on
     torch.set_num_threads(start.num_threads)
-    torch.set_flush_denormal(True)  # also of the threads that torch starts from here on
+    torch.set_flush_denormal(True)  # also for the threads that torch starts from here on
     device_id = None
     if start.device_type == "cuda":
         torch.cuda.set_device(start.device_index)
@@ -204,6 +204,6 @@ def _watch(parent_pid: int) -> None:
 
 
 def _die() -> NoReturn:
-    """End this worker and whatever it started; a worker leads a process group of its own."""
+    """Kill this worker and its children; a worker leads an operating-system process group."""
     os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)  # not reached: the signal is this process's too
+    os._exit(1)  # not reached: the signal reaches this process too

@@ -1,11 +1,11 @@
-"""One local worker process as its parent sees it: start it, see how it fares, end it.
+"""The parent's side of one local worker process: starting, observing and ending it.
 
 In: a rank and the environment to start it in. Out: a process with a ``Channel`` to it, its Python
-stack on demand, and words for how it ended.
+stack on demand, and a description of how it ended.
 
-The worker is a fresh ``python -c`` and not a child of ``multiprocessing``: that would import the
-user's ``__main__`` again, which a notebook and ``python -`` do not have, and which runs a script
-without an ``if __name__ == "__main__"`` guard a second time.
+The worker is a fresh ``python -c`` and not a child of ``multiprocessing``, which would import the
+user's ``__main__`` again: a notebook and ``python -`` have none, and a script without an
+``if __name__ == "__main__"`` guard would run a second time.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from typing import IO
 from autopar.runtime.faults import progress
 from autopar.runtime.workers.messages import Channel
 
-# Before anything is imported: the stack can be asked for from the first moment, and modules come
-# from where the parent finds them (-P keeps the working directory from coming first).
+# Before any import: from the first moment the stack can be asked for, and modules are found where
+# the parent finds them (-P keeps the working directory from being searched first).
 _BOOT = """
 import faulthandler, json, signal, sys
 socket_fd, stack_fd, page_fd, parent_pid, path = json.loads(sys.argv[1])
@@ -41,7 +41,7 @@ _OWN_FILES = "/proc/self/fd"
 
 
 class WorkerProcess:
-    """A worker and the parent's ends of what leads to it; it inherits the group's store."""
+    """A worker, and the parent's ends of its connections; it inherits the group's store."""
 
     def __init__(self, rank: int, store_fd: int, *, env: Mapping[str, str]) -> None:
         self.rank = rank
@@ -75,7 +75,7 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     def how_it_ended(self, *, timeout_s: float) -> str:
-        """In words, such as ``was killed by SIGKILL``."""
+        """A description such as ``was killed by SIGKILL``."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -87,24 +87,24 @@ class WorkerProcess:
         return f"was killed by {name}{hint}"
 
     def written_stack(self) -> str:
-        """What faulthandler wrote, asked to or in a crash; empty if nothing."""
+        """The stack that faulthandler wrote, on demand or in a crash; empty if none."""
         return os.pread(self._stack_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
 
     def doing(self) -> str:
-        """`` in action 2B5``: what it was doing in a training step; empty outside of one."""
+        """What it was doing in a training step, as `` in action 2B5``; empty outside of one."""
         text = progress.read(self._page.fileno())
         return f" in {text}" if text not in ("", progress.IN_CALL) else ""
 
     def has_begun(self) -> bool:
-        """Whether it has taken up a call that it has not answered."""
+        """Whether it has received a call that it has not answered."""
         return bool(progress.read(self._page.fileno()))
 
     def ask_for_stack(self) -> None:
-        """Make the worker write down its main thread's Python stack, even one stuck in C code."""
+        """Make the worker write its main thread's Python stack, even if it is stuck in C code."""
         if not self.has_ended():
             stack_fd = self._stack_file.fileno()
             os.ftruncate(stack_fd, 0)
-            os.lseek(stack_fd, 0, os.SEEK_SET)  # the worker's own place in the file too
+            os.lseek(stack_fd, 0, os.SEEK_SET)  # also the worker's own position in the file
             self._process.send_signal(signal.SIGUSR1)
 
     def wait(self, *, timeout_s: float) -> int | None:
@@ -119,27 +119,27 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the connection and the files."""
+        """Close the connection and the files."""
         self.channel.close()
         self._stack_file.close()
         self._page.close()
 
 
 def open_store_file() -> IO[bytes]:
-    """The file by which the workers of one group find each other, where a port would be open to
-    every process of the machine. On Linux it has no name: only who inherits it can read it."""
+    """Open the file through which the workers of a group find each other. A port would be open to
+    every process of the machine; on Linux the file has no name, and only children can read it."""
     if os.path.exists(_OWN_FILES):
         return tempfile.TemporaryFile()
-    return tempfile.NamedTemporaryFile(prefix="autopar-")  # the owner's alone
+    return tempfile.NamedTemporaryFile(prefix="autopar-")  # readable by its owner alone
 
 
 def path_of_store(file: IO[bytes]) -> str:
-    """By which a process that has inherited the file opens it again."""
+    """The path by which a process that has inherited the file opens it again."""
     return f"{_OWN_FILES}/{file.fileno()}" if os.path.exists(_OWN_FILES) else str(file.name)
 
 
 def python_stacks(workers: Sequence[WorkerProcess]) -> dict[int, str]:
-    """The Python stack of each worker's main thread by rank; empty for one that cannot react."""
+    """The Python stack of each worker's main thread by rank; empty if it does not react."""
     for worker in workers:
         worker.ask_for_stack()
     stacks: dict[int, str] = {}
@@ -153,7 +153,7 @@ def python_stacks(workers: Sequence[WorkerProcess]) -> dict[int, str]:
 
 
 def end_processes(workers: list[WorkerProcess], owner_pid: int) -> None:
-    """Kill all, then see them gone; nothing in a process that was forked from the owner."""
+    """Kill all workers and wait for their end; does nothing in a forked copy of the owner."""
     if os.getpid() != owner_pid:
         return
     for worker in workers:
