@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from autopar.base.accelerators import kept_generators
 from autopar.comm.ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -33,7 +34,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
-from autopar.runtime.machine.randomness import Seeds, kept_generators, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Seeds, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
 from autopar.testing.lockstep_links import LockstepLinks, Mail, Turns

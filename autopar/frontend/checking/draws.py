@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.accelerators import default_generator, is_accelerator
 from autopar.base.torch_private import TorchDispatchMode
 
 _ATEN = torch.ops.aten
@@ -27,9 +28,8 @@ class FixedDraws(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        if is_accelerator(device):
+            self._generators.append(default_generator(device))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.base.accelerators import kept_generators
 from autopar.base.torch_private import pytree
 from autopar.frontend.capture import Arguments, Captured, Step, copy_with
 from autopar.frontend.checking.draws import FixedDraws
@@ -172,9 +173,8 @@ def kept_randomness(device: torch.device) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with kept_generators(device):
             yield
     finally:
         random.setstate(python_state)

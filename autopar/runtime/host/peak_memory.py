@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.base.accelerators import is_accelerator, module_of
 from autopar.base.torch_private import allocations
 from autopar.runtime.host.heap import give_back_freed_memory, resident_bytes
 
@@ -21,16 +22,16 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Growth of the peak since this object was made, in bytes.
 
-    On CUDA the memory that the allocator handed out. On the CPU the process's resident memory
-    (Linux: the high-water mark, reset at the start; elsewhere the peak of the process's life).
-    Libraries that any training loads are loaded before, and freed memory is returned to the kernel,
-    so neither counts.
+    On an accelerator the memory that torch's allocator handed out. On the CPU the process's
+    resident memory (Linux: the high-water mark, reset at the start; elsewhere the peak of the
+    process's life). Libraries that any training loads are loaded before, and freed memory is
+    returned to the kernel, so neither counts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if device.type == "cuda":
-            self._start = torch.cuda.memory_allocated(device)
+        if is_accelerator(device):
+            self._start = module_of(device).memory_allocated(device)
         else:
             _load_libraries()
             give_back_freed_memory()  # the start is read after that, and before the peak is reset
@@ -39,8 +40,8 @@ class PeakMemory:
 
     def forget_peak(self) -> None:
         """Reset the peak to the present, as after loading; the start stays as it was."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            module_of(self.device).reset_peak_memory_stats(self.device)
             return
         give_back_freed_memory()
         if _CLEAR.exists():
@@ -48,17 +49,17 @@ class PeakMemory:
 
     def growth_bytes(self) -> int:
         """Bytes by which the peak exceeds the start."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self._start
+        if is_accelerator(self.device):
+            return int(module_of(self.device).max_memory_allocated(self.device)) - self._start
         return max(_peak_resident_bytes() - self._start, 0)
 
 
 class PeakTensors:
     """The peak bytes of tensors between `start` and `stop`.
 
-    The memory requested of the allocator, without fragmentation and rounding: `torch.cuda`'s count
-    on CUDA; on the CPU from the allocations and frees that torch's profiler sees, and the tensors
-    at the end.
+    The memory requested of the allocator, without fragmentation and rounding: torch's own count on
+    an accelerator; on the CPU from the allocations and frees that torch's profiler sees, and the
+    tensors at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,8 +67,8 @@ class PeakTensors:
         self._profiler: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            module_of(self.device).reset_peak_memory_stats(self.device)
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
@@ -75,8 +76,8 @@ class PeakTensors:
 
     def stop(self) -> int:
         """The peak in bytes, without tensors from before `start` that were freed before `stop`."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+        if is_accelerator(self.device):
+            return int(module_of(self.device).max_memory_allocated(self.device))
         assert self._profiler is not None, "stop() comes after start()"
         self._profiler.stop()
         changes = allocations(self._profiler)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from autopar.base.accelerators import default_generator
 from autopar.base.torch_private import returns_views
 from autopar.comm.coalesced import (
     MAX_SCATTERS,
@@ -239,7 +240,7 @@ class ProcessMachine:
     def _seeded(self, node: fx.Node, place: int) -> Callable[..., Any]:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         axes, seeds, rank = split_axes(node), self.seeds, self.communicator.rank
-        generator = _default_generator(self.device)
+        generator = default_generator(self.device)
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
             generator.manual_seed(seeds.seed_of(place, axes, rank))
@@ -252,7 +253,7 @@ class ProcessMachine:
         self, x: Tensor, models: Tensor, p: float, block: int, place: int, axes: str
     ) -> tuple[Tensor, Tensor]:
         seeds, rank = self.seeds, self.communicator.rank
-        generator = _default_generator(self.device)
+        generator = default_generator(self.device)
 
         def begin(model: int) -> None:
             generator.manual_seed(seeds.seed_of_model(model, block, place, axes, rank))
@@ -272,14 +273,6 @@ def labels_of(program: RankProgram) -> set[str]:
 
 def has_random_ops(program: RankProgram) -> bool:
     return any(random_nodes(kernel.forward) for kernel in program.kernels)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator
 
 
 def _on_device(module: fx.GraphModule, device: torch.device) -> dict[str, Any]:

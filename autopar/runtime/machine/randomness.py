@@ -12,8 +12,7 @@ its own count of steps, and the position of the operator in its own graph.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -86,11 +85,3 @@ class Seeds:
     def seed_of(self, place: int, axes: tuple[int, ...], rank: int) -> int:
         shard = self.mesh.index(rank, axes)
         return mixed(self._step_seed, *self._call, place, shard)
-
-
-@contextlib.contextmanager
-def kept_generators(device: torch.device) -> Iterator[None]:
-    """Restore the user's random number generators afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield

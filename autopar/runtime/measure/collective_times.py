@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.base.accelerators import is_accelerator
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
@@ -68,7 +69,7 @@ def _measure_in_workers(
         service=CollectiveService,
         backend=cluster.backend,
         device_type=kind,
-        device_indices=[d.index or 0 for d in devices] if kind == "cuda" else None,
+        device_indices=[d.index or 0 for d in devices] if is_accelerator(kind) else None,
         start_timeout_s=start_timeout_s,
     )
     with workers:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.base.accelerators import backend_of, is_accelerator, with_index
 from autopar.base.errors import InputError
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
@@ -62,9 +63,7 @@ class RankService:
         self.runtime = None
         self._state = {}
         self.program: RankProgram = unpack(program)
-        self.device = torch.device("cpu")
-        if self.program.device_type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = with_index(torch.device(self.program.device_type))
         self.peak_memory = PeakMemory(self.device)
 
     def receive(self, whole: Mapping[str, Tensor]) -> None:
@@ -213,13 +212,13 @@ class LocalRunner:
     @staticmethod
     def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
         """Start one worker per device; ``limits`` as in `WorkerGroup`."""
-        is_cuda = devices[0].type == "cuda"
+        kind = devices[0].type
         return WorkerGroup(
             len(devices),
             service=RankService,
-            backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            device_type=devices[0].type,
-            device_indices=[d.index or 0 for d in devices] if is_cuda else None,
+            backend=backend_of(kind),
+            device_type=kind,
+            device_indices=[d.index or 0 for d in devices] if is_accelerator(kind) else None,
             **limits,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.base.accelerators import backend_of, is_accelerator
 from autopar.runtime.faults.watch import Watch
 
 
@@ -36,11 +37,10 @@ def join(device: torch.device, timeout_s: float) -> Watch:
     """
     membership = _MEMBERSHIP
     if not dist.is_initialized():
-        is_cuda = device.type == "cuda"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            backend_of(device.type),
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device if is_cuda else None,
+            device_id=device if is_accelerator(device) else None,
         )
         membership.joined_here = dist.group.WORLD
     watch = membership.watch

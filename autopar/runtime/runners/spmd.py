@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.base.accelerators import is_accelerator, module_of
 from autopar.base.errors import DeviceError, InputError
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
@@ -43,18 +44,19 @@ def is_spmd() -> bool:
 
 
 def rank_device(device_type: str) -> torch.device:
-    """This rank's device: the CPU, or the CUDA device of its ``LOCAL_RANK``, made current."""
-    if device_type == "cpu":
+    """This rank's device: the CPU, or the accelerator of its ``LOCAL_RANK``, made current."""
+    if not is_accelerator(device_type):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device() if count else 0))
+    module = module_of(device_type)
+    count = module.device_count()
+    index = int(os.environ.get("LOCAL_RANK", module.current_device() if count else 0))
     if index >= count:
         raise DeviceError(
-            f"LOCAL_RANK={index}, but this machine has {count} CUDA device(s); start "
+            f"LOCAL_RANK={index}, but this machine has {count} {device_type} device(s); start "
             f"torchrun --nproc-per-node={count}"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    module.set_device(index)
+    return torch.device(device_type, index)
 
 
 def from_first_rank(make: Callable[[], T], what: str) -> T:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.base.accelerators import kept_generators
 from autopar.base.errors import InputError, OptimizerError
 from autopar.comm.groups import Communicator
 from autopar.lowering.pipeline import has_late_updates
@@ -24,7 +25,7 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
-from autopar.runtime.machine.randomness import Seeds, kept_generators
+from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import Porter
 from autopar.runtime.state.model_options import ArrayOptions

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from autopar.base.accelerators import is_accelerator, module_of
 from autopar.comm.transports.ports import sealed
 from autopar.runtime.faults import progress
 from autopar.runtime.host.heap import keep_freed_memory
@@ -168,10 +169,10 @@ def _join_group(start: Start) -> None:
     torch.set_num_threads(start.num_threads)
     torch.set_flush_denormal(True)  # also for the threads that torch starts from here on
     device_id = None
-    if start.device_type == "cuda":
-        torch.cuda.set_device(start.device_index)
-        if "nccl" in start.backend:
-            device_id = torch.device("cuda", start.device_index)
+    if is_accelerator(start.device_type):
+        module_of(start.device_type).set_device(start.device_index)
+        if start.backend != "gloo":
+            device_id = torch.device(start.device_type, start.device_index)
     store = dist.FileStore(start.store_path, start.world_size)
     store.set_timeout(datetime.timedelta(seconds=start.start_timeout_s))
     with sealed():

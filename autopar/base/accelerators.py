@@ -1,0 +1,58 @@
+"""What depends on the kind of a device, through torch's device-generic modules.
+
+A kind besides the CPU is an accelerator: ``torch.get_device_module`` (``torch.cuda`` and the like)
+counts and selects its devices and tells their memory, and one of torch's backends communicates
+between them. No other file of the runtime has to know which kinds there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def is_accelerator(device: torch.device | str) -> bool:
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device | str) -> Any:
+    """torch's module of a device's kind: ``torch.cuda`` of a CUDA device."""
+    return torch.get_device_module(torch.device(device).type)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number: torch's current one of that kind unless it has one."""
+    if not is_accelerator(device) or device.index is not None:
+        return device
+    return torch.device(device.type, module_of(device).current_device())
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators on a device draw from."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    generators = module_of(device).default_generators
+    generator: torch.Generator = generators[with_index(device).index]
+    return generator
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of the CPU and of ``device`` afterwards."""
+    if not is_accelerator(device):
+        with torch.random.fork_rng(devices=[]):
+            yield
+        return
+    with torch.random.fork_rng(devices=[with_index(device)], device_type=device.type):
+        yield
+
+
+def backend_of(device_type: str) -> str:
+    """The backends of a process group whose ranks have devices of one kind."""
+    if not is_accelerator(device_type):
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
