@@ -1,1 +1,1 @@
-"""Parameters, buffers and optimizer state: shards, checkpoints, what travels to workers."""
+"""Parameters, buffers and optimizer state: shards, checkpoints, and their way to workers."""

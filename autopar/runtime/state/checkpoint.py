@@ -2,9 +2,9 @@
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
 ``trainer`` (steps done, seed, learning-rate schedule). It can be read on any mesh and any number of
-ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`; what that module
-wrote can be read here. One that is written over another leaves that whole until it is whole
-itself, whatever dies meanwhile. Reading runs nothing, and takes over all of it or nothing.
+ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`; checkpoints that
+this module wrote can be read here. A checkpoint that is overwritten stays complete until the new
+one is, whatever dies meanwhile. Loading runs no code, and loads everything or nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ Path = str | os.PathLike[str]
 def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> None:
     """Write the state of all ranks to the folder ``path``. Collective.
 
-    Raises InputError where it cannot be written, or where a weight is not finite and
-    ``allow_nonfinite`` is not said; what was there, and the training, go on.
+    Raises InputError if it cannot be written, or if a weight is not finite and ``allow_nonfinite``
+    is False; an earlier checkpoint is kept, and training can continue.
     """
     tensors = _tensors(runtime)
     refusal: str | None = None
@@ -90,8 +90,8 @@ def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> 
 def load(runtime: RankRuntime, path: Path) -> None:
     """Read what `save` wrote, on this mesh or another. Collective.
 
-    Raises InputError where the checkpoint does not fit, or anything in it is missing or damaged,
-    and leaves everything as it was.
+    Raises InputError, and changes nothing, if the checkpoint does not fit, or if anything in it is
+    missing or damaged.
     """
     with contextlib.ExitStack() as stack:
         if runtime.options.optimizer is not None:
@@ -116,7 +116,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
 
 
 def check_exists(path: Path) -> None:
-    """Raise InputError where there is no checkpoint."""
+    """Raise InputError if there is no checkpoint."""
     _check_path(path)
     if not any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, METADATA)):
         raise InputError(
@@ -126,7 +126,7 @@ def check_exists(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise InputError where no folder can be made or written to."""
+    """Raise InputError if the folder cannot be made or written to."""
     _check_path(path)
     name = os.fspath(path)
     existing = os.path.abspath(path)
@@ -152,7 +152,7 @@ def _check_path(path: Any) -> None:
         )
 
 
-# --- what is saved -------------------------------------------------------------------------
+# --- saving --------------------------------------------------------------------------------
 
 
 def _tensors(runtime: RankRuntime) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ def _tensors(runtime: RankRuntime) -> dict[str, Tensor]:
 
 
 def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is no tensor, and this rank's entries of optimizer state among it. Collective."""
+    """The plain data, and this rank's entries of optimizer state in it. Collective."""
     trainer: dict[str, Any] = {"num_steps": runtime.num_steps, "seed": runtime.seed}
     plain: dict[str, Any] = {"trainer": trainer}
     scalars: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _first_nonfinite(runtime: RankRuntime) -> tuple[int, str] | None:
-    """The first trained parameter, or buffer that training changes, with a NaN or an infinity."""
+    """The first trained parameter, or buffer that training changes, that is not finite."""
     held = runtime.held_parts()
     changed = [b.name for b in runtime.program.buffers if b.following is not None]
     names = [p.name for p in runtime.program.parameters if p.trainable] + changed
@@ -214,11 +214,11 @@ def _refuse_nonfinite(found: list[tuple[int, str] | None], path: Path) -> None:
 
 
 def _reason(error: dcp.CheckpointException) -> str:
-    """What went wrong on the first of the ranks."""
+    """The failure of the first rank that failed."""
     for rank, (failure, _) in sorted(error.failures.items()):
         if not isinstance(failure, Exception):  # Ctrl-C
             raise failure
-        # The first sentence: torch goes on with advice for other cases.
+        # The first sentence: torch's advice after it is for other cases.
         return f"rank {rank}: {type(failure).__name__}: {str(failure).split('. ')[0]}"
     return str(error)
 
@@ -229,12 +229,12 @@ def _raise_first(refusals: list[str | None]) -> None:
         raise InputError(first)
 
 
-# --- what is read --------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A checkpoint whose metadata has been read; one of ``own`` and ``foreign`` is there."""
+    """A checkpoint whose metadata has been read, our own or torch's (``foreign``)."""
 
     place: str
     folder: str
@@ -245,7 +245,7 @@ class _Source:
     foreign: DcpCheckpoint | None = None
 
     def saved_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Without the optimizer state of parameters that had none: they never had a gradient."""
+        """The tensors without the optimizer state of parameters that never had a gradient."""
         prefix = "optimizer.state."
         names = {k.rpartition(".")[0] for k in self.tensors if k.startswith(prefix)}
         scalars = (self.optimizer or {}).get("state") or {}
@@ -262,7 +262,7 @@ class _Source:
         return next(c for c in self.tensors[key].chunks if c.offsets == at)
 
     def verify(self, plan: LoadPlan) -> None:
-        """Every file once, by one of the ranks; what is read of a foreign one by who reads it."""
+        """Verify every file, each by one rank; chunks of a foreign checkpoint by their readers."""
         if self.own is not None:
             for file in self.own.files[dist.get_rank() :: dist.get_world_size()]:
                 check_file(self.folder, file)
@@ -330,7 +330,7 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
 def _planned(
     wanted: Mapping[str, Tensor], source: _Source
 ) -> tuple[dcp.DefaultLoadPlanner, LoadPlan]:
-    """Which boxes of which chunks this rank reads; InputError where a tensor does not fit."""
+    """Plan which boxes of which chunks this rank reads; InputError if a tensor does not fit."""
     metadata = {}
     for key, tensor in wanted.items():
         stored = source.tensors.get(key)
@@ -371,7 +371,7 @@ def _kind(dtype: torch.dtype) -> str:
 def _optimizer_state(
     runtime: RankRuntime, wanted: Mapping[str, Tensor], source: _Source
 ) -> dict[str, Any] | None:
-    """What `RankRuntime.load_optimizer_state_dict` takes; its tensors are yet to be read."""
+    """A state dict for `RankRuntime.load_optimizer_state_dict`, whose tensors are not read yet."""
     if runtime.options.optimizer is None:
         return None
     held = source.optimizer
@@ -414,7 +414,7 @@ def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) ->
 
 
 def _read(planner: dcp.DefaultLoadPlanner, plan: LoadPlan, source: _Source) -> None:
-    """Copy what was planned into the state; all of it has been verified."""
+    """Copy the planned chunks, all of which have been verified, into the state."""
     with torch.no_grad():
         for item in plan.items:
             key = item.storage_index.fqn

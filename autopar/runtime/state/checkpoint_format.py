@@ -1,8 +1,8 @@
-"""The files of a checkpoint: what they are called, what they hold, and how they are opened.
+"""The files of a checkpoint: their names, their contents, and how they are opened.
 
-A checkpoint is a folder. ``autopar.json`` has the plain data, which tensor lies where, and size and
-SHA-256 of each file; it carries a SHA-256 of itself. The others are safetensors files, one a rank
-that wrote. Nothing in them is code, and nothing outside of the folder is opened.
+A checkpoint is a folder. ``autopar.json`` has the plain data, the location of each tensor, and size
+and SHA-256 of each file; it carries a SHA-256 of itself. The others are safetensors files, one for
+each rank that wrote. Nothing in them is code, and nothing outside of the folder is opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "autopar.json"
 VERSION = 1
 SUFFIX = ".safetensors"
 UNFINISHED = ".part"
-"""Behind a file's name until the manifest names it: other readers look for safetensors files."""
+"""The suffix of a file until the manifest names it: other readers look for safetensors files."""
 _NAME = re.compile(r"autopar-[0-9a-f]{16}-[0-9]{1,7}\.safetensors")
 _OURS = re.compile(
     r"autopar-[0-9a-f]{16}-[0-9]{1,7}\.safetensors(\.part)?"
@@ -43,7 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64, "C128": torch.complex128,
 }  # fmt: skip
-"""As safetensors writes them; ``C128`` lies there as pairs of F64."""
+"""Dtype names of safetensors; ``C128`` is stored as pairs of F64."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -58,7 +58,7 @@ class FileRecord(_Struct, frozen=True):
 
 
 class ChunkRecord(_Struct, frozen=True):
-    """One box of a tensor: the file by its place in the list, the first byte there."""
+    """One box of a tensor: the index of its file, and its first byte there."""
 
     file: int
     begin: int
@@ -86,7 +86,7 @@ class _Envelope(_Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A box of a stored tensor: ``length`` bytes from ``begin`` of the file ``name``."""
+    """A box of a stored tensor: ``length`` bytes from byte ``begin`` of the file ``name``."""
 
     name: str
     begin: int
@@ -110,7 +110,7 @@ def encode_manifest(content: Content) -> bytes:
 
 
 def decode_manifest(data: bytes, place: str) -> Content:
-    """The content; InputError where one byte is not as it was written."""
+    """Parse the manifest; InputError if any byte has changed since it was written."""
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         if envelope.autopar_checkpoint != VERSION:
@@ -167,7 +167,7 @@ _MAX_CELLS = 1 << 22
 
 
 def is_covered(stored: StoredTensor) -> bool:
-    """Whether the chunks fill the tensor, each element once."""
+    """Whether the chunks cover the tensor, each element once."""
     shape, chunks = stored.shape, stored.chunks
     if any(size < 0 for size in shape):
         return False
@@ -211,7 +211,7 @@ def damaged(place: str, what: str) -> InputError:
 
 @contextlib.contextmanager
 def opened(folder: str, name: str) -> Iterator[int]:
-    """A descriptor of a regular file of the folder; nothing is followed, and nothing waits."""
+    """Open a regular file of the folder, without following links and without waiting."""
     place = os.path.join(folder, name)
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise damaged(place, "is outside of the folder")
@@ -256,13 +256,13 @@ def read_exactly(file: int, begin: int, length: int, place: str) -> bytearray:
 
 
 def shard_name(folder: str, name: str) -> str:
-    """Where the file is: a save that ended right after it was whole leaves it unrenamed."""
+    """The path of a file: a save that ended right after completing it leaves it unrenamed."""
     is_there = os.path.lexists(os.path.join(folder, name))
     return name if is_there else name + UNFINISHED
 
 
 def check_file(folder: str, record: FileRecord) -> None:
-    """Raise InputError unless size and checksum are those of the manifest."""
+    """Raise InputError unless size and checksum match the manifest."""
     name = record.name
     place = os.path.join(folder, name)
     with opened(folder, shard_name(folder, name)) as file:
@@ -279,7 +279,7 @@ def check_file(folder: str, record: FileRecord) -> None:
 
 
 def read_rows(folder: str, chunk: Chunk, dtype: torch.dtype, first: int, num: int) -> Tensor:
-    """Rows ``first`` to ``first + num`` of a chunk's first dimension; the whole of a scalar."""
+    """Read rows ``first`` to ``first + num`` of a chunk's first dimension, or a whole scalar."""
     sizes = (num, *chunk.sizes[1:]) if chunk.sizes else ()
     row = math.prod(chunk.sizes[1:]) * dtype.itemsize
     length = math.prod(sizes) * dtype.itemsize
@@ -293,7 +293,7 @@ def read_rows(folder: str, chunk: Chunk, dtype: torch.dtype, first: int, num: in
 
 
 def remove_ours(folder: str, kept: Sequence[str]) -> None:
-    """Remove what other saves left in the folder, whole or not, as far as that is possible."""
+    """Remove files that other saves left in the folder, as far as possible."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if _OURS.fullmatch(name) and name not in kept:

@@ -1,9 +1,9 @@
-"""A checkpoint is written: every rank its file, then the manifest that makes them the checkpoint.
+"""Writes a checkpoint: each rank its file, and then the manifest, which makes them the checkpoint.
 
-In: the plan of ``torch.distributed.checkpoint``, which says who writes what. Out: the folder. What
-lay there stays the checkpoint until the manifest is replaced, in one step; then files get the
-names by which torch's `HuggingFaceStorageReader` finds them. While they do, a file that is no
-safetensors file keeps that reader from taking some of them for the whole.
+In: the plan of ``torch.distributed.checkpoint``, which says which rank writes what. Out: the
+folder. An earlier checkpoint there stays valid until the manifest is replaced, atomically; then the
+files are renamed so that torch's `HuggingFaceStorageReader` finds them. Meanwhile a file that is no
+safetensors file keeps that reader from taking some of them for all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_MANIFEST_BYTES = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Which file of a save a rank writes."""
+    """The file that a rank writes."""
 
     save_id: str
     rank: int
@@ -58,14 +58,14 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """A chunk's file and first byte."""
+    """The file and the first byte of a chunk."""
 
     file: FileRecord
     begin: int
 
 
 class CheckpointWriter(StorageWriter):
-    """Into a folder that may hold an earlier checkpoint; ``plain`` is what is no tensor."""
+    """Writes into a folder that may hold an earlier checkpoint; ``plain`` is the plain data."""
 
     def __init__(self, path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
         self.folder = os.fspath(path)
@@ -75,7 +75,7 @@ class CheckpointWriter(StorageWriter):
         self._is_coordinator = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes once, into the folder that it was made with."""
+        """Do nothing: a writer writes once, into the folder that it was made with."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -97,7 +97,7 @@ class CheckpointWriter(StorageWriter):
             self._made.append(folder)
 
     def _remove_strays(self) -> None:
-        """Remove what no manifest names; nothing where it cannot be read, which may pass."""
+        """Remove files that no manifest names; none if it cannot be read now."""
         names: list[str] = []
         if os.path.lexists(os.path.join(self.folder, MANIFEST)):
             try:
@@ -126,7 +126,7 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: what all ranks wrote becomes the checkpoint."""
+        """On the first rank, make the files of all ranks the checkpoint."""
         assert self._place is not None
         written = {r.index: r.storage_data for by_rank in results for r in by_rank}
         content = _content(metadata, written, self.plain)
@@ -139,7 +139,7 @@ class CheckpointWriter(StorageWriter):
         os.replace(temporary, os.path.join(self.folder, MANIFEST))
         _sync_folder(self.folder)
         self._made.clear()
-        with contextlib.suppress(OSError):  # it is the checkpoint by now; the rest is for others
+        with contextlib.suppress(OSError):  # the checkpoint is valid; the rest is for other readers
             self._publish(save_id, [record.name for record in content.files])
 
     def _publish(self, save_id: str, names: list[str]) -> None:
@@ -158,7 +158,7 @@ class CheckpointWriter(StorageWriter):
         os.unlink(os.path.join(self.folder, guard))
 
     def discard(self) -> None:
-        """Remove what a save that failed has written."""
+        """Remove the files of a save that failed."""
         if self._place is not None:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.folder, self._place.name + UNFINISHED))
@@ -172,8 +172,8 @@ class CheckpointWriter(StorageWriter):
 def _write(
     folder: str, name: str, items: list[WriteItem], planner: SavePlanner
 ) -> list[WriteResult]:
-    """One safetensors file, synchronised with the disk, tensor by tensor."""
-    # The widest elements first, behind a header of whole words: so all are aligned.
+    """Write one safetensors file, tensor by tensor, and flush it to the disk."""
+    # The widest elements first, after a header of whole words, so that all are aligned.
     ordered = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
     header, begins, at = _header(ordered)
     digest = hashlib.sha256(header)
@@ -278,7 +278,7 @@ def _content(
 def _sync_folder(folder: str) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # some file systems have no such thing
+        with contextlib.suppress(OSError):  # some file systems do not support it
             os.fsync(file)
     finally:
         os.close(file)

@@ -1,7 +1,7 @@
-"""Whether state that a user hands over fits the compiled model, before any of it is taken over.
+"""Checks that a user's state fits the compiled model, before any of it is loaded.
 
-In: the state, and what the program or the optimizer holds. Out: nothing, or an InputError. It
-exists because a rank that fails half-way leaves the others waiting, and the state half-written.
+In: the state, and that of the program or the optimizer. Out: nothing, or an InputError. A rank that
+failed half-way would leave the others waiting, and the state half-written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_optimizer_state(
     names: Mapping[int, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise InputError unless ``state`` fits an optimizer whose own state has been made.
+    """Raise InputError unless ``state`` fits an optimizer whose own state is materialized.
 
     ``names`` has the name of each parameter by its id, ``shapes`` the whole shape by name.
     """
@@ -104,7 +104,7 @@ def check_optimizer_state(
 
 
 def without_parameters(state: Any, names: Collection[str]) -> Any:
-    """An optimizer's state without some parameters; what is no such state is left as it is."""
+    """An optimizer's state dict without some parameters; anything else is returned as it is."""
     if not names or not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return state
     entries, groups = state["state"], state["param_groups"]
@@ -119,7 +119,7 @@ def without_parameters(state: Any, names: Collection[str]) -> Any:
 
 
 def check_plain_state(given: Any, held: Mapping[str, Any], place: str) -> None:
-    """Raise InputError unless a schedule's state has the entries, and their kinds, of ``held``."""
+    """Raise InputError unless a schedule's state has the entries of ``held``, of their kinds."""
     if not isinstance(given, Mapping) or given.keys() != held.keys():
         has = sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__
         raise InputError(
@@ -157,7 +157,7 @@ def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
 
 
 def _check_options(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """What is a number, several numbers or a flag must be so again; None is a flag left open."""
+    """A number, several numbers or a flag must be one again; None is an unset flag."""
     for key, value in held.items():
         if key == "params" or key not in given:
             continue
@@ -172,7 +172,7 @@ def _check_options(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
 
 
 def _num_numbers(value: Any) -> int:
-    """How many numbers an option is made of; 0 for what is none (flags, None)."""
+    """How many numbers an option consists of; 0 for flags and None."""
     items = value if isinstance(value, tuple | list) else (value,)
     numbers = [isinstance(v, int | float | Tensor) and not isinstance(v, bool) for v in items]
     return len(items) if all(numbers) else 0

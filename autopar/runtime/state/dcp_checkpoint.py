@@ -1,7 +1,7 @@
-"""Checkpoints that ``torch.distributed.checkpoint`` wrote, read without running what is in them.
+"""Reads checkpoints of ``torch.distributed.checkpoint`` without running any code in them.
 
-Its ``.metadata`` is a pickle, and so is the head of each entry of its data. Both are read as data
-(see `autopar.runtime.state.inert_pickle`), and only what torch itself writes there is understood.
+Its ``.metadata`` is a pickle, and so is the header of each data entry. Both are read as data (see
+`autopar.runtime.state.inert_pickle`), and only what torch itself writes is accepted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _MAX_PLAIN_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpCheckpoint:
-    """What lies where: tensors and entries of plain data by key, and the nested place of each."""
+    """The index: tensors and plain data by key, and the nested position of each."""
 
     folder: str
     tensors: dict[str, StoredTensor]
@@ -77,7 +77,7 @@ class DcpCheckpoint:
     paths: dict[str, tuple[str | int, ...]]
 
     def read_chunk(self, key: str, chunk: Chunk) -> Tensor:
-        """One chunk of a tensor; InputError where it is not what the metadata says."""
+        """Read one chunk of a tensor; InputError if it does not match the metadata."""
         stored = self.tensors[key]
         size = math.prod(chunk.sizes) * stored.dtype.itemsize
         found = _entry(self.folder, chunk, 2 * size + _OVERHEAD_BYTES)
@@ -96,7 +96,7 @@ class DcpCheckpoint:
         return self.read_chunk(key, stored.chunks[0])
 
     def nested(self, *prefixes: str) -> dict[str, Any]:
-        """What is below one of these places, in lists and mappings as it was saved."""
+        """The data below one of these positions, in lists and mappings as it was saved."""
         root: dict[Any, Any] = {}
         for key in (*self.entries, *self.tensors):
             path = self.paths.get(key, (key,))
@@ -209,7 +209,7 @@ def _text(value: Any) -> str:
 
 
 def _check_files(checkpoint: DcpCheckpoint) -> None:
-    """Each entry lies within its file, and no two share bytes."""
+    """Check that each entry lies within its file, and that no two share bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     chunks = [c for stored in checkpoint.tensors.values() for c in stored.chunks]
     for chunk in (*chunks, *checkpoint.entries.values()):
@@ -226,7 +226,7 @@ def _check_files(checkpoint: DcpCheckpoint) -> None:
 
 
 def _entry(folder: str, chunk: Chunk, limit_bytes: int) -> Any:
-    """What ``torch.save`` wrote there, a tensor or plain data; its checksums are verified."""
+    """Read a tensor or plain data that ``torch.save`` wrote; its checksums are verified."""
     place = os.path.join(folder, chunk.name)
     if chunk.length > limit_bytes:
         raise damaged(place, f"has an entry of {chunk.length} bytes, more than {limit_bytes}")
@@ -235,7 +235,7 @@ def _entry(folder: str, chunk: Chunk, limit_bytes: int) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _unpacked(archive, limit_bytes)
-    except Exception as error:  # zipfile raises errors of many kinds for what is no archive
+    except Exception as error:  # zipfile raises many kinds of errors for files that are no archives
         raise damaged(
             place, f"has a damaged entry at byte {chunk.begin} ({error!r})"[:400]
         ) from error

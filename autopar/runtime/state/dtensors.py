@@ -1,10 +1,10 @@
-"""Local parts as ``DTensor``s, and back.
+"""Converts local shards to ``DTensor``s, and back.
 
-A split that torch can write as ``Shard`` (contiguous parts, several axes of one dimension nested in
-mesh order) leaves as it is, sharing memory with the runtime, without the padding behind its end.
-Any other digit (a fused query-key-value projection split by heads, a padded dimension split over
-several axes) is redistributed to such a split first and leaves as a copy, so that every consumer of
-DTensors, ``torch.distributed.checkpoint`` above all, sees contiguous parts.
+A split that torch can express as ``Shard`` (contiguous shards, several axes of one dimension nested
+in mesh order) is converted without a copy, and without the padding at its end. Any other split (a
+fused query-key-value projection split by heads, a padded dimension split over several axes) is
+redistributed to such a split first, into a copy, so that every consumer of DTensors,
+``torch.distributed.checkpoint`` above all, sees contiguous shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.runtime.state.shards import local_part, without_padding
 def contiguous_placements(placements: Placements, shape: tuple[int, ...], mesh: Mesh) -> Placements:
     """The same axes on the same dimensions, as plain nested splits in mesh order.
 
-    Of a padded dimension only the first axis stays: torch cuts the parts of further axes otherwise.
+    A padded dimension keeps its first axis only: torch would cut further axes differently.
     """
     reached: dict[int, int] = {}
     padding = paddings(placements, shape, mesh)
@@ -42,19 +42,19 @@ def contiguous_placements(placements: Placements, shape: tuple[int, ...], mesh: 
 
 
 def torch_placements(placements: Placements) -> tuple[Any, ...]:
-    """As torch writes `contiguous_placements`."""
+    """torch's placements for `contiguous_placements`."""
     return tuple(Shard(p.dim) if p.state is State.SHARD else Replicate() for p in placements)
 
 
-class Porter:
-    """Carries tensors out as DTensors and back in. Every call is collective."""
+class DTensorConverter:
+    """Converts local shards to DTensors and back. Every call is collective."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.mesh = communicator.mesh
 
     def out(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> DTensor:
-        """A DTensor of the local part; it shares its memory where no redistribution is needed."""
+        """The shard as a DTensor, which shares its memory unless it must be redistributed."""
         plain = contiguous_placements(placements, shape, self.mesh)
         local = self._moved(local.detach(), placements, plain, shape)
         local = without_padding(local, self._filled(plain, shape))
@@ -69,7 +69,7 @@ class Porter:
         return result
 
     def into(self, local: Tensor, source: Tensor, placements: Placements) -> None:
-        """Copy a whole tensor or a DTensor on any mesh into the local part of ``placements``."""
+        """Copy a whole tensor, or a DTensor on any mesh, into the local shard."""
         source = source.detach()
         if isinstance(source, DTensor):
             shape = tuple(source.shape)
@@ -91,7 +91,7 @@ class Porter:
         return whole.clone() if _is_view(whole, local) else whole
 
     def _filled(self, plain: Placements, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Local shape of what lies before the end of the whole."""
+        """The local shape without padding."""
         sizes = list(local_shape(shape, plain, self.mesh))
         coordinate = self.mesh.coordinate(self.communicator.rank)
         for axis, placement in enumerate(plain):
@@ -104,7 +104,7 @@ class Porter:
     def _moved(
         self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]
     ) -> Tensor:
-        """Redistribute here and now, by the communicator's own collectives."""
+        """Redistribute at once, by the communicator's own collectives."""
         for step in redistribute(source, target, shape, self.mesh):
             if self.mesh.size(step.axes) > 1:
                 local = self._step(local, step)

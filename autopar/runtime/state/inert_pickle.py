@@ -1,7 +1,7 @@
-"""A pickle is read as data: what it would import or call is noted, and nothing of it done.
+"""Reads a pickle as data: imports and calls in it are recorded, and none is executed.
 
-In: the bytes. Out: numbers, text, lists, tuples and mappings, with a `Call` where the pickle makes
-an object. Whoever reads decides what a `Call` of which name means; a name that was not allowed is
+In: the bytes. Out: numbers, text, lists, tuples and mappings, with a `Call` where the pickle would
+construct an object. The reader decides what a `Call` of a name means; a name that is not allowed is
 refused before anything else is read.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What the pickle would import."""
+    """A name that the pickle would import."""
 
     path: str
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What the pickle would call, with which arguments, and the state that it would set."""
+    """A call that the pickle would make, with its arguments, and the state it would set."""
 
     name: str
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What the pickle leaves to its reader to find."""
+    """A persistent id, which the pickle leaves to its reader to resolve."""
 
     key: Any
 
@@ -53,7 +53,7 @@ _NUM_IN_TUPLE = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read(data: bytes, allowed: Collection[str]) -> Any:
-    """The pickled value; ValueError for anything but plain data and calls of ``allowed`` names."""
+    """Read a pickle; ValueError for anything but plain data and calls of ``allowed`` names."""
     machine = _Machine(allowed)
     try:
         for opcode, argument, _ in pickletools.genops(data):
@@ -142,7 +142,7 @@ class _Machine:
         if not isinstance(held, dict):
             raise ValueError("it sets items of what is no mapping")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Keys are compared and hashed, which takes for ever for some nested ones.
+            # Keys are compared and hashed, which some nested ones make endless.
             if not isinstance(key, str | int | float | Call | None):
                 raise ValueError("a key is no plain one")
             held[key] = value

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from autopar.comm.groups import Communicator
 from autopar.ir.placement import Placements, R, S, State
 from autopar.lowering.types import ParameterProgram
-from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.dtensors import DTensorConverter
 from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
 from autopar.runtime.state.optimizers import is_like_parameter, make_optimizer, update
 from autopar.runtime.state.shards import local_part
@@ -125,7 +125,7 @@ class ModelOptimizers:
 
     # --- state -----------------------------------------------------------------------------
 
-    def states(self, num_steps: Sequence[int], porter: Porter) -> list[ModelState]:
+    def states(self, num_steps: Sequence[int], dtensors: DTensorConverter) -> list[ModelState]:
         """Of each model, whole, on every rank. Collective."""
         own_scalars: dict[tuple[int, int, str], Any] = {}
         own_tensors: dict[tuple[int, int, str], torch.dtype] = {}
@@ -144,7 +144,7 @@ class ModelOptimizers:
         for (model, place, key), dtype in sorted(tensors.items()):
             name = self.options.models[model].trained[place].name
             if (name, key) not in wholes:
-                wholes[name, key] = self._whole(name, key, dtype, porter)
+                wholes[name, key] = self._whole(name, key, dtype, dtensors)
         states: list[dict[int, dict[str, Any]]] = [{} for _ in self.rows]
         for (model, place, key), value in scalars.items():
             states[model].setdefault(place, {})[key] = value
@@ -155,7 +155,7 @@ class ModelOptimizers:
             states[model].setdefault(place, {})[key] = part.clone()
         return [self._state(model, states[model], num_steps[model]) for model in range(len(states))]
 
-    def _whole(self, name: str, key: str, dtype: torch.dtype, porter: Porter) -> Tensor:
+    def _whole(self, name: str, key: str, dtype: torch.dtype, dtensors: DTensorConverter) -> Tensor:
         """One kind of state of all models' rows of a parameter; zeros where a model has none."""
         local = torch.zeros_like(self.parameters[name].detach(), dtype=dtype)
         for model, rows in enumerate(self.rows):
@@ -165,7 +165,7 @@ class ModelOptimizers:
                 if ref.name == name and is_like_parameter(value, row):
                     (local if ref.row is None else local[self.local_row(ref)]).copy_(value)
         program = self.programs[name]
-        return porter.whole(local, program.stored, program.shape)
+        return dtensors.whole(local, program.stored, program.shape)
 
     def _state(self, model: int, state: dict[int, dict[str, Any]], num_steps: int) -> ModelState:
         optimizer = self.optimizers[model]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.base.errors import InputError
 from autopar.lowering.types import ParameterProgram, RankProgram
 from autopar.runtime.state.checks import check_optimizer_state, without_parameters
-from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.dtensors import DTensorConverter
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, materialize_state
 
 
@@ -34,13 +34,13 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer | None,
         parameters: Mapping[str, nn.Parameter],
         programs: Mapping[str, ParameterProgram],
-        porter: Porter,
+        dtensors: DTensorConverter,
     ) -> None:
         self.program = program
         self.optimizer = optimizer
         self.parameters = parameters
         self.programs = programs
-        self.porter = porter
+        self.dtensors = dtensors
         self._names = {id(p): name for name, p in parameters.items()}
 
     def state_dict(self, *, local: bool = False) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class OptimizerState:
     def _entries_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         program, parameter = self.programs[name], self.parameters[name]
         return {
-            key: self.porter.out(value, program.stored, program.shape)
+            key: self.dtensors.out(value, program.stored, program.shape)
             if is_like_parameter(value, parameter)
             else value
             for key, value in entries.items()
@@ -135,7 +135,7 @@ class OptimizerState:
             ):
                 held[key] = torch.empty_like(parameter, dtype=value.dtype)
             if is_like_parameter(held.get(key), parameter):
-                self.porter.into(held[key], value, program.stored)
+                self.dtensors.into(held[key], value, program.stored)
             elif isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
                 held[key] = value.detach().to(device=held[key].device, copy=True)
             else:

@@ -1,14 +1,14 @@
-"""Which optimizers work on shards, and what their state is.
+"""Optimizers over shards: which of them are supported, and what their state is.
 
 An element-wise optimizer computes each element of its update and of its state from the same element
-of parameter, gradient and state, so it runs on a part of a parameter as on the whole. Others
-look at whole tensors (norms, row means, orthogonalisation) and are refused where a parameter is
-split. What is not known to update each parameter by itself, or has hooks that run beside its steps,
-is also refused where devices hold different parameters, as those of a pipeline do.
+of parameter, gradient and state, so it runs on a shard of a parameter as on the whole. Others use
+whole tensors (norms, row means, orthogonalisation) and are refused if a parameter is split. One
+that is not known to update each parameter independently, or has step hooks, is also refused if
+devices hold different parameters, as in a pipeline.
 
-A user's function that makes the optimizer is given all parameters of the model that train, in their
-order, on every device: where one is not there, an empty one stands in for it, which the optimizer
-then forgets. So a group has the same parameters on every plan.
+The user's function that makes the optimizer is given all trainable parameters of the model, in
+order, on every device: an empty stand-in replaces a parameter of another device, and is removed
+from the optimizer afterwards. So a group has the same parameters under every plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon, torch.op
 
 
 def check_makes_optimizer(make: object) -> None:
-    """Raise OptimizerError for what cannot make an optimizer, such as an optimizer itself."""
+    """Raise OptimizerError for anything that makes no optimizer, such as an optimizer itself."""
     if make is not None and not callable(make):
         name = type(make).__name__
         raise OptimizerError(
@@ -63,7 +63,7 @@ def check_makes_optimizer(make: object) -> None:
 def check_optimizer(
     optimizer: torch.optim.Optimizer, programs: Sequence[ParameterProgram], mesh: Mesh
 ) -> None:
-    """Raise OptimizerError where the optimizer cannot work on the shards that the plan makes."""
+    """Raise OptimizerError if the optimizer does not support the plan's shards."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
             "LBFGS evaluates the model several times in one step, which train_step does not do; "

@@ -1,7 +1,7 @@
-"""Plain data as JSON: numbers, text, lists, mappings and small tensors, each of them as it was.
+"""Plain data as JSON, without loss: numbers, text, lists, mappings and small tensors.
 
-JSON has no tuple, no infinity, no key but text and no tensor: those are mappings with the key
-``$`` that says what they are. Nothing else is taken, in either direction.
+JSON has no tuples, no infinities, no keys but text and no tensors: these become mappings whose key
+``$`` names their kind. Nothing else is accepted, in either direction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_DIGITS = 1000
 
 
 def to_plain(value: Any, where: str, depth: int = 0) -> Any:
-    """What JSON can hold; InputError names the place of what is no plain data."""
+    """Convert to JSON data; InputError names the position of anything else."""
     if depth > _MAX_DEPTH:
         raise InputError(f"{where} is nested more than {_MAX_DEPTH} deep; a checkpoint holds less")
     if isinstance(value, np.generic):
@@ -61,7 +61,7 @@ def to_plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def from_plain(value: Any, depth: int = 0) -> Any:
-    """The inverse of `to_plain`; ValueError for what it does not write."""
+    """The inverse of `to_plain`; ValueError for anything it does not write."""
     if depth > 2 * _MAX_DEPTH:
         raise ValueError(f"data is nested more than {2 * _MAX_DEPTH} deep")
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Parts of a whole value, one for each rank, and back.
+"""Shards of a whole value, one for each rank, and the whole from its shards.
 
-In: a whole tensor, its placements and the mesh. Out: the part that a rank holds; or, from the
-parts of all ranks, the whole. No communication: whoever calls has the tensors at hand.
+In: a whole tensor, its placements and the mesh. Out: the shard that a rank holds; or, from the
+shards of all ranks, the whole. Nothing is communicated: the caller has all tensors.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from autopar.lowering.types import InputProgram, RankProgram
 
 
 def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
-    """One shard per rank of a whole value (R and S only)."""
+    """All ranks' shards of a whole value (R and S only)."""
     return [local_part(whole, placements, mesh, rank).clone() for rank in range(mesh.num_devices)]
 
 
 def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a whole value that ``rank`` holds (R and S only), contiguous; may be a view.
+    """The shard of a whole value that ``rank`` holds (R and S only), contiguous; may be a view.
 
-    A part that ends behind the whole's end is padded with zeros.
+    A shard that extends beyond the whole is padded with zeros.
     """
     part, coordinate = whole, mesh.coordinate(rank)
     for dim, padding in paddings(placements, whole.shape, mesh).items():
         part = pad_end(part, dim, padding)
     splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
-    # Innermost digits first: the outer ones then still have their global outer.
+    # Innermost splits first, so that the outer ones still have their global `outer`.
     for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
         part = digit_slice(
             part, mesh.axis_sizes[axis], coordinate[axis], placement.dim, placement.outer
@@ -40,13 +40,13 @@ def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> 
 
 
 def microbatch_of(tensor: Tensor, source: InputProgram, num: int, index: int) -> Tensor:
-    """Micro-batch ``index`` of an input, or of one rank's part of it."""
+    """Micro-batch ``index`` of an input, or of one rank's shard of it."""
     cut = source.microbatch
     return tensor if cut is None else digit_slice(tensor, num, index, cut.dim, cut.outer)
 
 
 def local_input_shape(source: InputProgram, program: RankProgram) -> tuple[int, ...]:
-    """Shape of one rank's part of an input, all its micro-batches together."""
+    """The shape of one rank's shard of an input, with all micro-batches."""
     part = list(local_shape(source.part(program.num_microbatches), source.placements, program.mesh))
     if source.microbatch is not None:
         part[source.microbatch.dim] *= program.num_microbatches
@@ -85,12 +85,12 @@ def _join(parts: list[Tensor], placement: Placement) -> Tensor:
 
 
 def reduced(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the parts in their own dtype."""
+    """The sum of the shards in their own dtype."""
     return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
 
 
 def holder(placements: Placements, mesh: Mesh, rank: int) -> int:
-    """The first rank that holds the same part as ``rank``."""
+    """The first rank that holds the same shard as ``rank``."""
     coordinate = mesh.coordinate(rank)
     first = 0
     for axis, placement in enumerate(placements):

@@ -1,14 +1,13 @@
-"""Rank programs as bytes, to hand them to other processes.
+"""Serializes rank programs for other processes.
 
-fx pickles a graph as Python source, which loses what is written on its nodes, and cannot pickle
-torch's operators. Here a graph is its list of nodes, an operator its name, and of a node's
-metadata only what a runtime reads (the axes that split a random operator). Fake tensors stay
-behind: a program that has travelled runs, but is not printed or priced.
+fx pickles a graph as Python source, which loses its nodes' metadata, and cannot pickle torch's
+operators. Here a graph is a list of nodes, an operator is its name, and metadata is only what the
+runtime reads (the axes that split a random operator). Fake tensors are left out: a program that was
+sent can be run, but not printed or priced.
 
-A user's own operator (``torch.library.custom_op``) is made known to the other process by importing
-the module that defines it. What an import does not define there travels as a function: an operator
-of ``__main__``, and one that was made on the way, such as those of
-``autopar.frontend.rewrites.data_dependent``.
+The other process registers a user's operator (``torch.library.custom_op``) by importing the module
+that defines it. An operator that no import defines is sent as a function: one of ``__main__``, and
+one that was generated, such as those of ``autopar.frontend.rewrites.data_dependent``.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _Line(NamedTuple):
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of a program, with the tensors that it holds, or of anything with operators."""
+    """Serialize a program with the tensors that it holds, or any object with operators."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -72,12 +71,12 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _torch_constant(name: str) -> Any:
-    """A memory format or layout: pickle alone would look for it in any module that uses torch."""
+    """A memory format or layout, which pickle alone would search in any module that uses torch."""
     return getattr(torch, name)
 
 
 def _origin(op: Any) -> tuple[str, tuple[str, str, Any] | None]:
-    """The module that defines an operator, and its definition where importing that is no help."""
+    """The module that defines an operator, or its definition if an import cannot define it."""
     found = custom_op_function(op)
     if found is None:
         return "", None
@@ -89,7 +88,7 @@ def _origin(op: Any) -> tuple[str, tuple[str, str, Any] | None]:
 
 
 def _operator(path: str, module: str, definition: tuple[str, str, Any] | None) -> Any:
-    """The operator of that name, defined here first if it is a user's own."""
+    """The operator of that name; a user's own is registered first."""
     found = _known_operator(path)
     if found is None and module:
         importlib.import_module(module)

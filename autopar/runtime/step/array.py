@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.lowering.types import RankProgram
-from autopar.runtime.machine.randomness import kept_generators
+from autopar.base.accelerators import kept_generators
 from autopar.runtime.state.model_optimizers import ModelOptimizers, ModelState
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
@@ -128,7 +128,7 @@ class ArrayRuntime(RankRuntime):
 
     def model_states(self) -> list[ModelState]:
         """What each model's training holds beside its tensors, on every rank. Collective."""
-        return self.models.states(self.model_steps, self.porter)
+        return self.models.states(self.model_steps, self.dtensors)
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
         """Go on from what `model_states` gave."""

@@ -27,7 +27,7 @@ from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
-from autopar.runtime.state.dtensors import Porter
+from autopar.runtime.state.dtensors import DTensorConverter
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizer_state import OptimizerState
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler, make_optimizer
@@ -111,7 +111,7 @@ class RankRuntime:
         )
         self.machine = ProcessMachine(self.communicator, Seeds(program.mesh, options.seed))
         self.links = ProcessLinks(self.communicator)
-        self.porter = Porter(self.communicator)
+        self.dtensors = DTensorConverter(self.communicator)
         here = self.communicator.pipeline_device
         self._programs = {p.name: p for p in program.parameters if here in p.devices}
         self._parameters = {
@@ -314,7 +314,7 @@ class RankRuntime:
         """Each parameter as a DTensor, by name."""
         self.updates.settle()
         return {
-            name: self.porter.out(self._parameters[name], p.stored, p.shape)
+            name: self.dtensors.out(self._parameters[name], p.stored, p.shape)
             for name, p in self._programs.items()
         }
 
@@ -322,7 +322,7 @@ class RankRuntime:
         """The gradients of the last step as DTensors; those that have one."""
         self.updates.settle()
         return {
-            p.name: self.porter.out(grad, p.stored, p.shape)
+            p.name: self.dtensors.out(grad, p.stored, p.shape)
             for p in self._trainable()
             if (grad := self._parameters[p.name].grad) is not None
         }
@@ -345,7 +345,7 @@ class RankRuntime:
         for p in self.program.parameters:
             own = None
             if here == p.devices[0]:
-                own = self.porter.whole(self._parameters[p.name], p.stored, p.shape)
+                own = self.dtensors.whole(self._parameters[p.name], p.stored, p.shape)
             meta = TensorMeta.contiguous(p.shape, p.dtype)
             named[p.name] = self.links.share(p.devices, own, meta)
         for b in self.program.buffers:
@@ -389,7 +389,7 @@ class RankRuntime:
 
     def _load(self, name: str, source: Tensor) -> None:
         if name in self._programs:
-            self.porter.into(self._parameters[name], source, self._programs[name].stored)
+            self.dtensors.into(self._parameters[name], source, self._programs[name].stored)
         else:
             whole = source.full_tensor() if hasattr(source, "full_tensor") else source
             held = self._buffers[name]
@@ -418,7 +418,7 @@ class RankRuntime:
         self._check_optimizer()
         self.updates.settle()
         return OptimizerState(
-            self.program, self.optimizer, self._parameters, self._programs, self.porter
+            self.program, self.optimizer, self._parameters, self._programs, self.dtensors
         )
 
     def optimizer_state_dict(self, *, local: bool = False) -> dict[str, Any]:
