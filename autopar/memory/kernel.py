@@ -1,4 +1,4 @@
-"""Memory that one kernel needs on a device: its graphs, what it saves and what it makes."""
+"""Memory of one kernel (the F, I and W graphs of a block) on a device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autopar.rules.traced import traced_of
 
 @dataclass(frozen=True, slots=True)
 class InputGradient:
-    """A result of I: its size, ``number`` of its storage among those of the graph's results, how
-    large that is, and which of the cotangents it is a part of, if of one."""
+    """A result of I: its size, the ``number`` and size of its storage among those of the graph's
+    results, and the cotangent that it is a view of, if any."""
 
     size_bytes: int
     number: int
@@ -32,11 +32,12 @@ class InputGradient:
 
 @dataclass(slots=True)
 class KernelMemory:
-    """Working bytes of each graph of a kernel beyond its inputs, what it saves, what of that and of
-    I's results W still needs once I is done, and the gradients that I makes.
+    """The memory of a kernel: ``workspace`` of each graph beyond its inputs, bytes that are
+    ``saved`` for the backward pass, those ``late`` ones that W still needs after I, and the
+    gradients that I computes.
 
-    Outputs that it saves too are counted as values; ``saved_outputs`` says of each whether W needs
-    it."""
+    Outputs that are also saved are counted as values; ``saved_outputs`` says whether W needs each.
+    """
 
     workspace: dict[str, int] = field(default_factory=dict)
     saved: int = 0
@@ -46,7 +47,7 @@ class KernelMemory:
 
 
 def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
-    """What the graphs of a kernel need on ``device``, by liveness within each."""
+    """The memory of a kernel on ``device``, by liveness within each graph."""
     allocator = allocator_of(device)
 
     def working(node: fx.Node) -> int:
@@ -122,7 +123,7 @@ def _collective_bytes(node: fx.Node, device_kind: str) -> int:
 
 
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:
-    """Of a graph's results, those that lie in no memory of its operands."""
+    """Bytes of a graph's results that are not views of its operands."""
 
     results: Any = graph.output_node().args[0]
     given = _storages((node for node in graph.nodes if node.op == "placeholder"), allocator)
@@ -131,7 +132,7 @@ def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:
 
 
 def _storages(nodes: Iterable[fx.Node], allocator: Allocator) -> dict[int, int]:
-    """Bytes of each storage that values lie in."""
+    """Bytes of each storage of some values."""
     values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
     found = [value.untyped_storage() for value in values]
     return {id(storage): allocator.rounded(storage.nbytes()) for storage in found}

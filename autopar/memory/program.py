@@ -1,9 +1,9 @@
 """Peak memory of a rank program, counted by playing one training step over its graphs.
 
-Nothing is guessed: the actions of the schedule are played in their order. Every value lives from
-the block that makes it to the last one that reads it, forward or backward; saved values live until
-their block's backward pass, and what W needs until that; gradients accumulate; inside each graph
-the peak is found by liveness; and updates have what the optimizer holds beside its state.
+The actions of the schedule are played in order. Every value lives from the block that computes it
+to the last one that reads it, forward or backward; saved values live until their block's I, or
+until W if it needs them; gradients accumulate; the peak within a graph is found by liveness;
+updates have the optimizer's workspace; and `autopar.comm` says what collectives hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.memory.tally import Tally
 from autopar.schedules.action import Kind
 
 Key = tuple[int, int]
-"""A micro-batch and a value; of parameters, `PARAMETER` and the value."""
+"""A micro-batch and a value; for a parameter, `PARAMETER` and its value."""
 PARAMETER = -1
 
 
@@ -51,9 +51,9 @@ class ProgramMemory:
 def program_memory(
     program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec
 ) -> ProgramMemory:
-    """Memory of one training step on the device of the pipeline that needs most.
+    """The memory of one training step on the pipeline device that needs most.
 
-    Of ``device``, which need not be one that the program was lowered for.
+    ``device`` need not be of the kind that the program was lowered for.
     """
     allocator = allocator_of(device)
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
@@ -68,7 +68,7 @@ def program_memory(
 
 @dataclass(frozen=True, slots=True)
 class _ParameterBytes:
-    """Of one parameter on a device: as it is stored, and as blocks use it."""
+    """The bytes of one parameter on a device: as it is stored, and as blocks use it."""
 
     stored: int
     used: int
@@ -94,7 +94,7 @@ def _part_bytes(
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory that gradients lie in: each keeps all of it."""
+    """Memory that gradients are views of: each keeps all of it alive."""
 
     size_bytes: int
     num_holders: int = 0
@@ -102,14 +102,14 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """The gradient of a value so far, all of a buffer or a part of it."""
+    """The gradient of a value so far: a buffer, or a view of a part of it."""
 
     buffer: _Buffer
     is_contiguous: bool = True
 
 
 class _Play:
-    """One device of the program's pipeline."""
+    """Plays a step on one pipeline device."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Play:
         self.due = {v for a in late for v in self.route.parameters[a.stage]}
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
         self.rounds: list[list[int]] = [[]]
-        """Gradients that come together: first those that are not communicated."""
+        """Gradients that are reduced together: first those that are not communicated."""
 
     def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
         holders = self.holders.setdefault(key, set())
@@ -179,7 +179,7 @@ class _Play:
                 self.live[category] -= self.sizes.pop(key)
 
     def _update_late(self, stage: int) -> None:
-        """Updates of the last step, after which its gradients are let go of."""
+        """Run the last step's updates, which release its gradients."""
         self._update(self.route.parameters[stage])
         for value in self.due.intersection(self.route.parameters[stage]):
             self.live[Category.GRADIENTS] -= self.parameter_bytes[value].stored
@@ -224,7 +224,7 @@ class _Play:
 
     # --- updates ---------------------------------------------------------------------------
     def _last_updates(self) -> list[list[int]]:
-        """The parameters that are updated together behind the last action."""
+        """The parameters that are updated together after the last action."""
         stages = self.route.parameters.values()
         if self.optimizer.is_joint:
             return [sorted({value for values in stages for value in values})]
@@ -233,7 +233,7 @@ class _Play:
         return self.rounds
 
     def _update(self, values: Iterable[int]) -> None:
-        """Those of these parameters that are on this device and not updated yet."""
+        """Update those of these parameters that are on this device and not updated yet."""
         device = self.route.device
         here = [v for v in values if device in self.parameter_of[v].devices]
         due = [v for v in here if v not in self.updated]
@@ -243,7 +243,7 @@ class _Play:
 
     # --- forward ---------------------------------------------------------------------------
     def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:
-        """What comes from the stage before, which a recomputed stage keeps."""
+        """Receive the values of the stage before, which a recomputed stage keeps."""
         if stage:
             boundary = self.program.pipeline.boundaries[stage - 1]
             for value, meta in zip(boundary.values, boundary.metas):
@@ -253,7 +253,7 @@ class _Play:
                     self._hold((microbatch, value), ("R", stage), 0, Category.ACTIVATIONS)
 
     def _leave(self, stage: int, microbatch: int) -> None:
-        """What the stage sends on is let go, unless the next stage is on this device."""
+        """Release the values that the stage sends, unless the next stage is on this device."""
         row = self.program.pipeline.shape.placement[self.program.pipeline.shape.replica(microbatch)]
         if stage + 1 < len(row) and row[stage + 1] != row[stage]:
             for value in self.program.pipeline.boundaries[stage].values:
@@ -274,7 +274,7 @@ class _Play:
         for position, following in itertools.zip_longest(positions, positions[1:]):
             self._fetch(position)
             if following is not None:
-                self._fetch(following)  # beside the computation of this block
+                self._fetch(following)  # overlapped with the computation of this block
             if position in self.joined:
                 name = self.program.blocks[position].name
                 self.tally.check(f"F {name}", self.joined.pop(position))
@@ -318,9 +318,9 @@ class _Play:
                 yield key, category
 
     def _fetch(self, position: int) -> None:
-        """Parameters that are gathered; one that a kernel only views takes no memory of its own.
+        """Gather a block's parameters; one that is only a view takes no memory of its own.
 
-        Small ones come joined, and are copied out when the block begins.
+        Small ones travel joined, and are copied out when the block begins.
         """
         joined = []
         for value in self.program.blocks[position].interface.parameters:
@@ -336,7 +336,7 @@ class _Play:
 
     # --- backward --------------------------------------------------------------------------
     def _input(self, position: int, microbatch: int) -> None:
-        """I; what W reads stays behind."""
+        """Play I; the values that W reads are kept."""
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         taken = [
@@ -390,7 +390,7 @@ class _Play:
             self.reductions.start([(s.used, s.stored) for s in sizes], f"G {block.name}")
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
-        """Outputs that the block had saved, once I is done or, those that W needs, W."""
+        """Release outputs that the block had saved: after I, or after W those that W needs."""
         block = self.program.blocks[position]
         for index, is_for_weight in self.kernels[block.kernel].saved_outputs.items():
             if is_for_weight == for_weight:
@@ -398,16 +398,17 @@ class _Play:
                 self._release(key, (microbatch, position), Category.ACTIVATIONS)
 
     def _first_sums(self, values: Sequence[int]) -> int:
-        """What is held while second contributions are added to first ones, which makes new memory;
-        later ones are added in place."""
+        """Bytes held while second contributions are added to first ones, into new memory; later
+        ones are added in place."""
         totals = self.route.contributions
         sums = [self.parameter_bytes[v].used for v in values if self.remaining[v] == totals[v] - 1]
         return sum(self.parameter_bytes[v].used for v in values) + max(sums) if sums else 0
 
     def _contribute(self, value: int) -> bool:
-        """A gradient has its full size from its first contribution on; at the end as stored.
+        """Count a contribution to a gradient; whether it was the last.
 
-        Whether this contribution was the last.
+        A gradient has its full size from its first contribution on, and its stored size after the
+        last.
         """
         total, size = self.route.contributions[value], self.parameter_bytes[value]
         stored, used = size.stored, size.used
@@ -423,8 +424,7 @@ class _Play:
     def _take(self, key: Key, size_bytes: int) -> _Buffer:
         """The gradient of a block's output, as the block's I reads it.
 
-        What came from another device, or zeros, is made now; of a part that does not lie in one
-        piece a copy.
+        A received gradient, or zeros, is allocated now; a view that is not contiguous is copied.
         """
         found = self.gradients.pop(key, None)
         if found is not None and found.is_contiguous:
@@ -435,7 +435,7 @@ class _Play:
         return copy
 
     def _accumulate(self, key: Key, made: InputGradient, buffer: _Buffer, where: str) -> None:
-        """The first part of a gradient is kept as it is; a sum is new memory."""
+        """Accumulate a gradient: the first contribution is kept as it is, a sum is new memory."""
         known, new = self.gradients.get(key), _Gradient(self._keep(buffer), made.is_contiguous)
         if known is not None:
             total = _Gradient(self._keep(_Buffer(made.size_bytes)))

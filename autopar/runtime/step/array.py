@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.types import RankProgram
 from autopar.base.accelerators import kept_generators
+from autopar.lowering.types import RankProgram
 from autopar.runtime.state.model_optimizers import ModelOptimizers, ModelState
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
