@@ -43,6 +43,14 @@ class Member:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One model's weights and buffers by name, and what its training holds beside them."""
+
+    state: Mapping[str, Tensor]
+    training: ModelState
+
+
 Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayOptions], Compiled]
 """Plans, lowers and starts the graph of an array."""
 
@@ -188,11 +196,7 @@ class Array:
         What the models held is given back; the rest are compiled as a smaller array.
         """
         for index in numbers:
-            if index not in self.active:
-                raise InputError(
-                    f"model {index} does not train in this array any more; those that do are "
-                    f"{list(self.active)}"
-                )
+            self._check_active(index)
         states = {i: self._state(i) for i in self.active}
         training = dict(zip(self.active, self._compiled.model_states()))
         for index in numbers:
@@ -234,6 +238,41 @@ class Array:
         else:
             training = self._training[index]
         return training.optimizer
+
+    def snapshot(self, index: int) -> Snapshot:
+        """All that a model's training goes on from, for `restore` of this array or another."""
+        self._check(index)
+        if index not in self.active:
+            return Snapshot(state=self._states[index], training=self._training[index])
+        training = self._compiled.model_states()[self.active.index(index)]
+        return Snapshot(state=self._state(index), training=training)
+
+    def restore(self, snapshots: Mapping[int, Snapshot]) -> None:
+        """Let models that train here go on from what `snapshot` gave of models like them."""
+        for index in snapshots:
+            self._check_active(index)
+        held = self._compiled.full_state_dict()
+        training = self._compiled.model_states()
+        for index, given in snapshots.items():
+            place = self.active.index(index)
+            rows = rows_of(self.fused.slices[place], held)
+            for name, tensor in rows.items():
+                if name not in given.state or given.state[name].shape != tensor.shape:
+                    raise InputError(
+                        f"the snapshot for model {index} has no {name!r} of shape "
+                        f"{tuple(tensor.shape)}: it is of another kind of model"
+                    )
+                tensor.copy_(given.state[name])
+            training[place] = given.training
+        self._compiled.load_state_dict(held)
+        self._compiled.load_model_states(training)
+
+    def _check_active(self, index: int) -> None:
+        if index not in self.active:
+            raise InputError(
+                f"model {index} does not train in this array any more; those that do are "
+                f"{list(self.active)}"
+            )
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self.members):

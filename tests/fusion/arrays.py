@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.torch_private import pytree
+from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, split_inputs
 from autopar.fusion.array import Array, Member, members_of
 from autopar.fusion.stacked import StackedModels
 from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
 from autopar.passes.prepare import prepare
+from autopar.planning.planner import make_planned
+from autopar.planning.space import space_of
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.model_options import ArrayOptions
@@ -35,8 +38,10 @@ class OnGroup:
 
     def __init__(self, runner: LocalRunner) -> None:
         self.runner = runner
+        self.program = runner.program
         self.full_state_dict = runner.full_state_dict
         self.model_states = runner.model_states
+        self.load_state_dict = runner.load_state_dict
         self.load_model_states = runner.load_model_states
         self.close = runner.close
 
@@ -51,6 +56,7 @@ def array_of(
     *,
     mesh: Mesh = ALONE,
     seed_of_plan: int = 0,
+    is_searched: bool = False,
     nonfinite: NonFinite = NonFinite.RAISE,
     leaves: bool = False,
     loss_fn: Any = None,
@@ -59,11 +65,15 @@ def array_of(
     max_grad_norm: Any = None,
     seed: Any = 0,
 ) -> Array:
-    """As ``autopar.compile([...])``, under a drawn strategy instead of a searched one."""
+    """As ``autopar.compile([...])``, under a drawn strategy, or one searched by roofline prices."""
 
     def start(stacked: StackedModels, captured: Captured, _: Any, options: ArrayOptions) -> OnGroup:
-        analysis = prepare(captured).analysis
-        program = lower(Strategy(analysis, random_assignment(analysis, mesh, seed_of_plan)))
+        if is_searched:
+            cluster = Cluster.detect(mesh.num_devices)
+            program = make_planned(captured, cluster, space_of(mesh.num_devices)).program
+        else:
+            analysis = prepare(captured).analysis
+            program = lower(Strategy(analysis, random_assignment(analysis, mesh, seed_of_plan)))
         ranks = RankOptions(
             keys=state_keys(stacked, captured, program),
             optimizer=options.models[0].optimizer,

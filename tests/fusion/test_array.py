@@ -108,9 +108,9 @@ def test_models_of_other_shapes_are_computed_beside_the_fused_ones(groups: Group
 
 
 class Dropped(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = F.dropout(F.relu(self.first(F.dropout(x, 0.2))), 0.5)
