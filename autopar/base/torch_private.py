@@ -46,12 +46,12 @@ __all__ = [
     "is_composite",
     "is_overload",
     "keyed_leaves",
-    "mark_no_grad_regions",
     "outside_of_tracing",
     "overloads_named",
     "pytree",
     "without_generated_code",
     "without_vmap_loops",
+    "written_arguments",
 ]
 
 
@@ -90,32 +90,16 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
     return made
 
 
-def mark_no_grad_regions(module: nn.Module) -> None:
-    """Detach the results of the ``no_grad`` regions of an exported graph, nested ones included.
+def written_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments of a call that an operator writes to, by its schema.
 
-    These are calls of ``wrap_with_set_grad_enabled``, which ``run_decompositions`` inlines without
-    a record that no gradient flows back through them (2.11 to 2.13).
+    ``torch._ops.OpOverload`` and its ``_schema`` (2.11 to 2.13).
     """
-    for graph_module in module.modules():
-        if not isinstance(graph_module, torch.fx.GraphModule):
-            continue
-        for node in list(graph_module.graph.nodes):
-            region = inlined_higher_order_body(graph_module, node)
-            if region is None or region[2]:
-                continue
-            for result in list(node.users):
-                _detach(graph_module.graph, result)
-        graph_module.recompile()
-
-
-def _detach(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return
-    with graph.inserting_after(node):
-        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
-    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
 
 
 def has_several_outputs(target: Any) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.base.errors import CaptureError, InputError
 from autopar.base.exclusive import in_turn
@@ -31,18 +31,22 @@ from autopar.base.torch_private import (
     FakeTensorMode,
     has_gradient_hooks,
     keyed_leaves,
-    mark_no_grad_regions,
     pytree,
     without_generated_code,
 )
 from autopar.frontend.autocast import refuse_autocast
+from autopar.frontend.checking.failing import failure_of
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
 from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate_regions
+from autopar.frontend.rewrites.hidden_writes import show_hidden_writes
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
+from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline_no_grad_regions
+from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_writes import index_strided_writes
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
+from autopar.frontend.untraced import UntracedCalls
 from autopar.ir.graph import Graph, verify
 
 
@@ -184,7 +188,10 @@ class _OutputNote:
 
 
 class Step(nn.Module):
-    """The model together with its loss: returns (loss or None, flat output tensors)."""
+    """The model together with its loss: returns (loss or None, flat output tensors).
+
+    ``within`` is entered around each call of the model and its loss.
+    """
 
     def __init__(
         self,
@@ -193,8 +200,10 @@ class Step(nn.Module):
         targets: Targets | None,
         *,
         with_loss: bool,
+        within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         super().__init__()
+        self.within = within
         self.with_loss = with_loss
         self.model = model
         self.loss_fn = loss_fn
@@ -206,8 +215,9 @@ class Step(nn.Module):
         target_kwargs: dict[str, Any] = {}
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
-        output = self.model(*args, **kwargs)
-        loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
+        with self.within():
+            output = self.model(*args, **kwargs)
+            loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         kept = iter(range(len(tensors)))
@@ -290,22 +300,25 @@ def capture(
     args, kwargs = split_inputs(example_inputs)
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    memo: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         with mode:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-    # A call under no_grad or inference_mode must give the same graph as any other.
-    with torch.inference_mode(False), torch.enable_grad():
-        step = Step(
-            copy_with(fake, model, memo),
-            copy_with(fake, loss_fn, memo),
+    def stepped(make: Callable[[Tensor], Tensor]) -> Step:
+        memo: dict[int, Any] = {}
+        made = Step(
+            copy_with(make, model, memo),
+            copy_with(make, loss_fn, memo),
             targets,
             with_loss=differentiable,
+            within=UntracedCalls,
         )
-        if training is not None:
-            step.train(training)
+        return made if training is None else made.train(training)
+
+    # A call under no_grad or inference_mode must give the same graph as any other.
+    with torch.inference_mode(False), torch.enable_grad():
+        step = stepped(fake)
         _check_batch_norms(step.model)
         if differentiable:
             _check_hooks(model)
@@ -313,7 +326,13 @@ def capture(
             lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
         with without_generated_code():
-            program = _export(step, fake_args, fake_kwargs)
+            try:
+                program = _export(step, fake_args, fake_kwargs)
+            except (CaptureError, InputError):
+                raise
+            except Exception as error:
+                failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
+                raise failed or CaptureError(_explain(error)) from error
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
@@ -372,39 +391,59 @@ def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any
 
 
 def _export(step: Step, args: Any, kwargs: Any) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Of a forward pass alone the recorded operators are all there is to know.
-            with functions_as_operators() if step.with_loss else contextlib.nullcontext():
-                exported = torch.export.export(step, args, kwargs, strict=False)
-            mark_no_grad_regions(exported.graph_module)
-            isolate_composites(exported.graph_module)
-            program = exported.run_decompositions({})
-            isolate_regions(program.graph_module)
-            free_counted_dimensions(program.graph_module)
-            offsets_as_tensors(program.graph_module)
-            index_strided_writes(program.graph_module)
-            return program
-    except (CaptureError, InputError):
-        raise
-    except Exception as error:
-        if _fails_without_export(step, args, kwargs):
-            raise InputError(
-                "the model itself fails on the example inputs, before any capture: "
-                f"{type(error).__name__}: {_first_line(error)}{_where(error)}"
-            ) from error
-        raise CaptureError(_explain(error)) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Of a forward pass alone the recorded operators are all there is to know.
+        with functions_as_operators() if step.with_loss else contextlib.nullcontext():
+            exported = torch.export.export(step, args, kwargs, strict=False)
+        _show_gradients(exported.graph_module)
+        isolate_composites(exported.graph_module)
+        program = exported.run_decompositions({})
+        isolate_regions(program.graph_module)
+        free_counted_dimensions(program.graph_module)
+        offsets_as_tensors(program.graph_module)
+        index_strided_writes(program.graph_module)
+        draw_slopes(program.graph_module)
+        return program
 
 
-def _fails_without_export(step: Step, args: Any, kwargs: Any) -> bool:
-    try:
+def _show_gradients(program: fx.GraphModule) -> None:
+    """Write out where no gradient flows, and where writes in place leave it as it was."""
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            without = inline_no_grad_regions(module)
+            show_hidden_writes(module, without)
+            detach_what_leaves(module, without)
+            module.recompile()
+
+
+def _fails_itself(
+    stepped: Callable[[Callable[[Tensor], Tensor]], Step],
+    fake: tuple[Callable[[Tensor], Tensor], Any, Any],
+    call: tuple[Any, Any],
+) -> InputError | None:
+    """What is wrong with the model, if it fails without any capture too.
+
+    Tensors without data may be what it fails on; so it is run on its own, where it has any.
+    """
+    make, args, kwargs = fake
+    step = stepped(make)
+    failed = failure_of(lambda last: _run(step, args, kwargs, last))
+    causes = DataDependentOutputException, DynamicOutputShapeException
+    if failed is None or isinstance(failed.__cause__, causes):
+        return None
+    tensors = [*step.parameters(), *step.buffers(), *pytree.tree_leaves(call)]
+    if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
+        return failed
+    step = stepped(lambda tensor: tensor.detach().clone())
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), call)
+    with torch.random.fork_rng():
+        return failure_of(lambda last: _run(step, args, kwargs, last))
+
+
+def _run(step: Step, args: Any, kwargs: Any, within: Any) -> None:
+    with within:
         step(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        return False
-    except Exception:
-        return True
-    return False
 
 
 _OUTPUT_TYPE = (

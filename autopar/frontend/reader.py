@@ -136,7 +136,7 @@ class ProgramReader:
         if not all(isinstance(size, int) for size in fake.shape):
             raise CaptureError(
                 f"the shape {tuple(fake.shape)} of {name or node.name!r} depends on tensor values, "
-                f"at {_location(node) or 'an unknown line'}\nHow to fix it: {DATA_DEPENDENT_FIX}"
+                f"at {location(node) or 'an unknown line'}\nHow to fix it: {DATA_DEPENDENT_FIX}"
             )
         self.values.append(
             {
@@ -265,7 +265,7 @@ class ProgramReader:
                 "kwargs": kwargs,
                 "outputs": tuple(outputs),
                 "module_path": _module_path(node),
-                "location": _location(node),
+                "location": location(node),
             }
         )
 
@@ -449,7 +449,7 @@ def _module_path(node: Any) -> str:
     return re.sub(r"@\d+$", "", path).removeprefix("model").removeprefix(".")
 
 
-def _location(node: Any) -> str:
+def location(node: Any) -> str:
     """``file.py:line`` of the model's own code that made the node."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f for f in frames if is_users(f[0])]

@@ -30,7 +30,7 @@ def check(model: nn.Module, *inputs: Tensor, loss_fn: Callable[..., Tensor] | No
 
 def without_rewrite(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     instead = {"functions_as_operators": contextlib.nullcontext}
-    monkeypatch.setattr(capturing, name, instead.get(name, lambda module: None))
+    monkeypatch.setattr(capturing, name, instead.get(name, lambda *_: None))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS, *UNEVEN_MODELS])
@@ -51,7 +51,7 @@ def test_odd_models_pass(body):
     [
         ("index_strided_writes", odd.filled_diagonal, "as_strided_scatter", "fill_diagonal_"),
         ("functions_as_operators", odd.reentrant, "linear", "checkpoint("),
-        ("mark_no_grad_regions", odd.without_gradient, "div", "y / scale"),
+        ("detach_what_leaves", odd.without_gradient, "div", "y / scale"),
     ],
 )
 def test_a_gradient_that_capture_loses_is_refused_with_operator_and_line(
@@ -90,13 +90,6 @@ def test_a_forward_pass_that_capture_changes_is_refused(monkeypatch):
 
 
 def test_hooks_on_gradients_are_refused():
-    def body(model, x):
-        y = model.linear(x)
-        y.register_hook(lambda gradient: gradient * 2)
-        return y.square().mean()
-
-    with pytest.raises(GradientError, match=r"'linear.weight' is off by"):
-        check(odd.Odd(body), torch.randn(4, 4))
     model = odd.Odd(lambda model, x: model.linear(x).square().mean())
     handle = model.linear.bias.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(CaptureError, match=r"'linear.bias' has a hook on its gradient"):
@@ -240,9 +233,51 @@ def test_what_cannot_be_checked_is_said(caplog):
             model = odd.Odd(lambda model, x: model.linear(x).sum())
         check(model, x)
         assert "meta device" in caplog.text
-        table = nn.Embedding(4, 4)
-        check(table, torch.full((3,), 9), loss_fn=lambda y: y.sum())
-        assert "fails on the example inputs: IndexError" in caplog.text
+
+
+def out_of_range(model, x):
+    rows = torch.full((3,), 9)
+    return F.embedding(rows, model.linear.weight).sum()
+
+
+def changed_after_it_was_kept(model, x):
+    y = model.linear(x).sin()
+    z = y * y
+    y.add_(1)
+    return z.sum()
+
+
+def too_wide(model, x):
+    return model.linear(torch.cat([x, x], 1)).sum()
+
+
+def raised_by_the_model(model, x):
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        (out_of_range, "F.embedding", "in torch.nn.functional.embedding at .*IndexError"),
+        (changed_after_it_was_kept, "y * y", "in the gradient of Mul at .*modified by an inplace"),
+        (too_wide, "model.linear", "in torch.nn.functional.linear at .*RuntimeError: mat1"),
+        (raised_by_the_model, "raise", "at .*ValueError: no such thing"),
+    ],
+)
+def test_a_model_that_fails_itself_is_told_apart_from_its_capture(body, code, message):
+    lines, first = inspect.getsourcelines(body)
+    number = first + next(i for i, line in enumerate(lines) if code in line)
+    with pytest.raises(InputError, match=f"the model itself fails in eager mode, .*{message}") as e:
+        check(odd.Odd(body), torch.randn(4, 4))
+    assert f"{__file__}:{number}: " in str(e.value)
+
+
+def test_what_only_capture_cannot_do_is_no_failure_of_the_model():
+    def body(model, x):
+        return model.linear(x).sum() * float(x.sum().numpy())
+
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        check(odd.Odd(body), torch.randn(4, 4))
 
 
 def test_a_loss_without_trainable_parameters_is_refused():

@@ -9,7 +9,6 @@ gradient though the gradient that comes to it is right.
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.base.source_files import is_users
 from autopar.base.torch_private import pytree
 from autopar.frontend.checking.trial import Trial, off_by
+from autopar.frontend.untraced import users_line
 from autopar.ir.graph import Graph, Op, ValueKind
 
 
@@ -49,21 +48,12 @@ class _Notes(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and _is_number(tensor) and not tensor.is_leaf:
-                self.made[_kind(tensor)].append(_Noted(tensor, _users_line()))
+                self.made[_kind(tensor)].append(_Noted(tensor, users_line()))
         return result
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _users_line() -> str:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 def first_difference(trial: Trial) -> str:

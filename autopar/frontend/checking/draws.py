@@ -1,8 +1,8 @@
 """The same random numbers for a model and its captured graph, whatever order they draw them in.
 
 A model drops out by ``bernoulli_``, its graph by ``native_dropout``; a draw that nobody reads is
-gone from the graph. So while a check runs, each draw starts from one seed of its own, and all that
-decide between two outcomes decide alike.
+gone from the graph. So while a check runs, each draw starts from one seed of its own, all that
+decide between two outcomes decide alike, and so do all that draw from a range.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class FixedDraws(TorchDispatchMode):
             x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             drawn = _is_drawn(x, p).to(x.dtype)
             return x.copy_(drawn) if func is _ATEN.bernoulli_.float else drawn
+        if func in (_ATEN.rrelu_with_noise.default, _ATEN.rrelu_with_noise_.default):
+            return _rrelu(func, *args, **kwargs)
+        if func in (_ATEN.uniform_.default, _ATEN.uniform.default):
+            drawn = _uniform(args[0], *args[1:], **kwargs)
+            return args[0].copy_(drawn) if func is _ATEN.uniform_.default else drawn
         for generator in self._generators:
             generator.manual_seed(_SEED)
         return func(*args, **kwargs)
@@ -58,3 +63,24 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     kept = _is_drawn(x, 1 - p)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return x * kept * scale, kept
+
+
+def _uniform(like: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(_SEED)
+    drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return drawn.uniform_(low, high, generator=generator)
+
+
+def _rrelu(
+    func: Any,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Tensor:
+    if not training:
+        return func(x, noise, lower, upper, training)
+    noise.copy_(torch.where(x > 0, 1, _uniform(x, lower, upper)))
+    return x.mul_(noise) if func is _ATEN.rrelu_with_noise_.default else x * noise

@@ -27,6 +27,7 @@ from autopar.base.free_memory import free_bytes
 from autopar.base.torch_private import pytree, returns_views
 from autopar.frontend.capture import Arguments, Captured, capture, split_inputs
 from autopar.frontend.checking.difference import first_difference
+from autopar.frontend.checking.failing import failure_of
 from autopar.frontend.checking.trial import Numbers, Trial, norm_of, off_by
 from autopar.frontend.targets import LossFn
 from autopar.ir.graph import Graph, ValueKind
@@ -54,8 +55,8 @@ def compare_with_eager(
     """Raise GradientError where the graph and the model differ by more than rounding.
 
     ``device``: where both run, by default where the model's parameters lie. A model on the meta
-    device, one without a loss, or one that fails on the example inputs is not checked; but for the
-    loss, that is logged.
+    device or without a loss is not checked, nor one whose check does not fit the memory; but for
+    the loss, that is logged. Raises InputError where the model itself fails on the example inputs.
     """
     if captured.graph.loss is None:
         return
@@ -73,8 +74,10 @@ def compare_with_eager(
     try:
         expected = trial.eager()
     except Exception as error:
+        if failed := failure_of(lambda last: trial.eager(recording=last, warns=True)):
+            raise failed from error
         _log.warning(
-            "the gradient check was left out: the model fails on the example inputs: %s: %s",
+            "the gradient check was left out: the model did not run, and then did: %s: %s",
             type(error).__name__, error,
         )  # fmt: skip
         return

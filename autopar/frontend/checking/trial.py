@@ -66,10 +66,12 @@ class Trial:
         self,
         change: Callable[[Tensor], Tensor] | None = None,
         recording: contextlib.AbstractContextManager[Any] | None = None,
+        warns: bool = False,
     ) -> Numbers:
         """By the model itself; ``change`` gives it other parameters.
 
-        ``recording`` is entered around its forward pass.
+        ``recording`` is entered around its forward pass; ``warns``: whether warnings are let
+        through.
         """
 
         def make(tensor: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class Trial:
         targets = None
         if self.loss_fn is not None:
             targets = find_targets(self.loss_fn, self.model, args, kwargs)
-        with self._set_up():
+        with self._set_up(warns=warns):
             step = Step(
                 copy_with(make, self.model, memo),
                 copy_with(make, self.loss_fn, memo),
@@ -150,7 +152,7 @@ class Trial:
         )
 
     @contextlib.contextmanager
-    def _set_up(self) -> Iterator[None]:
+    def _set_up(self, *, warns: bool = False) -> Iterator[None]:
         draws = FixedDraws(self.device) if self.is_random else contextlib.nullcontext()
         with (
             kept_randomness(self.device),
@@ -159,7 +161,8 @@ class Trial:
             torch.enable_grad(),
             draws,
         ):
-            warnings.simplefilter("ignore")
+            if not warns:
+                warnings.simplefilter("ignore")
             yield
 
 

@@ -1,0 +1,273 @@
+"""Writes in place that decompositions would get wrong, as writes that they get right.
+
+``torch.export`` records writes in place as they are made, and ``run_decompositions`` replaces them:
+the whole value is built anew from what was written to a view of it. Of two kinds that is wrong in
+torch 2.11 to 2.13:
+
+- writes that autograd does not see, under ``no_grad`` or through ``detach()``: the gradient of the
+  value, which goes back as if nothing had been written, is lost;
+- writes through windows (``Tensor.unfold``) that do not cover their dimension: what lies between
+  them is set to zero.
+
+In: one graph of an exported program, before its decompositions, its ``no_grad`` regions inlined.
+Out: the same program in which the former go through `autopar.ir.overwrite.overwrite` and the latter
+through ``as_strided``. Writes that have no such form are refused with their file and line.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.base.errors import CaptureError
+from autopar.base.torch_private import is_composite, pytree, written_arguments
+from autopar.frontend.reader import location
+from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
+from autopar.ir.overwrite import overwrite
+
+_ATEN = torch.ops.aten
+_DETACHES = frozenset({_ATEN.detach.default, _ATEN.detach_.default})
+
+
+def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]) -> None:
+    """Rewrite the writes of one graph; ``without_grad`` are the nodes that ran under ``no_grad``.
+
+    Raises CaptureError for writes that have no right form.
+    """
+    _share_returned_inputs(module.graph)
+    memory = _Memory(module.graph, without_grad)
+    for node in list(module.graph.nodes):
+        written = list(_written(node))
+        if written:
+            _Write(module.graph, memory, node, written).rewrite()
+
+
+def _share_returned_inputs(graph: fx.Graph) -> None:
+    """Composite operators that return their input itself (dropout that is off), as that input.
+
+    In an exported graph they return a new value, which a write would not share with the input.
+    """
+    written = {_storage(t) for node in graph.nodes for t in _written(node)}
+    for node in list(graph.nodes):
+        if not written or not is_composite(node.target):
+            continue
+        inputs = [value.meta.get("val") for value in node.all_input_nodes]
+        if written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), meta_of)
+        result = node.target(*args, **kwargs)
+        for source, value in zip(node.all_input_nodes, inputs):
+            if result is value:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+                break
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    for argument in written_arguments(node.target, node.args, node.kwargs):
+        if isinstance(argument, fx.Node) and _storage(argument) is not None:
+            yield argument
+
+
+def _storage(node: fx.Node) -> int | None:
+    """The memory that a tensor lies in; of several, that of the first."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].layout != torch.strided:
+        return None
+    return int(leaves[0].untyped_storage()._cdata)
+
+
+class _Memory:
+    """Which nodes share memory, how each came to it, and through which a gradient flows."""
+
+    def __init__(self, graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
+        self.graph, self.without_grad = graph, without_grad
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.base: dict[fx.Node, fx.Node] = {}
+        self.detached: set[fx.Node] = set()
+        self.flowing: set[fx.Node | int] = set()  # detached nodes, and memory
+        for node in graph.nodes:
+            if _storage(node) is not None:
+                self._see(node)
+
+    def _see(self, node: fx.Node) -> None:
+        storage = _storage(node)
+        assert storage is not None
+        base = next((s for s in node.all_input_nodes if _storage(s) == storage), None)
+        is_off = node in self.without_grad
+        is_itself = node.target is operator.getitem or any(True for _ in _written(node))
+        if base is not None:
+            self.base[node] = base
+        if node.target in _DETACHES or (is_off and not is_itself) or base in self.detached:
+            self.detached.add(node)
+        if node.op == "placeholder":
+            flows = value_of(node).requires_grad
+        else:
+            flows = node.target not in _DETACHES and not is_off
+            flows = flows and any(self.has_gradient(s) for s in node.all_input_nodes)
+        if flows and _holds_numbers(node):
+            self.flowing.add(node if node in self.detached else storage)
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        return (node if node in self.detached else _storage(node)) in self.flowing
+
+    def chain(self, node: fx.Node) -> list[fx.Node]:
+        """From what made the memory to this view of it."""
+        found = [node]
+        while found[-1] in self.base:
+            found.append(self.base[found[-1]])
+        return found[::-1]
+
+    def read_after(self, node: fx.Node, storage: int) -> Iterator[fx.Node]:
+        """What shares the memory and is read later."""
+        now = self.order[node]
+        for alias in self.order:
+            if _storage(alias) == storage:
+                if any(self.order.get(user, now) > now for user in alias.users):
+                    yield alias
+
+
+def _holds_numbers(node: fx.Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta["val"])
+    return any(x.is_floating_point() or x.is_complex() for x in leaves if isinstance(x, Tensor))
+
+
+class _Write:
+    """One operator with all that it writes to."""
+
+    def __init__(
+        self, graph: fx.Graph, memory: _Memory, node: fx.Node, written: Sequence[fx.Node]
+    ) -> None:
+        self.graph, self.memory, self.node, self.written = graph, memory, node, written
+        self.is_off = node in memory.without_grad
+        self.others = [s for s in node.all_input_nodes if s not in written]
+        self.sources = [s for s in self.others if memory.has_gradient(s)]
+
+    def rewrite(self) -> None:
+        if len(self.written) == 1 and self._begins_another_value(self.written[0]):
+            return
+        hidden = [t for t in self.written if self._hides_a_gradient(t)]
+        if self.is_off or hidden:
+            self._hand_on_what_was_written()
+        with self.graph.inserting_before(self.node):
+            ops = Ops(self.graph, self.node)
+            seen = {t: self._visible(ops, t, is_hidden=t in hidden) for t in self.written}
+            for other in self.others if self.is_off else ():
+                if other in self.memory.without_grad or other in self.sources:
+                    self.node.replace_input_with(other, ops(_ATEN.detach.default, other))
+            copies = {
+                t: ops(_ATEN.clone.default, ops(_ATEN.detach.default, seen[t])) for t in hidden
+            }
+        for t in self.written:
+            self.node.replace_input_with(t, copies.get(t, seen[t]))
+        with self.graph.inserting_after(self.node):
+            after = Ops(self.graph, self.node)
+            for t in reversed(hidden):
+                shown = after(overwrite._opoverload, seen[t], copies[t])
+                with self.graph.inserting_after(shown):
+                    after(_ATEN.copy_.default, seen[t], shown)
+
+    def _begins_another_value(self, written: fx.Node) -> bool:
+        """Writes what needs a gradient into a detached value: from now on that has one of its own.
+
+        Raises CaptureError where the memory is read by its other names too, without that gradient.
+        """
+        memory, node = self.memory, self.node
+        if self.is_off or not self.sources or written not in memory.detached:
+            return False
+        storage = _storage(written)
+        assert storage is not None
+        now = memory.order[node]
+        for alias in memory.read_after(node, storage):
+            if alias is not written and memory.order[alias] < now:
+                self._refuse(
+                    f"writes {str(self.sources[0])!r}, which needs a gradient, through detach() "
+                    f"into memory that is read again as {str(alias)!r}",
+                    "Write into the value itself, or into detach().clone()",
+                )
+        with self.graph.inserting_before(node):
+            copy = Ops(self.graph, node)(_ATEN.clone.default, written)
+        written.replace_all_uses_with(
+            copy, delete_user_cb=lambda user: memory.order.get(user, -1) >= now
+        )
+        memory.base[node] = copy
+        return True
+
+    def _hides_a_gradient(self, written: fx.Node) -> bool:
+        """Whether it changes a value with a gradient that is read later."""
+        memory, storage = self.memory, _storage(written)
+        assert storage is not None
+        if not (self.is_off or written in memory.detached) or storage not in memory.flowing:
+            return False
+        if all(alias in memory.detached for alias in memory.read_after(self.node, storage)):
+            return False
+        if memory.chain(written)[0].op == "placeholder":
+            self._refuse(
+                "changes a parameter in place",
+                "Compute the changed value from the parameter, or change it between the steps",
+            )
+        return True
+
+    def _hand_on_what_was_written(self) -> None:
+        """Whoever reads the result reads the value itself: it is attached as that is."""
+        if not self.node.users:
+            return
+        if not isinstance(self.node.meta["val"], Tensor):
+            self._refuse("writes several values at once without gradients", "Write them singly")
+        self.node.replace_all_uses_with(self.written[0])
+
+    def _visible(self, ops: Ops, written: fx.Node, *, is_hidden: bool) -> fx.Node:
+        """The view that is written to, made of its memory in a way that shows the write."""
+        maker, *steps = self.memory.chain(written)
+        views = [v for v in steps if v.target not in _DETACHES and not any(_written(v))]
+        is_plain = all(isinstance(v.meta["val"], Tensor) for v in views)
+        if is_plain and not any(_skips_some(v) for v in views):
+            if not is_hidden:
+                return written
+            for view in views:
+                maker = self._again(ops, view, maker)
+            return maker
+        if not is_hidden and not any(_skips_some(v) for v in views):
+            return written
+        view = value_of(written)
+        if _overlaps(view):
+            self._refuse(
+                "writes through a view whose elements share memory",
+                "Write into the value that it is a view of, or into a copy of it",
+            )
+        where = (view.size(), view.stride(), view.storage_offset())
+        return ops(_ATEN.as_strided.default, maker, *(list(where[0]), list(where[1]), where[2]))
+
+    def _again(self, ops: Ops, view: fx.Node, base: fx.Node) -> fx.Node:
+        """The same view of another value."""
+        old = self.memory.base[view]
+        args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: base if n is old else n)
+        return ops(view.target, *args, **kwargs)
+
+    def _refuse(self, what: str, fix: str) -> None:
+        raise CaptureError(
+            f"the model cannot be captured as one graph: {self.node.target} at "
+            f"{location(self.node) or 'an unknown line'} {what}\nHow to fix it: {fix}"
+        )
+
+
+def _skips_some(view: fx.Node) -> bool:
+    """Whether it is of windows that leave something out, or lie on one another."""
+    if view.target is not _ATEN.unfold.default:
+        return False
+    source, dim, size, step = view.args
+    return size != step or value_of(source).shape[dim] % size != 0
+
+
+def _overlaps(view: Tensor) -> bool:
+    """Whether two of its elements may lie at one place."""
+    reach = 1
+    for step, size in sorted(zip(view.stride(), view.shape)):
+        if size > 1 and step < reach:
+            return True
+        reach += step * (size - 1)
+    return False

@@ -1,0 +1,92 @@
+"""``no_grad`` regions of an exported program, made part of the graph around them.
+
+``torch.export`` writes them as calls of ``wrap_with_set_grad_enabled``, which
+``run_decompositions`` inlines, and with that forgets that no gradient flows back through them. In:
+an exported program, before its decompositions. Out: the same program without such calls, in which
+what leaves a region is detached.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from autopar.base.torch_private import inlined_higher_order_body
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def inline_no_grad_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
+    """Inline the regions of one graph; returns the nodes that ran under ``no_grad``."""
+    without: set[fx.Node] = set()
+    while True:
+        calls = [node for node in module.graph.nodes if _region(module, node) is not None]
+        if not calls:
+            break
+        for call in calls:
+            without |= _inlined(module, call)
+    return frozenset(without)
+
+
+def detach_what_leaves(module: fx.GraphModule, without: Collection[fx.Node]) -> None:
+    """Detach what nodes that ran under ``no_grad`` hand on to others."""
+    for node in list(module.graph.nodes):
+        value = node.meta.get("val")
+        if node not in without or not isinstance(value, torch.Tensor):
+            continue
+        leaves = [user for user in node.users if user not in without]
+        if not leaves or not (value.is_floating_point() or value.is_complex()):
+            continue
+        with module.graph.inserting_after(node):
+            detached = module.graph.call_function(_DETACH, (node,))
+        detached.meta = dict(node.meta)
+        for user in leaves:
+            user.replace_input_with(node, detached)
+
+
+def _region(
+    module: fx.GraphModule, node: fx.Node
+) -> tuple[fx.GraphModule, tuple[fx.Node, ...], bool] | None:
+    """Body, operands and gradient mode."""
+    if "wrap_with_set_grad_enabled" not in str(node.target):
+        return None
+    return inlined_higher_order_body(module, node)
+
+
+def _inlined(module: fx.GraphModule, call: fx.Node) -> set[fx.Node]:
+    """Copy the body before the call, which goes; the copied nodes where the mode is off."""
+    region = _region(module, call)
+    assert region is not None
+    body, operands, is_enabled = region
+    copies: dict[fx.Node, fx.Node] = {}
+    given = iter(operands)
+    results: tuple[fx.Node, ...] = ()
+    with module.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(given)
+            elif node.op == "output":
+                results = tuple(fx.map_arg(node.args[0], copies.__getitem__))
+            else:
+                copies[node] = module.graph.node_copy(node, copies.__getitem__)
+                if node.op == "get_attr":
+                    copies[node].target = _adopted(module, body, str(node.target))
+    for part in list(call.users):
+        assert part.target is operator.getitem
+        part.replace_all_uses_with(results[part.args[1]])
+        module.graph.erase_node(part)
+    module.graph.erase_node(call)
+    made = {copy for node, copy in copies.items() if node.op != "placeholder"}
+    return set() if is_enabled else made
+
+
+def _adopted(module: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
+    """The name under which ``module`` holds an attribute of ``body`` from now on."""
+    number = 0
+    while hasattr(module, f"inlined_{number}"):
+        number += 1
+    setattr(module, f"inlined_{number}", getattr(body, name))
+    return f"inlined_{number}"
