@@ -1,7 +1,7 @@
 """A value overwritten in place without autograd's knowledge, as an operator.
 
-``with torch.no_grad(): y.mul_(2)`` and ``y.detach().zero_()`` change the numbers of ``y`` and not its
-gradient, which goes back to what ``y`` was before, whole.
+``with torch.no_grad(): y.mul_(2)`` and ``y.detach().zero_()`` change the numbers of ``y`` and not
+its gradient, which goes back to what ``y`` was before, whole.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def raised_by_the_model(model, x):
         (out_of_range, "F.embedding", "in torch.nn.functional.embedding at .*IndexError"),
         (changed_after_it_was_kept, "y * y", "in the gradient of Mul at .*modified by an inplace"),
         (too_wide, "model.linear", "in torch.nn.functional.linear at .*RuntimeError: mat1"),
-        (raised_by_the_model, "raise", "at .*ValueError: no such thing"),
+        (raised_by_the_model, "raise ", "at .*ValueError: no such thing"),
     ],
 )
 def test_a_model_that_fails_itself_is_told_apart_from_its_capture(body, code, message):

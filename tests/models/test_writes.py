@@ -56,6 +56,7 @@ def views_without_grad(model: Odd, x: Tensor) -> Tensor:
     with torch.no_grad():
         y[0].mul_(y[1].sum())
         y[:, 1] = 3
+        y.to(y.dtype).real[2].mul_(3)
         y.chunk(2)[1].add_(rows.mean())
         rows.unfold(1, 1, 3).zero_()
     return y.square().mean() + rows.sin().mean()
@@ -147,6 +148,13 @@ def windows_that_overlap(model: Odd, x: Tensor) -> Tensor:
     return (y + model.linear.bias).square().sum()
 
 
+def views_that_are_not_said_to_be(model: Odd, x: Tensor) -> Tensor:
+    y = value(model, x)
+    rows, _ = torch.meshgrid(y[0], y[1], indexing="ij")
+    y.mul_(2)
+    return rows.square().sum() + y.sum()
+
+
 def a_changed_parameter(model: Odd, x: Tensor) -> Tensor:
     with torch.no_grad():
         model.linear.weight.clamp_(-0.1, 0.1)
@@ -186,6 +194,7 @@ def a_backward_pass(model: Odd, x: Tensor) -> Tensor:
     [
         (two_gradients_at_once, "aten.add_.Tensor", "through detach() into memory that is read"),
         (windows_that_overlap, "aten.zero_.default", "whose elements share memory"),
+        (views_that_are_not_said_to_be, "aten.meshgrid.indexing", "returns views of what is"),
         (a_changed_parameter, "aten.clamp_.default", "changes a parameter in place"),
         (another_changed_parameter, "aten.clamp_.default", "changes a parameter in place"),
     ],

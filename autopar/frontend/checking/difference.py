@@ -9,6 +9,7 @@ gradient though the gradient that comes to it is right.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,8 +30,10 @@ class _Noted:
         self.content = made.detach().clone()
         self.line = line
         self.gradient: Tensor | None = None
-        if made.requires_grad:
-            made.register_hook(self._note)
+        # A view made under no_grad has no gradient once its base is written to, and says so then.
+        with contextlib.suppress(RuntimeError):
+            if made.requires_grad:
+                made.register_hook(self._note)
 
     def _note(self, gradient: Tensor | None) -> None:
         if gradient is not None:  # one of several results that no gradient comes back to has None
@@ -47,9 +50,16 @@ class _Notes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and _is_number(tensor) and not tensor.is_leaf:
+            if isinstance(tensor, Tensor) and _is_number(tensor) and not _is_leaf(tensor):
                 self.made[_kind(tensor)].append(_Noted(tensor, users_line()))
         return result
+
+
+def _is_leaf(x: Tensor) -> bool:
+    try:
+        return x.is_leaf
+    except RuntimeError:  # a view made under no_grad whose base was written to since
+        return False
 
 
 def _is_number(x: Any) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,10 @@ from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
 from autopar.ir.overwrite import overwrite
 
 _ATEN = torch.ops.aten
+_UNSAFE = frozenset({
+    _ATEN.unsafe_chunk.default, _ATEN.unsafe_split.Tensor, _ATEN.unsafe_split_with_sizes.default,
+})  # fmt: skip
+"""Return views, and do not say so."""
 _DETACHES = frozenset({_ATEN.detach.default, _ATEN.detach_.default})
 
 
@@ -38,7 +42,7 @@ def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]
 
     Raises CaptureError for writes that have no right form.
     """
-    _share_returned_inputs(module.graph)
+    _share_returned_inputs(module.graph, without_grad)
     memory = _Memory(module.graph, without_grad)
     for node in list(module.graph.nodes):
         written = list(_written(node))
@@ -46,25 +50,37 @@ def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]
             _Write(module.graph, memory, node, written).rewrite()
 
 
-def _share_returned_inputs(graph: fx.Graph) -> None:
-    """Composite operators that return their input itself (dropout that is off), as that input.
+def _share_returned_inputs(graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
+    """Operators that return their input itself (dropout that is off), as that input.
 
-    In an exported graph they return a new value, which a write would not share with the input.
+    Of composite ones an exported graph has a new value, which would not share a write; and what
+    returned its input under ``no_grad`` would be taken for a value without a gradient.
+
+    Raises CaptureError where they return other views of it, of which the graph does not know.
     """
     written = {_storage(t) for node in graph.nodes for t in _written(node)}
-    for node in list(graph.nodes):
-        if not written or not is_composite(node.target):
+    for node in list(graph.nodes) if written else ():
+        is_hidden = is_composite(node.target) or node.target in _UNSAFE
+        if not (is_hidden or node in without_grad) or any(_written(node)):
             continue
-        inputs = [value.meta.get("val") for value in node.all_input_nodes]
         if written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), meta_of)
-        result = node.target(*args, **kwargs)
-        for source, value in zip(node.all_input_nodes, inputs):
-            if result is value:
+        results = node.target(*args, **kwargs)
+        for source in node.all_input_nodes:
+            if results is source.meta.get("val"):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
                 break
+            if is_hidden and _storage(source) in map(_storage_of, pytree.tree_leaves(results)):
+                _refuse(node, "returns views of what is written to", "Write into a copy: x.clone()")
+
+
+def _refuse(node: fx.Node, what: str, fix: str) -> NoReturn:
+    raise CaptureError(
+        f"the model cannot be captured as one graph: {node.target} at "
+        f"{location(node) or 'an unknown line'} {what}\nHow to fix it: {fix}"
+    )
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
@@ -76,9 +92,16 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 def _storage(node: fx.Node) -> int | None:
     """The memory that a tensor lies in; of several, that of the first."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
-    if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].layout != torch.strided:
+    return _storage_of(leaves[0]) if leaves else None
+
+
+def _storage_of(value: Any) -> int | None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
-    return int(leaves[0].untyped_storage()._cdata)
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # inside of vmap
+        return None
 
 
 class _Memory:
@@ -126,9 +149,9 @@ class _Memory:
         """What shares the memory and is read later."""
         now = self.order[node]
         for alias in self.order:
-            if _storage(alias) == storage:
-                if any(self.order.get(user, now) > now for user in alias.users):
-                    yield alias
+            is_read = any(self.order.get(user, now) > now for user in alias.users)
+            if is_read and _storage(alias) == storage:
+                yield alias
 
 
 def _holds_numbers(node: fx.Node) -> bool:
@@ -184,7 +207,8 @@ class _Write:
         now = memory.order[node]
         for alias in memory.read_after(node, storage):
             if alias is not written and memory.order[alias] < now:
-                self._refuse(
+                _refuse(
+                    self.node,
                     f"writes {str(self.sources[0])!r}, which needs a gradient, through detach() "
                     f"into memory that is read again as {str(alias)!r}",
                     "Write into the value itself, or into detach().clone()",
@@ -206,7 +230,8 @@ class _Write:
         if all(alias in memory.detached for alias in memory.read_after(self.node, storage)):
             return False
         if memory.chain(written)[0].op == "placeholder":
-            self._refuse(
+            _refuse(
+                self.node,
                 "changes a parameter in place",
                 "Compute the changed value from the parameter, or change it between the steps",
             )
@@ -217,30 +242,31 @@ class _Write:
         if not self.node.users:
             return
         if not isinstance(self.node.meta["val"], Tensor):
-            self._refuse("writes several values at once without gradients", "Write them singly")
+            _refuse(
+                self.node, "writes several values at once without gradients", "Write them singly"
+            )
         self.node.replace_all_uses_with(self.written[0])
 
     def _visible(self, ops: Ops, written: fx.Node, *, is_hidden: bool) -> fx.Node:
         """The view that is written to, made of its memory in a way that shows the write."""
-        maker, *steps = self.memory.chain(written)
-        views = [v for v in steps if v.target not in _DETACHES and not any(_written(v))]
-        is_plain = all(isinstance(v.meta["val"], Tensor) for v in views)
-        if is_plain and not any(_skips_some(v) for v in views):
-            if not is_hidden:
-                return written
-            for view in views:
-                maker = self._again(ops, view, maker)
-            return maker
-        if not is_hidden and not any(_skips_some(v) for v in views):
-            return written
         view = value_of(written)
         if _overlaps(view):
-            self._refuse(
+            _refuse(
+                self.node,
                 "writes through a view whose elements share memory",
                 "Write into the value that it is a view of, or into a copy of it",
             )
-        where = (view.size(), view.stride(), view.storage_offset())
-        return ops(_ATEN.as_strided.default, maker, *(list(where[0]), list(where[1]), where[2]))
+        maker, *steps = self.memory.chain(written)
+        views = [v for v in steps if v.target not in _DETACHES and not any(_written(v))]
+        has_gaps = any(_skips_some(v) for v in views)
+        if not is_hidden and not has_gaps:
+            return written
+        if has_gaps or not all(isinstance(v.meta["val"], Tensor) for v in views):
+            size, stride = list(view.shape), list(view.stride())
+            return ops(_ATEN.as_strided.default, maker, size, stride, view.storage_offset())
+        for step in views:
+            maker = self._again(ops, step, maker)
+        return maker
 
     def _again(self, ops: Ops, view: fx.Node, base: fx.Node) -> fx.Node:
         """The same view of another value."""
@@ -248,19 +274,18 @@ class _Write:
         args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: base if n is old else n)
         return ops(view.target, *args, **kwargs)
 
-    def _refuse(self, what: str, fix: str) -> None:
-        raise CaptureError(
-            f"the model cannot be captured as one graph: {self.node.target} at "
-            f"{location(self.node) or 'an unknown line'} {what}\nHow to fix it: {fix}"
-        )
-
 
 def _skips_some(view: fx.Node) -> bool:
     """Whether it is of windows that leave something out, or lie on one another."""
     if view.target is not _ATEN.unfold.default:
         return False
-    source, dim, size, step = view.args
-    return size != step or value_of(source).shape[dim] % size != 0
+    source, dim, size, step = _unfolded(*view.args)
+    length = source.shape[dim] if source.dim() else 1
+    return size != step or length % size != 0
+
+
+def _unfolded(source: Any, dim: Any, size: Any, step: Any) -> tuple[Tensor, int, int, int]:
+    return value_of(source), dim, size, step
 
 
 def _overlaps(view: Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ def _inlined(module: fx.GraphModule, call: fx.Node) -> set[fx.Node]:
     body, operands, is_enabled = region
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(operands)
-    results: tuple[fx.Node, ...] = ()
+    results: Any = ()
     with module.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op == "placeholder":

@@ -8,6 +8,7 @@ the same program, which draws slopes for all elements and multiplies some.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,8 +23,7 @@ def draw_slopes(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is not _ATEN.rrelu_with_noise_functional.default:
             continue
-        x, _, *rest = node.args
-        lower, upper, is_training, *_ = [*rest, *(1 / 8, 1 / 3, False)[len(rest) :]]
+        x, lower, upper, is_training = _arguments(*node.args, **node.kwargs)
         with module.graph.inserting_before(node):
             ops = Ops(module.graph, node)
             if is_training:
@@ -39,3 +39,9 @@ def draw_slopes(module: fx.GraphModule) -> None:
         if not node.users:
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _arguments(
+    x: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: Any = False, *_: Any
+) -> tuple[Any, Any, Any, Any]:
+    return x, lower, upper, training
