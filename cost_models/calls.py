@@ -124,9 +124,9 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The operation without namespace and overload: ``linear`` for ``aten.linear.default``."""
-        parts = self.target.split(".")
-        return parts[1] if len(parts) > 1 else parts[0]
+        """The operation without overload, and torch's own without namespace: ``linear`` for
+        ``aten.linear.default``, but ``mylib.linear`` for ``mylib.linear.default``."""
+        return self.target.removeprefix("aten.").rpartition(".")[0] or self.target
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """The argument at ``index``, or given as keyword ``name``, or ``default``."""

@@ -142,7 +142,7 @@ def _index_list_bounds(call: OpCall) -> dict[int, int]:
 _PARTS = {
     "embedding_bag": lambda call: call.tensor(1, "indices").num_elements,
     "_grouped_mm": lambda call: call.tensor(0, "self").shape[0],
-    "grouped_mm_fallback": lambda call: call.tensor(0, "input").shape[0],
+    "transformers.grouped_mm_fallback": lambda call: call.tensor(0, "input").shape[0],
 }
 """For calls whose third tensor has offsets into another one: the length of that one."""
 _BOUND_RULES: dict[str, Callable[[OpCall], dict[int, int]]] = {

@@ -190,7 +190,7 @@ MATRIX_RULES: dict[str, Callable[[OpCall], OpWork]] = {
     "_scaled_mm": _scaled_matmul,
     "_grouped_mm": _grouped_matmul,
     "_scaled_grouped_mm": _grouped_matmul,
-    "grouped_mm_fallback": _grouped_matmul,  # of transformers
+    "transformers.grouped_mm_fallback": _grouped_matmul,
     "baddbmm": _added_matmul,
     "conv1d": _convolution,
     "conv2d": _convolution,

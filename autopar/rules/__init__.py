@@ -19,14 +19,28 @@ from autopar.rules import (
 )
 from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import (
+    KEEPS_FACTORS,
+    KEEPS_NOTHING,
+    KEEPS_OPERANDS,
+    KEEPS_OUTPUT,
+    Keeps,
+    Operands,
+)
 from autopar.rules.digits import find_bases
 from autopar.rules.local import run_local
 from autopar.rules.registry import register, registered_targets, rule_of, space_of, unregister
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 __all__ = [
+    "KEEPS_FACTORS",
+    "KEEPS_NOTHING",
+    "KEEPS_OPERANDS",
+    "KEEPS_OUTPUT",
     "Choice",
+    "Keeps",
     "LocalContext",
+    "Operands",
     "Space",
     "SpaceBuilder",
     "Split",

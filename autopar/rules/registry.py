@@ -11,6 +11,7 @@ import torch
 
 from autopar.base.errors import PlanError, RuleError
 from autopar.cost_models.calls import OpCall
+from autopar.cost_models.op_work import WorkFn, set_work
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.choice import Choice
@@ -46,7 +47,8 @@ class Rule:
     what it communicates inside, and ``kernels`` which calls it makes (None where they are the op's
     own after all). ``keeps``: what the derivative reads. ``mean``: where the op computes one, how
     it is a sum divided by a total. ``layer``: which layer of the known strategies it is, if any;
-    ``heads``: which dimensions of an attention are its heads.
+    ``heads``: which dimensions of an attention are its heads. ``work``: operations and bytes of a
+    call, for operators that the cost models have no formula for.
     """
 
     space: SpaceFn
@@ -59,6 +61,7 @@ class Rule:
     mean: MeanFn | None = None
     layer: Layer | None = None
     heads: frozenset[str] = frozenset()
+    work: WorkFn | None = None
 
 
 PointwiseFn = Callable[[Op], Rule]
@@ -77,6 +80,7 @@ def register(
     mean: MeanFn | None = None,
     layer: Layer | None = None,
     heads: Iterable[str] = (),
+    work: WorkFn | None = None,
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
@@ -102,9 +106,11 @@ def register(
     op has to do something else on a shard, ``lower(context, args, kwargs)`` runs it there, and
     ``context.all_reduce`` adds over devices; ``collectives`` lists such communication for the cost
     model, ``kernels`` what ``lower`` calls where that is not the op itself. ``keeps`` tells the
-    count of memory what the derivative reads, where that is not every floating-point operand. The
-    op itself needs a fake implementation and, to be trained through, a registered derivative. Check
-    a rule with `check_rule`, which compares every choice with the unsplit op.
+    count of memory what the derivative reads, where that is not every floating-point operand.
+    ``work(call)`` gives operations and bytes of a call (see `autopar.cost_models.work`), without
+    which it is priced by the bytes of its tensors. The op itself needs a fake implementation and,
+    to be trained through, a registered derivative. Check a rule with `check_rule`, which compares
+    every choice with the unsplit op.
 
     Raises RuleError for what is no such name, and PlanError for one that has a rule already.
     """
@@ -125,7 +131,10 @@ def register(
                 mean=mean,
                 layer=layer,
                 heads=frozenset(heads),
+                work=work,
             )
+            if work is not None:
+                set_work(target, work)
         return space
 
     return wrap
@@ -146,7 +155,8 @@ def unregister(target: str) -> None:
     """Remove the rule of an operator, as before registering another; PlanError if it has none."""
     if target not in _RULES:
         raise PlanError(f"operator {target} has no rule")
-    del _RULES[target]
+    if _RULES.pop(target).work is not None:
+        set_work(target, None)
 
 
 def register_pointwise(rule: PointwiseFn) -> PointwiseFn:

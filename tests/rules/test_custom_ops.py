@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import PlanError, RuleError
+from autopar.cost_models import Cluster, OpCall, RooflineModel, TensorSpec, flops
+from autopar.cost_models.estimate import OpEstimate
+from autopar.cost_models.matrix_work import product
+from autopar.cost_models.shapes import outputs
+from autopar.cost_models.work import MatrixShape, OpWork, output_bytes
 from autopar.frontend.capture import capture
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
@@ -131,6 +136,40 @@ def test_a_lowering_that_fails_is_named_with_its_choice():
     with rule(product_space, lower=local), pytest.raises(RuleError, match="no such luck") as error:
         call(mesh=Mesh(("a",), (3,)))
     assert "on mesh a=3" in str(error.value)
+
+
+def product_work(call: OpCall) -> OpWork:
+    x, weight = call.tensors()
+    shape = MatrixShape(m=x.shape[0], n=weight.shape[1], k=x.shape[1])
+    return product(x, weight, shape, output_bytes(call))
+
+
+def price(target: str, *args: Any) -> OpEstimate:
+    device = Cluster.preset("a100-80", nodes=1, devices_per_node=1).device
+    return RooflineModel(device).estimate(OpCall(target, args))
+
+
+def test_an_own_product_with_its_work_is_priced_as_a_product():
+    x = TensorSpec((512, 256), torch.float32, requires_grad=True)
+    weight = TensorSpec((256, 128), torch.float32)
+    with rule(product_space, work=product_work):
+        assert price(NAME, x, weight, 0.5) == price("aten.mm.default", x, weight)
+    assert price(NAME, x, weight, 0.5) != price("aten.mm.default", x, weight)
+
+
+@torch.library.custom_op("rulestest::linear", mutates_args=())
+def linear(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+linear.register_fake(torch.empty_like)
+
+
+def test_an_operator_of_another_library_is_not_taken_for_torchs():
+    x = TensorSpec((6, 4), torch.float32)
+    call = OpCall("rulestest.linear.default", (x,))
+    assert outputs(call) == (x,)
+    assert flops(call) == x.num_elements
 
 
 def test_names_are_registered_once():
