@@ -258,7 +258,7 @@ def _view(generator: random.Random, shape: Sequence[int], *, written: bool) -> t
         return lambda x: x.unsqueeze(0), "unsqueeze"
     dim = generator.randrange(dims)
     size = shape[dim]
-    low = generator.randrange(max(size, 1))
+    low, step = generator.randrange(max(size, 1)), generator.randint(2, 3)
     options: list[tuple[View, str]] = [
         (lambda x: x.transpose(dim, -1), "transpose"),
         (lambda x: x.unsqueeze(dim), "unsqueeze"),
@@ -278,7 +278,7 @@ def _view(generator: random.Random, shape: Sequence[int], *, written: bool) -> t
         options += [
             (lambda x: x.narrow(dim, low, size - low), "narrow"),
             (lambda x: x.select(dim, low), "select"),
-            (lambda x: x.unfold(dim, 2, 2 if written else 1), "unfold"),
+            (lambda x: x.unfold(dim, 2, step if written else 1), "unfold"),
             (lambda x: x.chunk(2, dim)[-1], "chunk"),
             (lambda x: x.split(1, dim)[low], "split"),
             (lambda x: x.unbind(dim)[low], "unbind"),
@@ -365,6 +365,10 @@ WRITES: dict[str, Write] = {
     "dropout_": lambda v, x: nn.functional.dropout(v, 0.0, inplace=True),
     "detach_": lambda v, x: v.mul_(x.detach()),
     "no_grad": lambda v, x: _without_gradient(v, x),
+    "hidden": lambda v, x: _hidden(v, x),
+    "hidden view": lambda v, x: _hidden(v[..., :1], x[..., :1]),
+    "through detach": lambda v, x: v.detach().mul_(1.5),
+    "through data": lambda v, x: v.data.mul_(x.detach()),
     "strided": lambda v, x: v.as_strided((2,), (1,), v.storage_offset()).mul_(2),
     "renorm_": lambda v, x: v.renorm_(2, 0, 0.5),
     "slices": lambda v, x: v[..., :1].add_(x[..., :1]),
@@ -383,6 +387,11 @@ def _without_gradient(v: Tensor, x: Tensor) -> None:
     with torch.no_grad():
         scale = x.abs().amax()
     v.div_(scale + 1)
+
+
+def _hidden(v: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        v.mul_(x).add_(0.1)
 
 
 def _write(model: Drawn, generator: random.Random) -> Told | None:

@@ -32,6 +32,7 @@ from autopar.runtime.state.checkpoint_format import (
     MANIFEST,
     Chunk,
     Content,
+    Stamp,
     StoredTensor,
     check_file,
     damaged,
@@ -39,6 +40,7 @@ from autopar.runtime.state.checkpoint_format import (
     is_covered,
     read_bounded,
     read_rows,
+    stamp_of,
     stored_tensors,
 )
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
@@ -104,8 +106,11 @@ def load(runtime: RankRuntime, path: Path) -> None:
         optimizer = _optimizer_state(runtime, wanted, source)
         trainer = source.trainer
         _check_trainer(runtime, trainer, source.place)
+        stamps = source.stamps()
+    with refused_by_all():  # every rank has its stamps
         source.verify(plan)
-    _read(planner, plan, source)
+    with refused_by_all():
+        _read(planner, plan, source, stamps)
     model = {k.removeprefix("model."): v for k, v in wanted.items() if k.startswith("model.")}
     runtime.load_state_dict(model)
     if optimizer is not None:
@@ -261,6 +266,11 @@ class _Source:
         at = tuple(offsets or ())
         return next(c for c in self.tensors[key].chunks if c.offsets == at)
 
+    def stamps(self) -> dict[str, Stamp]:
+        """Of its files, to tell whether one changes between its verification and its reading."""
+        files = () if self.own is None else self.own.files
+        return {file.name: stamp_of(self.folder, file.name) for file in files}
+
     def verify(self, plan: LoadPlan) -> None:
         """Verify every file, each by one rank; chunks of a foreign checkpoint by their readers."""
         if self.own is not None:
@@ -270,11 +280,14 @@ class _Source:
             for key, offset in {(i.storage_index.fqn, i.storage_index.offset) for i in plan.items}:
                 self.foreign.read_chunk(key, self.chunk(key, offset))
 
-    def read(self, key: str, chunk: Chunk, first: int, num: int) -> Tensor:
-        if self.foreign is not None:
+    def read(
+        self, key: str, chunk: Chunk, first: int, num: int, stamps: Mapping[str, Stamp]
+    ) -> Tensor:
+        if self.foreign is not None:  # which is verified as it is read
             whole = self.foreign.read_chunk(key, chunk)
             return whole[first : first + num] if chunk.sizes else whole
-        return read_rows(self.folder, chunk, self.tensors[key].dtype, first, num)
+        dtype = self.tensors[key].dtype
+        return read_rows(self.folder, chunk, dtype, first, num, stamps[chunk.name])
 
 
 def _opened(folder: str, expected: Mapping[str, Tensor]) -> _Source:
@@ -413,7 +426,12 @@ def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) ->
         check_plain_state(trainer["lr_scheduler"], runtime.lr_scheduler.state_dict(), place)
 
 
-def _read(planner: dcp.DefaultLoadPlanner, plan: LoadPlan, source: _Source) -> None:
+def _read(
+    planner: dcp.DefaultLoadPlanner,
+    plan: LoadPlan,
+    source: _Source,
+    stamps: Mapping[str, Stamp],
+) -> None:
     """Copy the planned chunks, all of which have been verified, into the state."""
     with torch.no_grad():
         for item in plan.items:
@@ -421,7 +439,7 @@ def _read(planner: dcp.DefaultLoadPlanner, plan: LoadPlan, source: _Source) -> N
             chunk = source.chunk(key, item.storage_index.offset)
             starts, lengths = list(item.storage_offsets), list(item.lengths)
             first, num = (starts[0], lengths[0]) if starts else (0, 1)
-            part = source.read(key, chunk, first, num)
+            part = source.read(key, chunk, first, num, stamps)
             for dim in range(1, len(lengths)):
                 part = part.narrow(dim, starts[dim], lengths[dim])
             target = planner.resolve_tensor(item)

@@ -261,6 +261,21 @@ def shard_name(folder: str, name: str) -> str:
     return name if is_there else name + UNFINISHED
 
 
+Stamp = tuple[int, int, int, int, int]
+"""What tells whether a file is another, or was written to: device, inode, size and times."""
+
+
+def stamp_of(folder: str, name: str) -> Stamp:
+    """The stamp of a file of the folder as it is now."""
+    with opened(folder, shard_name(folder, name)) as file:
+        return _stamp(file)
+
+
+def _stamp(file: int) -> Stamp:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def check_file(folder: str, record: FileRecord) -> None:
     """Raise InputError unless size and checksum match the manifest."""
     name = record.name
@@ -278,8 +293,14 @@ def check_file(folder: str, record: FileRecord) -> None:
             raise damaged(place, "does not have its checksum")
 
 
-def read_rows(folder: str, chunk: Chunk, dtype: torch.dtype, first: int, num: int) -> Tensor:
-    """Read rows ``first`` to ``first + num`` of a chunk's first dimension, or a whole scalar."""
+def read_rows(
+    folder: str, chunk: Chunk, dtype: torch.dtype, first: int, num: int, stamp: Stamp
+) -> Tensor:
+    """Read rows ``first`` to ``first + num`` of a chunk's first dimension, or a whole scalar.
+
+    Raises InputError if the file no longer has the stamp from before its checksum was verified: a
+    checksum is of a whole file, and a rank reads the rows that it needs.
+    """
     sizes = (num, *chunk.sizes[1:]) if chunk.sizes else ()
     row = math.prod(chunk.sizes[1:]) * dtype.itemsize
     length = math.prod(sizes) * dtype.itemsize
@@ -289,6 +310,12 @@ def read_rows(folder: str, chunk: Chunk, dtype: torch.dtype, first: int, num: in
     with opened(folder, name) as file:
         begin = chunk.begin + first * row
         data = read_exactly(file, begin, length, os.path.join(folder, chunk.name))
+        if _stamp(file) != stamp:
+            raise refusal(
+                os.path.join(folder, chunk.name),
+                "was changed after its checksum was verified, while it was loaded",
+                "part of it may have been taken: load a checkpoint again before training goes on",
+            )
     return torch.frombuffer(data, dtype=dtype).reshape(sizes)
 
 

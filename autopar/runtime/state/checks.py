@@ -156,8 +156,23 @@ def _check_groups(given: Any, expected: Sequence[Sequence[str]]) -> None:
         )
 
 
+_OF_SCHEDULES = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Options that a learning-rate schedule adds to a group: there with it, gone without it."""
+
+
 def _check_options(given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """A number, several numbers or a flag must be one again; None is an unset flag."""
+    """The options of this optimizer, no others, each of its kind; None is an unset flag."""
+    unlike = (given.keys() ^ held.keys()) - _OF_SCHEDULES
+    if unlike:
+        added = sorted(map(str, unlike & given.keys()))
+        lacking = sorted(unlike & held.keys())
+        raise InputError(
+            f"a group of the optimizer state has the options {_short(added)} that this optimizer "
+            f"lacks, and lacks {_short(lacking)} that it has; load the state of an optimizer of "
+            f"the same kind. {_OPTIMIZER_FIX}"
+        )
     for key, value in held.items():
         if key == "params" or key not in given:
             continue
