@@ -139,7 +139,7 @@ def test_the_plan_is_the_fastest_by_the_step_it_predicts() -> None:
         assert plan.prediction.step_time_s <= min(known) * (1 + 1e-9)
         assert plan.prediction.step_time_s <= min(plan.search.considered.values())
         assert plan.search.bound_s <= plan.prediction.step_time_s
-        assert ("beside the computation" in str(plan)) == (plan.prediction.hidden_s > 0)
+        assert (" overlapped" in str(plan)) == (plan.prediction.hidden_s > 0)
 
 
 def test_running_statistics_are_priced_as_the_message_they_travel_in() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, State, Step, StepKind, redistribute
+from autopar.ir.placement import Move, MoveKind, Placements, State, redistribute
 
 _UNBOUND = (
     "an axis-named collective was called outside a bound program; run programs through "
@@ -130,37 +130,37 @@ def identity(x: Tensor) -> Tensor:
 Function = Callable[[Tensor], Tensor]
 
 
-def step_functions(step: Step, bind: Callable[..., Function]) -> tuple[Function, Function]:
+def move_functions(move: Move, bind: Callable[..., Function]) -> tuple[Function, Function]:
     """A move's function of the local shard, and that of its gradient.
 
     ``bind(op, *digits)`` gives the raw ``op`` along the move's axes as a function of a tensor.
     """
-    source, target = (step.source.dim, step.local_outer), (step.target.dim, step.target_local_outer)
-    leave, enter = (step.source.dim, step.padding), (step.target.dim, step.target_padding)
-    varying = State.VARYING in (step.source.state, step.target.state)
-    match step.kind:
-        case StepKind.SLICE:
+    source, target = (move.source.dim, move.local_outer), (move.target.dim, move.target_local_outer)
+    leave, enter = (move.source.dim, move.padding), (move.target.dim, move.target_padding)
+    varying = State.VARYING in (move.source.state, move.target.state)
+    match move.kind:
+        case MoveKind.SLICE:
             undo = UNSHARD if varying else ALL_GATHER
             return _padded(bind(SHARD, *target), *enter), _trimmed(bind(undo, *target), *enter)
-        case StepKind.MASK:
+        case MoveKind.MASK:
             return bind(MASK), bind(MASK) if varying else identity
-        case StepKind.PAD:
+        case MoveKind.PAD:
             return _trimmed(bind(UNSHARD, *source), *leave), _padded(bind(SHARD, *source), *leave)
-        case StepKind.VARY:
+        case MoveKind.VARY:
             return identity, bind(ALL_REDUCE)
-        case StepKind.UNVARY:
+        case MoveKind.UNVARY:
             return identity, bind(MASK)
-        case StepKind.ALL_REDUCE:
+        case MoveKind.ALL_REDUCE:
             return bind(ALL_REDUCE), bind(ALL_REDUCE) if varying else identity
-        case StepKind.ALL_GATHER:
+        case MoveKind.ALL_GATHER:
             undo = REDUCE_SCATTER if varying else SHARD
             return _trimmed(bind(ALL_GATHER, *source), *leave), _padded(bind(undo, *source), *leave)
-        case StepKind.REDUCE_SCATTER:
+        case MoveKind.REDUCE_SCATTER:
             return (
                 _padded(bind(REDUCE_SCATTER, *target), *enter),
                 _trimmed(bind(ALL_GATHER, *target), *enter),
             )
-        case StepKind.ALL_TO_ALL:
+        case MoveKind.ALL_TO_ALL:
             there, back = bind(ALL_TO_ALL, *source, *target), bind(ALL_TO_ALL, *target, *source)
             return (
                 _trimmed(_padded(there, *enter), *leave),
@@ -196,12 +196,12 @@ def _traced(op: Any, *args: Any) -> Function:
     return lambda x: op(x, *args)
 
 
-def apply_step(x: Tensor, step: Step, mesh: Mesh) -> Tensor:
+def apply_move(x: Tensor, move: Move, mesh: Mesh) -> Tensor:
     """Apply one move of `redistribute` to the local shard ``x``."""
-    axes, num = mesh.axes_label(step.axes), mesh.size(step.axes)
+    axes, num = mesh.axes_label(move.axes), mesh.size(move.axes)
     if num == 1:
         return x
-    forward, backward = step_functions(step, lambda op, *digits: _traced(op, axes, num, *digits))
+    forward, backward = move_functions(move, lambda op, *digits: _traced(op, axes, num, *digits))
     if not (x.is_floating_point() or x.is_complex()):
         return forward(x)
     return with_gradient(x, forward, backward)
@@ -217,8 +217,8 @@ def move(
     x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Tensor:
     """Redistribute the local shard of a value of global ``shape`` from ``source`` to ``target``."""
-    for step in redistribute(source, target, shape, mesh):
-        x = apply_step(x, step, mesh)
+    for each in redistribute(source, target, shape, mesh):
+        x = apply_move(x, each, mesh)
     return x
 
 

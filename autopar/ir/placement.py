@@ -188,7 +188,7 @@ def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tup
     return tuple(-(-size // num) for size, num in zip(shape, shards))
 
 
-class StepKind(StrEnum):
+class MoveKind(StrEnum):
     """The kinds of move in the table above, named after the forward."""
 
     SLICE = "slice"
@@ -203,7 +203,7 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Move:
     """A move of one value along one or several mesh axes at once.
 
     ``source`` and ``target`` are the placements on the first axis; several axes move together only
@@ -213,7 +213,7 @@ class Step:
     is the local shape before the move.
     """
 
-    kind: StepKind
+    kind: MoveKind
     axes: tuple[int, ...]
     source: Placement
     target: Placement
@@ -232,10 +232,10 @@ class Step:
     def forward(self) -> str | None:
         """The collective in forward; None if the move is local."""
         if self.kind in (
-            StepKind.ALL_REDUCE,
-            StepKind.ALL_GATHER,
-            StepKind.REDUCE_SCATTER,
-            StepKind.ALL_TO_ALL,
+            MoveKind.ALL_REDUCE,
+            MoveKind.ALL_GATHER,
+            MoveKind.REDUCE_SCATTER,
+            MoveKind.ALL_TO_ALL,
         ):
             return str(self.kind)
         return None
@@ -251,38 +251,38 @@ _BACKWARD = {
 }
 
 _KINDS = {
-    (State.REPLICATE, State.SHARD): StepKind.SLICE,
-    (State.REPLICATE, State.VARYING): StepKind.VARY,
-    (State.REPLICATE, State.PARTIAL): StepKind.MASK,
-    (State.SHARD, State.REPLICATE): StepKind.ALL_GATHER,
-    (State.SHARD, State.VARYING): StepKind.ALL_GATHER,
-    (State.SHARD, State.SHARD): StepKind.ALL_TO_ALL,
-    (State.SHARD, State.PARTIAL): StepKind.PAD,
-    (State.PARTIAL, State.REPLICATE): StepKind.ALL_REDUCE,
-    (State.PARTIAL, State.SHARD): StepKind.REDUCE_SCATTER,
-    (State.PARTIAL, State.VARYING): StepKind.ALL_REDUCE,
-    (State.VARYING, State.REPLICATE): StepKind.UNVARY,
-    (State.VARYING, State.SHARD): StepKind.SLICE,
-    (State.VARYING, State.PARTIAL): StepKind.MASK,
+    (State.REPLICATE, State.SHARD): MoveKind.SLICE,
+    (State.REPLICATE, State.VARYING): MoveKind.VARY,
+    (State.REPLICATE, State.PARTIAL): MoveKind.MASK,
+    (State.SHARD, State.REPLICATE): MoveKind.ALL_GATHER,
+    (State.SHARD, State.VARYING): MoveKind.ALL_GATHER,
+    (State.SHARD, State.SHARD): MoveKind.ALL_TO_ALL,
+    (State.SHARD, State.PARTIAL): MoveKind.PAD,
+    (State.PARTIAL, State.REPLICATE): MoveKind.ALL_REDUCE,
+    (State.PARTIAL, State.SHARD): MoveKind.REDUCE_SCATTER,
+    (State.PARTIAL, State.VARYING): MoveKind.ALL_REDUCE,
+    (State.VARYING, State.REPLICATE): MoveKind.UNVARY,
+    (State.VARYING, State.SHARD): MoveKind.SLICE,
+    (State.VARYING, State.PARTIAL): MoveKind.MASK,
 }
 
 # Shrinking moves first, growing moves last, so that every collective transfers the fewest bytes.
 _ORDER = (
-    StepKind.SLICE,
-    StepKind.REDUCE_SCATTER,
-    StepKind.ALL_TO_ALL,
-    StepKind.MASK,
-    StepKind.ALL_REDUCE,
-    StepKind.VARY,
-    StepKind.UNVARY,
-    StepKind.ALL_GATHER,
-    StepKind.PAD,
+    MoveKind.SLICE,
+    MoveKind.REDUCE_SCATTER,
+    MoveKind.ALL_TO_ALL,
+    MoveKind.MASK,
+    MoveKind.ALL_REDUCE,
+    MoveKind.VARY,
+    MoveKind.UNVARY,
+    MoveKind.ALL_GATHER,
+    MoveKind.PAD,
 )
 
 
 def redistribute(
     source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
-) -> tuple[Step, ...]:
+) -> tuple[Move, ...]:
     """The moves that take a value of global ``shape`` from ``source`` to ``target``.
 
     Axes with the same move act as one larger axis. Moves that shrink the local shard come first. A
@@ -291,10 +291,10 @@ def redistribute(
     are gathered from it and split on it together.
     """
     current = list(source)
-    steps: list[Step] = []
+    moves: list[Move] = []
     for goal in (_gathered(source, target, shape, mesh), target):
-        steps += _steps_to(current, goal, shape, mesh)
-    return tuple(steps)
+        moves += _moves_to(current, goal, shape, mesh)
+    return tuple(moves)
 
 
 def _gathered(
@@ -312,9 +312,9 @@ def _gathered(
     return tuple(result)
 
 
-def _steps_to(
+def _moves_to(
     current: list[Placement], target: Placements, shape: tuple[int, ...], mesh: Mesh
-) -> Iterator[Step]:
+) -> Iterator[Move]:
     """Move ``current``, in place, to ``target``."""
     pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
     while pending:
@@ -323,7 +323,7 @@ def _steps_to(
         if group is None:
             group = (next(a for a in pending if current[a].state is State.SHARD),)
             goal = tuple(R if a in group else p for a, p in enumerate(goal))
-        yield _make_step(current, group, goal[group[0]], shape, mesh)
+        yield _make_move(current, group, goal[group[0]], shape, mesh)
         for axis in group:
             current[axis] = goal[axis]
             if goal[axis] == target[axis]:
@@ -387,17 +387,17 @@ def _acts_as_one(
     return axis > last
 
 
-def _make_step(
+def _make_move(
     current: list[Placement],
     axes: tuple[int, ...],
     target: Placement,
     shape: tuple[int, ...],
     mesh: Mesh,
-) -> Step:
+) -> Move:
     source = current[axes[0]]
     changed = tuple(target if a in axes else p for a, p in enumerate(current))
     before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
-    return Step(
+    return Move(
         kind=_KINDS[source.state, target.state],
         axes=axes,
         source=source,

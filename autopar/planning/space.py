@@ -114,13 +114,7 @@ def space_of(
     Raises InputError if they contradict each other or the number of devices.
     """
     if _is_searched(num_stages, schedule, num_microbatches, cuts, mesh):
-        if cuts is not None:
-            raise InputError(
-                f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; remove "
-                "cuts, or name the schedule"
-            )
-        if num_stages is not None and not is_count(num_stages):
-            raise InputError(f"num_stages is {num_stages!r}; stages are a whole number, at least 1")
+        _check_open(num_stages, cuts)
         return Space(
             is_open=True,
             schedule=None if schedule == AUTO else str(schedule),
@@ -136,25 +130,48 @@ def space_of(
                 "num_stages=..., or schedule='auto'"
             )
         return Space(mesh=mesh, num_microbatches=num_microbatches)
-    made = DEFAULT_SCHEDULE if schedule is None else schedule
-    if not isinstance(made, Schedule):
-        _check_name(made)
-    num_stages = _number_of_stages(num_stages, schedule, cuts)
-    if not isinstance(made, Schedule):
-        per_device = known_size(mesh) if mesh else 1
-        made = _built(made, num_stages, num_microbatches or 1, num_devices // per_device)
-    elif num_microbatches not in (None, made.shape.num_microbatches):
-        raise InputError(
-            f"num_microbatches={num_microbatches}, but the schedule {made.name!r} is for "
-            f"{made.shape.num_microbatches}; remove num_microbatches"
-        )
-    made = _checked(made, num_stages, num_devices, recompute=bool(recompute))
+    num_ranks = num_devices // (known_size(mesh) if mesh else 1)
+    made = _given(schedule, num_stages, num_microbatches, cuts, num_ranks)
     choice = PipelineChoice(
-        schedule=made,
+        schedule=_checked(made, num_devices, recompute=bool(recompute)),
         cuts=None if cuts is None else tuple(cuts),
         searches_k=schedule == "reverse_first_k",
     )
     return Space(mesh=mesh, pipeline=choice)
+
+
+def _check_open(num_stages: int | None, cuts: Sequence[str] | None) -> None:
+    """Raise InputError for arguments that an open space cannot have."""
+    if cuts is not None:
+        raise InputError(
+            f"cuts={cuts!r} with schedule='auto': the search cuts the stages itself; remove "
+            "cuts, or name the schedule"
+        )
+    if num_stages is not None and not is_count(num_stages):
+        raise InputError(f"num_stages is {num_stages!r}; stages are a whole number, at least 1")
+
+
+def _given(
+    schedule: str | Schedule | None,
+    num_stages: int | None,
+    num_microbatches: int | None,
+    cuts: Sequence[str] | None,
+    num_ranks: int,
+) -> Schedule:
+    """The schedule of a fully specified pipeline: the one given, or built by its name."""
+    if isinstance(schedule, Schedule):
+        _number_of_stages(num_stages, schedule, cuts)
+        if num_microbatches not in (None, schedule.shape.num_microbatches):
+            raise InputError(
+                f"num_microbatches={num_microbatches}, but the schedule {schedule.name!r} is for "
+                f"{schedule.shape.num_microbatches}; remove num_microbatches"
+            )
+        return schedule
+    name = DEFAULT_SCHEDULE if schedule is None else schedule
+    _check_name(name)
+    return _built(
+        name, _number_of_stages(num_stages, schedule, cuts), num_microbatches or 1, num_ranks
+    )
 
 
 def _is_searched(
@@ -172,7 +189,7 @@ def _is_searched(
     return is_named and is_left and cuts is None and num_stages != 1
 
 
-def _checked(schedule: Schedule, num_stages: int, num_devices: int, *, recompute: bool) -> Schedule:
+def _checked(schedule: Schedule, num_devices: int, *, recompute: bool) -> Schedule:
     """The schedule, recomputed if asked for; raises InputError if it cannot be run."""
     if recompute:
         if schedule.shape.num_devices == 1:
@@ -188,7 +205,7 @@ def _checked(schedule: Schedule, num_stages: int, num_devices: int, *, recompute
         raise InputError(f"schedule={schedule.name!r}: {error}") from error
     if num_devices % schedule.shape.num_devices:
         raise InputError(
-            f"schedule {schedule.name!r} with {num_stages} stages takes "
+            f"schedule {schedule.name!r} with {schedule.shape.num_stages} stages takes "
             f"{schedule.shape.num_devices} pipeline ranks, which does not divide {num_devices} "
             "devices; choose num_stages so that it does"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cost_models.estimate import OpEstimate
 from autopar.ir.graph import Graph, ValueKind
 from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import OpTable, Pricing
@@ -55,51 +56,74 @@ def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
     moved to its stored placement once per step.
     """
     analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
-    graph, strategy = analysis.graph, priced.strategy(picks)
-    block_of = block_of_ops(graph)
-    sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
-    fetches = dict.fromkeys(sums, 0.0)
-    update_s: dict[int, float] = {}
-    move_s: dict[int, float] = {}
+    strategy, block_of = priced.strategy(picks), block_of_ops(analysis.graph)
+    costs = _Costs(analysis.graph)
     homes: list[str | int] = []
     for node, table, cost, pick in zip(priced.nodes, priced.tables, priced.costs, picks):
         home: str | int
         if isinstance(table, OpTable):
             home = block_of[node.index]
-            estimate = table.estimates[pick]
-            parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
-            for place, seconds in enumerate(parts):
-                sums[home][place] += seconds
-            sums[home][3] += float(cost[pick]) - estimate.total_s
+            costs.add_op(home, table.estimates[pick], float(cost[pick]))
         else:
             home = _home_of_value(analysis, node.index, block_of)
             own_s = float(table.cost_s[pick])
-            _spend(home, own_s, sums, update_s)
-            _spend(home, float(cost[pick]) - own_s, sums, move_s)
+            costs.add(home, own_s, costs.update_s)
+            costs.add(home, float(cost[pick]) - own_s, costs.move_s)
         homes.append(home)
     for (i, j), matrix in priced.edges.items():
         home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
         seconds = float(matrix[picks[i], picks[j]])
         if isinstance(home, int) and home in analysis.consumers:
             fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
-            fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
+            costs.fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
             seconds -= num * fetched_s
-        _spend(home, seconds, sums, move_s)
-    return StrategyTimes(
-        blocks={
-            name: BlockTimes(
-                forward_s=(f + c / 2) / num + fetches[name],
-                input_grad_s=(i + c / 2) / num,
-                weight_grad_s=w / num,
-                forward_communication_s=c / 2 / num + fetches[name],
-                backward_communication_s=c / 2 / num,
-                fetch_s=fetches[name],
-            )
-            for name, (f, i, w, c) in sums.items()
-        },
-        update_s=update_s,
-        move_s=move_s,
-    )
+        costs.add(home, seconds, costs.move_s)
+    return costs.times(num)
+
+
+class _Costs:
+    """The costs of a step, collected by block and by parameter.
+
+    ``sums`` has for each block the seconds of its forward pass, input gradients, weight gradients
+    and communication, over all micro-batches.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
+        self.fetches = dict.fromkeys(self.sums, 0.0)
+        self.update_s: dict[int, float] = {}
+        self.move_s: dict[int, float] = {}
+
+    def add_op(self, block: str, estimate: OpEstimate, cost_s: float) -> None:
+        parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
+        for place, seconds in enumerate(parts):
+            self.sums[block][place] += seconds
+        self.sums[block][3] += cost_s - estimate.total_s
+
+    def add(self, home: str | int, seconds: float, of_parameters: dict[int, float]) -> None:
+        """Charge communication of a block, or a cost of a parameter."""
+        if isinstance(home, str):
+            self.sums[home][3] += seconds
+        else:
+            of_parameters[home] = of_parameters.get(home, 0.0) + seconds
+
+    def times(self, num_microbatches: int) -> StrategyTimes:
+        num, fetches = num_microbatches, self.fetches
+        return StrategyTimes(
+            blocks={
+                name: BlockTimes(
+                    forward_s=(f + c / 2) / num + fetches[name],
+                    input_grad_s=(i + c / 2) / num,
+                    weight_grad_s=w / num,
+                    forward_communication_s=c / 2 / num + fetches[name],
+                    backward_communication_s=c / 2 / num,
+                    fetch_s=fetches[name],
+                )
+                for name, (f, i, w, c) in self.sums.items()
+            },
+            update_s=self.update_s,
+            move_s=self.move_s,
+        )
 
 
 def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
@@ -107,15 +131,6 @@ def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
     value = strategy.graph.values[parameter]
     supply, interface = strategy.supply(value), strategy.interface(value)
     return pricing.moves.price(value, supply, interface, stored=True).forward_s
-
-
-def _spend(
-    home: str | int, seconds: float, sums: dict[str, list[float]], of_parameters: dict[int, float]
-) -> None:
-    if isinstance(home, str):
-        sums[home][3] += seconds
-    else:
-        of_parameters[home] = of_parameters.get(home, 0.0) + seconds
 
 
 def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:

@@ -20,11 +20,11 @@ from autopar.cost_models import Cluster, CommunicationModel
 from autopar.cost_models.estimate import Estimate
 from autopar.ir.graph import Graph, Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, State, Step, StepKind, redistribute
+from autopar.ir.placement import Move, MoveKind, Placements, State, redistribute
 from autopar.sharding.microbatches import Microbatches
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Routes = Callable[[Placements, Placements, tuple[int, ...], Mesh], tuple[Step, ...]]
+Routes = Callable[[Placements, Placements, tuple[int, ...], Mesh], tuple[Move, ...]]
 """A function like `redistribute`."""
 
 _COMPARED_BYTES = 1 << 20
@@ -161,8 +161,8 @@ class Moves:
         if key not in self._prices:
             forward_s = backward_s = 0.0
             collectives: Estimate | None = None
-            for step in self.routes(source, target, value.shape, self.mesh):
-                found = self._step(value, step, parts, num_joined)
+            for move in self.routes(source, target, value.shape, self.mesh):
+                found = self._move(value, move, parts, num_joined)
                 forward_s += found.forward_s
                 backward_s += found.backward_s
                 collectives = added(collectives, found.collectives)
@@ -171,19 +171,19 @@ class Moves:
             )
         return self._prices[key]
 
-    def _step(self, value: Value, step: Step, parts: int, num_joined: int) -> MovePrice:
-        local = math.ceil(math.prod(step.shape) * value.dtype.itemsize / parts)
-        num = self.mesh.size(step.axes)
-        grown = local * num if step.kind in (StepKind.ALL_GATHER, StepKind.PAD) else local
-        forward_s, backward_s = self._copy_s(step, grown), 0.0
-        copies = _rearranged(step) if num > 1 else 0
+    def _move(self, value: Value, move: Move, parts: int, num_joined: int) -> MovePrice:
+        local = math.ceil(math.prod(move.shape) * value.dtype.itemsize / parts)
+        num = self.mesh.size(move.axes)
+        grown = local * num if move.kind in (MoveKind.ALL_GATHER, MoveKind.PAD) else local
+        forward_s, backward_s = self._copy_s(move, grown), 0.0
+        copies = _rearranged(move) if num > 1 else 0
         there = back = None
-        if step.forward is not None:
-            there = self.collective(step.forward, grown, step.axes, num_joined)
+        if move.forward is not None:
+            there = self.collective(move.forward, grown, move.axes, num_joined)
             forward_s += 0.0 if there is None else there.time_s
             forward_s += copies * self._pass_s(grown)
-        if value.differentiable and step.backward is not None:
-            back = self.collective(step.backward, grown, step.axes, num_joined)
+        if value.differentiable and move.backward is not None:
+            back = self.collective(move.backward, grown, move.axes, num_joined)
             backward_s = 0.0 if back is None else back.time_s
             backward_s += copies * self._pass_s(grown)
         return MovePrice(forward_s=forward_s, backward_s=backward_s, collectives=added(there, back))
@@ -213,9 +213,9 @@ class Moves:
         copy_s = 2 * copied / self.device.memory_bandwidth_bytes_per_s
         return Estimate(found.time_s + copy_s, found.source, found.is_noisy)
 
-    def _copy_s(self, step: Step, size_bytes: int) -> float:
+    def _copy_s(self, move: Move, size_bytes: int) -> float:
         """Seconds of the memory traffic of slices, masks and pads."""
-        if step.kind in (StepKind.SLICE, StepKind.MASK, StepKind.PAD):
+        if move.kind in (MoveKind.SLICE, MoveKind.MASK, MoveKind.PAD):
             return self._pass_s(size_bytes)
         return 0.0
 
@@ -225,15 +225,15 @@ class Moves:
         return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s
 
 
-def _rearranged(step: Step) -> int:
+def _rearranged(move: Move) -> int:
     """How many extra copies a move that communicates makes, in forward or backward.
 
     A split along any but the outermost dimension is made contiguous before it is sent or after it
     has arrived (`autopar.comm.ops.disassemble`, `assemble`).
     """
-    digits = (step.source, step.local_outer), (step.target, step.target_local_outer)
+    digits = (move.source, move.local_outer), (move.target, move.target_local_outer)
     return sum(
-        place.state is State.SHARD and outer * math.prod(step.shape[: place.dim]) > 1
+        place.state is State.SHARD and outer * math.prod(move.shape[: place.dim]) > 1
         for place, outer in digits
     )
 

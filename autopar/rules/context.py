@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.comm.ops import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_step
+from autopar.comm.ops import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_move
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import P, R, Step, StepKind, V
+from autopar.ir.placement import Move, MoveKind, P, R, V
 from autopar.rules.choice import Choice
 from autopar.rules.space import Space
 
@@ -39,8 +39,8 @@ class LocalContext:
         if self.mesh.size(axes) == 1:
             return x
         target = V if varying else R
-        step = Step(StepKind.ALL_REDUCE, axes, P, target, 1, 1, 0, 0, tuple(x.shape))
-        return apply_step(x, step, self.mesh)
+        move = Move(MoveKind.ALL_REDUCE, axes, P, target, 1, 1, 0, 0, tuple(x.shape))
+        return apply_move(x, move, self.mesh)
 
     def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Maximum over the group; no gradient flows."""

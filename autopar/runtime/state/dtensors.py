@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.comm.groups import Communicator
-from autopar.comm.ops import pad_end, step_functions
+from autopar.comm.ops import move_functions, pad_end
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, S, State, Step, local_shape, paddings, redistribute
+from autopar.ir.placement import Move, Placements, R, S, State, local_shape, paddings, redistribute
 from autopar.runtime.state.shards import local_part, without_padding
 
 
@@ -105,15 +105,15 @@ class DTensorConverter:
         self, local: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]
     ) -> Tensor:
         """Redistribute at once, by the communicator's own collectives."""
-        for step in redistribute(source, target, shape, self.mesh):
-            if self.mesh.size(step.axes) > 1:
-                local = self._step(local, step)
+        for move in redistribute(source, target, shape, self.mesh):
+            if self.mesh.size(move.axes) > 1:
+                local = self._move(local, move)
         return local
 
-    def _step(self, local: Tensor, step: Step) -> Tensor:
-        label = self.mesh.axes_label(step.axes)
-        forward, _ = step_functions(
-            step, lambda op, *digits: self.communicator.bind(op, label, *digits)
+    def _move(self, local: Tensor, move: Move) -> Tensor:
+        label = self.mesh.axes_label(move.axes)
+        forward, _ = move_functions(
+            move, lambda op, *digits: self.communicator.bind(op, label, *digits)
         )
         return forward(local)
 

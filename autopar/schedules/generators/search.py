@@ -154,17 +154,7 @@ def search_schedule(
     weights (Chimera, DualPipe). Raises ScheduleError if nothing fits the memory cap, or for a
     negative count.
     """
-    for name, count in (
-        ("num_moves", num_moves),
-        ("num_starts", num_starts),
-        ("num_restarts", num_restarts),
-    ):
-        if type(count) is not int or count < 0:
-            raise ScheduleError(f"{name}={count!r}: a whole number, 0 for no local search")
-    if not is_number(exact_time_s) or not 0 <= exact_time_s < float("inf"):
-        raise ScheduleError(f"exact_time_s={exact_time_s!r}: a finite number of seconds >= 0")
-    if type(seed) is not int:
-        raise ScheduleError(f"seed={seed!r}: a whole number")
+    _check_limits(num_moves, num_starts, num_restarts, exact_time_s, seed)
     candidates: list[Candidate] = []
     staged: dict[tuple[int, ...], _Staged] = {}
     for view in _views(problem):
@@ -197,6 +187,22 @@ def search_schedule(
     verify(best.schedule)
     rejected = [item for item in candidates if not item.fits]
     return SearchResult(best=best, candidates=(*pool, *rejected), lower_bound_s=least)
+
+
+def _check_limits(
+    num_moves: int, num_starts: int, num_restarts: int, exact_time_s: float, seed: int
+) -> None:
+    for name, count in (
+        ("num_moves", num_moves),
+        ("num_starts", num_starts),
+        ("num_restarts", num_restarts),
+    ):
+        if type(count) is not int or count < 0:
+            raise ScheduleError(f"{name}={count!r}: a whole number, 0 for no local search")
+    if not is_number(exact_time_s) or not 0 <= exact_time_s < float("inf"):
+        raise ScheduleError(f"exact_time_s={exact_time_s!r}: a finite number of seconds >= 0")
+    if type(seed) is not int:
+        raise ScheduleError(f"seed={seed!r}: a whole number")
 
 
 def _makespan(candidate: Candidate) -> float:
