@@ -91,7 +91,7 @@ def test_every_duplication_is_rejected(schedule: Schedule, data: st.DataObject) 
     target = data.draw(st.integers(0, len(schedule.devices[device])))
     steps = list(schedule.devices[device])
     steps.insert(target, steps[place])
-    with pytest.raises(ScheduleError, match="done before") as caught:
+    with pytest.raises(ScheduleError, match="already done") as caught:
         verify(with_device(schedule, device, steps))
     assert str(steps[target].action) in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_written_out_communication_cannot_lose_or_repeat_an_action(
     steps = full.devices[device]
     with pytest.raises(ScheduleError, match="missing"):
         verify(with_device(full, device, steps[:place] + steps[place + 1 :]))
-    with pytest.raises(ScheduleError, match="done before"):
+    with pytest.raises(ScheduleError, match="already done"):
         verify(with_device(full, device, (*steps, steps[place])))
 
 
@@ -175,7 +175,7 @@ LATE_HALF = "num_microbatches: 2\nplacement: 0 1 | 1 0\nreplica_of: 0 1\n"
         (ONE_STAGE + "device 0: 0F0 0B0 0G", "set reduces"),
         (ONE_STAGE + "device 0: 0F0 0R0 0B0", "set recomputed"),
         (ONE_STAGE + "device 0: 0F0@collective 0B0", "runs on main or side"),
-        (ONE_STAGE + "device 0: 0F0 0B0 0W0", "W was done before"),
+        (ONE_STAGE + "device 0: 0F0 0B0 0W0", "W was already done"),
         (ONE_STAGE + "device 0: 0F0 0I0", r"W \(or B\) of stage 0, micro-batch 0, is missing"),
         (ONE_STAGE + "device 0: 0F0 0B0>0W0", "waits for 0W0, which is not earlier"),
         (ONE_STAGE + "device 0: 0F0 0SEND_F0 0B0", "no stage 1 to exchange with"),
