@@ -1,15 +1,14 @@
-"""The optimizers of an array: one of torch's own for each model, over its rows of the parameters.
+"""The optimizers of an array: one per model, over its rows of the stacked parameters.
 
-torch's optimizers have no hyper-parameters by row, and a copy of their formulas with vectors would
-equal them to rounding at best and go stale with each release. A row of a stacked parameter is a
-contiguous view, so each model's own optimizer, made by the user's own function, updates it in place
-by the kernel that it would have alone: to the last bit, whatever its class, groups,
-hyper-parameters and scheduler are. The price is one call of the optimizer for each model instead of
-one for all.
+torch's optimizers have no hyper-parameters per row, and reimplementing their formulas with vectors
+would agree with them up to rounding at best, and need an update for each release. A row of a
+stacked parameter is a contiguous view, so each model's own optimizer, made by the user's function,
+updates it in place with the kernel that it would use alone: bit-identical, whatever its class,
+groups, hyper-parameters and scheduler are. It costs one optimizer call per model instead of one
+for all.
 
-Where the models are split over devices, a model's parameters on other devices are stood in for and
-forgotten, as those of other pipeline stages are; its groups and its scheduler go on everywhere
-alike.
+If the models are split over devices, stand-ins replace a model's parameters on other devices, as
+they do for other pipeline stages; its groups and its scheduler advance alike everywhere.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from autopar.runtime.state.shards import local_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """What one model's training holds beside its tensors: ``optimizer`` is in torch's own form,
-    by the places of its trained parameters; ``num_steps`` counts its updates."""
+    """The state of one model's training besides its tensors: ``optimizer`` in torch's own format,
+    by the indices of its trained parameters; ``num_steps`` counts its updates."""
 
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
@@ -42,7 +41,7 @@ class ModelState:
 
 
 class ModelOptimizers:
-    """One rank's rows of the parameters, and an optimizer a model over them."""
+    """One rank's rows of the parameters, and one optimizer per model over them."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class ModelOptimizers:
             self.schedulers.append(None if make is None else make(optimizer))
 
     def _rows(self, model: int, own: ModelOptions) -> dict[int, nn.Parameter]:
-        """The model's trained parameters that lie here, by their place among all of its own."""
+        """The model's trained parameters on this rank, by their index among all of its own."""
         found = {}
         for place, ref in enumerate(own.trained):
             data = self.parameters[ref.name].detach()
@@ -85,7 +84,7 @@ class ModelOptimizers:
         return found
 
     def local_row(self, ref: RowRef) -> int | None:
-        """Where a row lies on this rank; None where it does not. Tensors of one model are row 0."""
+        """The position of a row on this rank, None if elsewhere; unstacked tensors are row 0."""
         if ref.row is None:
             return 0
         rows = self.models_of[ref.name]
@@ -101,7 +100,7 @@ class ModelOptimizers:
         return make_optimizer(own.optimizer, named, programs, mesh, may_be_elsewhere=True)
 
     def set_gradients(self, model: int, factor: Tensor | None) -> None:
-        """Give a model's rows their gradients, scaled where they are clipped."""
+        """Set the gradients of a model's rows, scaled if they are clipped."""
         for place, row in self.rows[model].items():
             ref = self.options.models[model].trained[place]
             whole = self.parameters[ref.name].grad
@@ -126,7 +125,7 @@ class ModelOptimizers:
     # --- state -----------------------------------------------------------------------------
 
     def states(self, num_steps: Sequence[int], dtensors: DTensorConverter) -> list[ModelState]:
-        """Of each model, whole, on every rank. Collective."""
+        """The state of each model with whole tensors, on every rank. Collective."""
         own_scalars: dict[tuple[int, int, str], Any] = {}
         own_tensors: dict[tuple[int, int, str], torch.dtype] = {}
         for model, rows in enumerate(self.rows):
@@ -156,7 +155,7 @@ class ModelOptimizers:
         return [self._state(model, states[model], num_steps[model]) for model in range(len(states))]
 
     def _whole(self, name: str, key: str, dtype: torch.dtype, dtensors: DTensorConverter) -> Tensor:
-        """One kind of state of all models' rows of a parameter; zeros where a model has none."""
+        """One kind of state for all rows of a parameter; zeros for models without it."""
         local = torch.zeros_like(self.parameters[name].detach(), dtype=dtype)
         for model, rows in enumerate(self.rows):
             for place, row in rows.items():
@@ -181,7 +180,7 @@ class ModelOptimizers:
         )
 
     def load(self, states: Sequence[ModelState]) -> None:
-        """Go on from what `states` gave, on any devices."""
+        """Continue from what `states` returned, on any devices."""
         mesh, rank = self.communicator.mesh, self.communicator.rank
         for model, given in enumerate(states):
             optimizer = self.optimizers[model]
@@ -201,7 +200,7 @@ class ModelOptimizers:
 
 
 def _places(own: ModelOptions, programs: Mapping[str, ParameterProgram]) -> list[list[int]]:
-    """Which of a model's parameters, by place, each group of its optimizer has."""
+    """The indices of a model's parameters in each group of its optimizer."""
     every = [
         nn.Parameter(torch.empty(_program_of_row(programs[r.name], r).shape, device="meta"))
         for r in own.trained
@@ -212,14 +211,14 @@ def _places(own: ModelOptions, programs: Mapping[str, ParameterProgram]) -> list
 
 
 def _stacked_names(options: ArrayOptions) -> dict[str, bool]:
-    """Of each trained tensor, whether it is stacked."""
+    """Whether each trained tensor is stacked."""
     return {ref.name: ref.row is not None for own in options.models for ref in own.trained}
 
 
 def _local_rows(
     program: ParameterProgram, communicator: Communicator, is_stacked: bool
 ) -> list[int]:
-    """The rows of a stacked parameter that lie here, in their order; -1 for padding."""
+    """The rows of a stacked parameter on this rank, in order; -1 for padding."""
     if not is_stacked:
         return []
     ones = (1,) * (len(program.shape) - 1)

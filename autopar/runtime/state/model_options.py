@@ -1,7 +1,7 @@
-"""How the models of an array train: each as if it were alone.
+"""Options of the models of an array, each of which trains as if it were alone.
 
-An array's program has one tensor for what its models have alike, stacked along a first dimension
-of models. `ModelOptions` says, for one model, which rows of these it trains and with what.
+An array's program stacks corresponding tensors of its models along a first dimension.
+`ModelOptions` says which rows of these a model trains, and with what optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRef:
-    """Row ``row`` of the program's tensor ``name``; the whole of it where row is None."""
+    """Row ``row`` of the program's tensor ``name``; the whole tensor if ``row`` is None."""
 
     name: str
     row: int | None
@@ -21,7 +21,7 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """One model: ``trained`` in the order of its own parameters, ``buffers`` that are its own."""
+    """One model: its ``trained`` parameters, in their own order, and its ``buffers``."""
 
     trained: tuple[RowRef, ...]
     buffers: tuple[RowRef, ...]
@@ -33,7 +33,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayOptions:
-    """All models of an array; ``losses`` names the buffer that holds their losses."""
+    """The models of an array; ``losses`` names the buffer that holds their losses."""
 
     models: tuple[ModelOptions, ...]
     losses: str

@@ -1,7 +1,7 @@
-"""A rank of an array: a program of several models, each trained as if it were alone.
+"""The runtime of one rank of an array: several models in one program, each trained independently.
 
-In: as `autopar.runtime.step.rank.RankRuntime`, and how each model trains. A step returns a row of
-numbers a model instead of a loss.
+In: as for `autopar.runtime.step.rank.RankRuntime`, and how each model trains. A step returns a row
+of numbers with one entry per model instead of a loss.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.runtime.step.rank import RankOptions, RankRuntime
 from autopar.runtime.step.updates import Updates
 
 LOSS, NORM, UPDATED = 0, 1, 2
-"""Rows of what a step of an array returns, float64: one number a model in each."""
+"""The rows of a step's result (float64), each with one number per model."""
 
 
 class ArrayRuntime(RankRuntime):
-    """One rank of an array's program; ``options.array`` is given."""
+    """Runs one rank of an array's program; ``options.array`` is given."""
 
     updates: ModelUpdates
 
@@ -63,7 +63,7 @@ class ArrayRuntime(RankRuntime):
 
     @torch.no_grad()
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
-        """Forward, backward and each model's update: ``[3, models]``, by LOSS, NORM and UPDATED."""
+        """Run one step of all models: ``[3, models]``, with the rows LOSS, NORM, UPDATED."""
         batches = [
             self.inputs(self.program, tensors, index, local=local)
             for index in range(self.program.num_microbatches)
@@ -97,7 +97,7 @@ class ArrayRuntime(RankRuntime):
         return torch.stack(rows)
 
     def _take_buffers(self, following: Mapping[str, Tensor]) -> None:
-        """The next buffers, but for those of models that were not updated."""
+        """The next buffers; models that were not updated keep theirs."""
         self._buffers[self.array.losses] = following[self.array.losses]
         held = [model for model, took in enumerate(self.updates.updated) if not took]
         kept = {ref.name: ref.row for m in held for ref in self.array.models[m].buffers}
@@ -127,11 +127,11 @@ class ArrayRuntime(RankRuntime):
             yield
 
     def model_states(self) -> list[ModelState]:
-        """What each model's training holds beside its tensors, on every rank. Collective."""
+        """The state of each model's training besides its tensors, on every rank. Collective."""
         return self.models.states(self.model_steps, self.dtensors)
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
-        """Go on from what `model_states` gave."""
+        """Continue from what `model_states` returned."""
         self.models.load(states)
         self.model_steps = [state.num_steps for state in states]
 
@@ -142,12 +142,12 @@ def make_runtime(
     options: RankOptions,
     device: torch.device,
 ) -> RankRuntime:
-    """A rank of one model's program, or of an array's."""
+    """Make the runtime of a rank, of one model's program or of an array's."""
     kind = RankRuntime if options.array is None else ArrayRuntime
     return kind(program, state, options, device)
 
 
 def array_of(runtime: RankRuntime) -> ArrayRuntime:
-    """The runtime, which is one of an array."""
+    """The runtime, which must be an array's."""
     assert isinstance(runtime, ArrayRuntime)
     return runtime

@@ -1,9 +1,9 @@
 """Updates of an array: each model's own, and none for a model whose step is not finite.
 
-In: the gradients of all models, stacked. Out: updated rows. Models are told apart by what their own
-gradients are: one number a model, the norm of its gradients, is summed over the ranks; it says
-whether the model's step is finite, and clips it. With ``nonfinite="raise"`` nobody is updated where
-one model's step is not finite, with ``"skip"`` nobody but that model is held up.
+In: the gradients of all models, stacked. Out: updated rows. One number per model is summed over the
+ranks, the square of its gradients' norm; it says whether the model's step is finite, and clips its
+gradients. If a model's step is not finite, ``nonfinite="raise"`` updates no model, and ``"skip"``
+all others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.runtime.step.updates import Updates
 
 
 class ModelUpdates(Updates):
-    """One rank's updates of an array; ``updated`` says which models took the last step."""
+    """The updates of one rank of an array; ``updated`` says which models took the last step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ModelUpdates(Updates):
     def end_models(self, gradients: Reductions[Tensor], losses: Tensor) -> bool:
         """Wait for all gradients, and update every model whose step is finite.
 
-        False where nothing has happened to any. The same on all ranks.
+        False if no model was updated; the same on all ranks.
         """
         for arrived in gradients.arrivals():
             self._keep(arrived)
@@ -79,7 +79,7 @@ class ModelUpdates(Updates):
         return any(takes)
 
     def _norms(self) -> Tensor:
-        """The 2-norm of each model's gradients: NaN for all where a rank's step is void."""
+        """The 2-norm of each model's gradients; NaN for all if a rank's step is void."""
         num = len(self.models)
         squares = torch.zeros(num + 1, dtype=self._dtype, device=self._device)
         owners = {
@@ -107,7 +107,7 @@ class ModelUpdates(Updates):
         return squares[:num].sqrt().double().cpu()
 
     def _model_of(self, name: str, row: int) -> int:
-        """The model that a row is of; behind the last one for padding."""
+        """The model that a row belongs to; the number of models for padding."""
         return self._models_of_rows.get((name, row), len(self.models))
 
     def _factor(self, model: int) -> Tensor | None:
