@@ -1,4 +1,4 @@
-"""Anonymous shared memory, and how it reaches another process: as a descriptor beside bytes.
+"""Anonymous shared memory, which another process receives as a descriptor over a socket.
 
 In: a size, and a connected Unix socket. Out: memory that both ends can map. It has no name that
 another user could open, it is not bound by the size of ``/dev/shm`` (small in containers), and the

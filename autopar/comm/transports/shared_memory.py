@@ -1,10 +1,10 @@
 """The transport of shared memory: messages between processes of one host, sent without waiting.
 
-gloo's threads move a message when the scheduler lets them run, beside threads that compute on all
-cores. Here the sender's own thread copies it into memory that both processes share and announces it
-over a socket; the receiver's own thread copies it out when it is needed and reports the memory as
-free. There is up to twice as much shared memory as messages of each size were under way at once, of
-which only what was used takes pages.
+gloo's threads move a message when the scheduler lets them run, in competition with threads that
+compute on all cores. Here the sender's own thread copies it into memory that both processes share
+and announces it over a socket; the receiver's own thread copies it out when it is needed and
+reports the memory as free. There is up to twice as much shared memory as messages of each size were
+in flight at once, of which only what was used takes pages.
 
 A socket holds hundreds of announcements; a sender waits only when it is that far ahead.
 """

@@ -3,7 +3,7 @@
 gloo hands every collective to threads of its own. Where all cores compute, each hand-over waits for
 the scheduler, for longer than small collectives take. Here the calling thread sends and receives
 over a socket to each other process, without a hand-over. That holds for reductions of gradients
-too: gloo would run them beside the computation, but on the cores that compute.
+too: gloo would overlap them with computation, but on the same cores.
 
 A sum is bit-identical on all ranks.
 """

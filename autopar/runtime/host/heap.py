@@ -60,7 +60,7 @@ def keep_freed_memory() -> None:
 def _spare_small_chunks(glibc: Any) -> None:
     """Make free chunks of each small size, separated by allocated ones.
 
-    Small objects take these, and not the remainder beside a tensor.
+    Small objects take these, and not the remainder after a tensor.
     """
     glibc.malloc.restype, glibc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     glibc.free.restype, glibc.free.argtypes = None, [ctypes.c_void_p]

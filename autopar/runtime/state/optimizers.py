@@ -75,7 +75,7 @@ def check_optimizer(
     name = f"{kind.__module__}.{kind.__qualname__}"
     has_hooks = has_step_hooks(optimizer)
     if has_hooks:
-        name += " with hooks beside its steps"
+        name += " with step hooks"
     trained = [program for program in programs if program.trainable]
     for program in trained:
         if is_split(program.stored, mesh):
@@ -98,7 +98,7 @@ def check_optimizer(
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to update any elements without the others."""
+    """Whether the optimizer is known to update each element independently."""
     return type(optimizer) in ELEMENTWISE and not has_step_hooks(optimizer)
 
 
@@ -128,7 +128,7 @@ def make_optimizer(
         )
     of_wholes = None
     if any(is_split(p.stored, mesh) for p in trained):
-        with contextlib.suppress(Exception):  # what is wrong is said of the real one
+        with contextlib.suppress(Exception):  # errors are reported for the real one
             of_wholes = _made(make, {}, {p.name: p.shape for p in trained}, trained)[1]
     shapes = {p.name: local_shape(p.shape, p.stored, mesh) for p in trained}
     optimizer, groups = _made(make, parameters, shapes, trained)
@@ -151,14 +151,14 @@ def _made(
     shapes: Mapping[str, Sequence[int]],
     trained: Sequence[ParameterProgram],
 ) -> tuple[torch.optim.Optimizer, dict[str, int]]:
-    """The optimizer, and each parameter's group.
+    """Build the optimizer; returns it with each parameter's group.
 
     It is made of ``parameters`` and of stand-ins, of ``shapes``, for those of ``trained`` that are
     not there.
     """
 
     def stand_in(p: ParameterProgram, device: torch.device) -> nn.Parameter:
-        one = torch.zeros((), dtype=p.dtype, device=device)  # of one element: it takes no memory
+        one = torch.zeros((), dtype=p.dtype, device=device)  # takes no memory
         return nn.Parameter(one.expand(tuple(shapes[p.name])))
 
     def given(device: torch.device) -> dict[str, nn.Parameter]:
@@ -168,13 +168,13 @@ def _made(
         }
 
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    every = given(torch.device("meta"))  # so state that is made at once takes no memory either
+    every = given(torch.device("meta"))  # so state that is made eagerly takes no memory either
     try:
         optimizer = make(list(every.values()))
     except Exception:
         if len(parameters) == len(trained):
             raise
-        every = given(device)  # fused kernels are refused without data
+        every = given(device)  # fused kernels refuse tensors without data
         optimizer = make(list(every.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
@@ -198,7 +198,7 @@ def _made(
 def _forget_absent(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Parameters of other devices, and what state they were given."""
+    """Remove the parameters of other devices, and their state."""
     own = {id(parameter) for parameter in parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in own]
@@ -210,10 +210,10 @@ _WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer; by its fused kernel where it has one and nothing else was asked.
+    """Run one step of the optimizer, with its fused kernel unless the user chose another.
 
-    On CPUs torch takes the fused kernel only when told to, though AdamW's is three times as fast:
-    one pass over weights, gradient and state in place of a dozen.
+    On CPUs torch uses the fused kernel only on request, though it makes one pass over weights,
+    gradient and state instead of a dozen.
     """
     groups = [g for g in optimizer.param_groups if _may_be_fused(optimizer, g)]
     for group in groups:
@@ -233,7 +233,7 @@ def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         and group["fused"] is None
         and group["foreach"] is None
         and not group["differentiable"]
-        and not isinstance(group["lr"], Tensor)  # eager rounds what it makes of it otherwise
+        and not isinstance(group["lr"], Tensor)  # eager mode rounds differently with one
         and all(
             p.device.type == "cpu" and p.dtype.is_floating_point and p.is_contiguous()
             for p in group["params"]
@@ -242,15 +242,15 @@ def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 def _lay_out_gradient(parameter: nn.Parameter) -> None:
-    """The gradient in the order of the parameter: fused kernels go through both as they lie, and
-    make state that lies like the gradient."""
+    """Make the gradient contiguous, as its parameter is: fused kernels ignore strides, and allocate
+    state with the gradient's."""
     gradient = parameter.grad
     if gradient is not None and not gradient.is_contiguous():
         parameter.grad = gradient.contiguous()
 
 
 def is_like_parameter(value: Any, parameter: Tensor) -> bool:
-    """Whether a piece of optimizer state has an element for each one of the parameter's part."""
+    """Whether a tensor of optimizer state has one element per element of the parameter's shard."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
@@ -260,9 +260,9 @@ _PROBE = 64, 64
 def optimizer_spec(
     make: MakeOptimizer | None, device: DeviceSpec, *, is_clipped: bool = False
 ) -> OptimizerSpec:
-    """What prices know of the user's optimizer, from steps of it over a few small parameters.
+    """The cost model's description of the user's optimizer, from steps over small parameters.
 
-    AdamW's, where there is none or it does not step that way. Gradients that are clipped are
+    It is AdamW's if there is none, or if it does not run alone. With clipping all gradients are
     complete before any is used.
     """
     if make is None:
@@ -281,7 +281,7 @@ def optimizer_spec(
         is_joint = is_clipped or not is_elementwise(optimizer)
         materialize_state(optimizer)
         state = optimizer.state.get(parameters[0], {})
-    except Exception:  # whatever is wrong with it is said where the real one is made
+    except Exception:  # errors are reported when the real one is made
         return replace(adamw(device), is_joint=is_clipped)
     num_states = sum(is_like_parameter(value, parameters[0]) for value in state.values())
     of_all = round(held[2] - held[1], 1)
@@ -296,14 +296,13 @@ def optimizer_spec(
 
 
 def _held_in_step(make: MakeOptimizer, parameters: list[nn.Parameter], device: DeviceSpec) -> int:
-    """The bytes that a step holds at most beside parameters, gradients and state, which are there
-    from the step before."""
+    """The peak bytes of a step besides parameters, gradients and state, which exist before it."""
     optimizer = make(parameters)
     materialize_state(optimizer)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     for group in optimizer.param_groups:
-        # On GPUs torch takes the kernels that update many tensors at once.
+        # On GPUs torch uses kernels that update many tensors at once.
         if device.kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
             group["foreach"] = True
     with PeakOfNew() as held:
@@ -312,9 +311,9 @@ def _held_in_step(make: MakeOptimizer, parameters: list[nn.Parameter], device: D
 
 
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first step would make, leaving parameters as they are.
+    """Make the state that the first step would make, without changing parameters.
 
-    State is made lazily, and a checkpoint can only be read into what is there.
+    State is made lazily, and a checkpoint can only be read into existing tensors.
     """
     if optimizer.state:
         return
@@ -333,7 +332,7 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
 def joined_groups(
     by_rank: Sequence[Sequence[Mapping[str, Any]]], programs: Sequence[ParameterProgram]
 ) -> list[dict[str, Any]]:
-    """Parameter groups of several ranks, with all their parameters by name, in program order."""
+    """The parameter groups of several ranks joined, with parameter names in program order."""
     groups: list[dict[str, Any]] = []
     for place in range(max((len(groups) for groups in by_rank), default=0)):
         found = [groups[place] for groups in by_rank if len(groups) > place]

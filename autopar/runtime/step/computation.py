@@ -125,10 +125,10 @@ class Computation(Generic[T]):
     def recompute(self, stage: int, microbatch: int) -> None:
         """R of a stage: run its forward pass again, only to save what the backward pass needs."""
         flight = self.flights[microbatch]
-        beside = flight.values
+        outer = flight.values
         flight.values = flight.entered.pop(stage, {})
         self._run_blocks(stage, microbatch, keep=True)
-        flight.values = beside
+        flight.values = outer
 
     def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
         values = self.flights[microbatch].values
