@@ -1,8 +1,8 @@
-"""What becomes of the axis in time: sums along it are made by running one part after the other.
+"""The micro-batch axis in lowered programs: sums along it accumulate over micro-batches.
 
-Only three places of a program may add up micro-batches: the gradients of parameters, the loss, and
-the totals that means divide by. There the all-reduce loses that axis; the executor adds the parts
-before it runs the rest.
+A program may sum over micro-batches in three places only: the gradients of parameters, the loss,
+and the totals that means divide by. There the axis is removed from the all-reduce, and the executor
+accumulates the micro-batches before it runs the all-reduce over the device axes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.lowering.types import Kernel
 
 
 def spans_microbatches(node: fx.Node) -> bool:
-    """Whether a node communicates along the axis in time."""
+    """Whether a node communicates along the micro-batch axis."""
     return node.target in COLLECTIVES and _is_timed(node)
 
 
@@ -24,7 +24,7 @@ def _is_timed(node: fx.Node) -> bool:
 
 
 def accumulated(kernel: Kernel, num_microbatches: int) -> Kernel:
-    """A redistribution whose operand, or whose gradient, has been summed over micro-batches."""
+    """A redistribution whose operand or gradient is already summed over micro-batches."""
     for module in (kernel.forward, kernel.backward_input):
         nodes = () if module is None else tuple(module.graph.nodes)
         for node in nodes:
@@ -36,7 +36,7 @@ def accumulated(kernel: Kernel, num_microbatches: int) -> Kernel:
 
 
 def _drop_time(node: fx.Node, num_microbatches: int) -> None:
-    """An all-reduce over the device axes alone, or none."""
+    """Reduce over the device axes alone, or drop the all-reduce if there are none."""
     operand, label, num = node.args
     axes = str(label).split(",")[1:]
     if axes:
@@ -49,7 +49,7 @@ def _drop_time(node: fx.Node, num_microbatches: int) -> None:
 def before_sums(
     module: fx.GraphModule, num_microbatches: int
 ) -> tuple[fx.GraphModule, dict[int, fx.GraphModule]]:
-    """The graph without the sums over micro-batches that end it, and these, by output."""
+    """The graph without its final sums over micro-batches, and these sums by output."""
     graph = module.graph
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     sums: dict[int, fx.GraphModule] = {}

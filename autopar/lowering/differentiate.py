@@ -1,17 +1,17 @@
 """Trace a local function with its derivative, and split the trace into F, I and W.
 
 The joint graph (outputs and gradients from inputs and cotangents) is traced by ``make_fx`` over
-fake tensors; by reachability from the cotangents it falls apart into
+fake tensors and partitioned by reachability from the cotangents:
 
 - ``F``: inputs to outputs and saved values,
-- ``I``: saved values and cotangents to the gradients of the inputs (the critical path), and what
-  ``W`` needs of it,
-- ``W``: saved values, cotangents and what ``I`` hands over to the gradients of the parameters
-  (these can wait).
+- ``I``: saved values and cotangents to the gradients of the inputs (the critical path) and the
+  intermediate values that ``W`` needs,
+- ``W``: saved values, cotangents and the values handed over by ``I`` to the gradients of the
+  parameters (off the critical path).
 
-Few values are saved: views, what only the backward pass needs, and cheap functions of operands
-without gradient (the numbers that attention makes of a mask of truth values, which every layer
-would otherwise keep for itself) are made again there.
+The backward pass recomputes views, values that only it needs, and cheap functions of operands
+without gradient (such as the additive mask that attention makes of a boolean one, which every layer
+would save otherwise).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trace_kernel(
     *,
     training: bool = True,
 ) -> Kernel:
-    """Trace ``function`` over fake tensors and split it; without ``training`` only F is made."""
+    """Trace ``function`` over fake tensors and split it; without ``training``, F only."""
     # Loops over data (torch.while_loop) count their steps in the shape environment.
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
         operands = [_fake(meta, device) for meta in metas]
@@ -99,9 +99,9 @@ _SWAPS = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 
 def _clean(module: fx.GraphModule) -> None:
-    """Drop identities; let views reshape, since a kernel's real strides may differ from fake.
+    """Drop identities; turn views into reshapes, since real strides may differ from fake ones.
 
-    A reshape of a reshape is one, and a swap of dimensions undoes the same swap.
+    Merge successive reshapes, and cancel pairs of equal transpositions.
     """
     for node in list(module.graph.nodes):
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
@@ -121,8 +121,10 @@ def _clean(module: fx.GraphModule) -> None:
 
 
 def _split_gradients(module: fx.GraphModule) -> None:
-    """Let one call that makes the gradients of input and weights be two, for I and W, where they
-    are two computations in every backend."""
+    """Split calls that compute the gradients of input and weights into two, for I and W.
+
+    Every backend computes the two separately.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         position = traced_of(node.target).gradient_mask
@@ -151,7 +153,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """A constant, a part of a tensor, or one pass over tensors; the same each time."""
+    """Whether a node is a constant, a shard or one deterministic pass over tensors."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -160,7 +162,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _size_bytes(node: fx.Node) -> int:
-    """Of the memory that a value lies in."""
+    """Size of the storage behind a value."""
     value = node.meta.get("val")
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
@@ -229,7 +231,7 @@ class _Cut:
         )
 
     def _cheap(self) -> set[fx.Node]:
-        """Element-wise calls on fixed operands, no larger than what they make of them."""
+        """Element-wise results of fixed operands that are at least as large as these."""
         read: dict[fx.Node, set[fx.Node]] = {n: {n} for n in self.fixed}
         found: set[fx.Node] = set()
         for node in self._sorted(set(self.module.graph.nodes)):
@@ -249,7 +251,7 @@ class _Cut:
         return reached
 
     def _sorted(self, nodes: set[fx.Node]) -> list[fx.Node]:
-        """Calls, and the constants and subgraphs (of ``torch.cond``) they name, in order."""
+        """Calls, and the constants and subgraphs (of ``torch.cond``) they refer to, in order."""
         kinds = ("call_function", "get_attr")
         return sorted((n for n in nodes if n.op in kinds), key=lambda n: self.order[n])
 
@@ -272,7 +274,7 @@ class _Cut:
         saved: list[fx.Node],
         handed: dict[fx.Node, int],
     ) -> tuple[fx.GraphModule, tuple[tuple[str, int], ...]]:
-        """A graph of ``results``; what it reads from outside becomes its arguments."""
+        """A graph of ``results`` whose arguments are the values that it reads from outside."""
         needed = self._close(results, late, forward_nodes, handed)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -296,7 +298,7 @@ class _Cut:
         forward_nodes: set[fx.Node],
         handed: dict[fx.Node, int],
     ) -> set[fx.Node]:
-        """The nodes of a backward graph: from the results back to what comes from outside."""
+        """The nodes of a backward graph: from the results back to values from outside."""
         needed: set[fx.Node] = set()
         stack = list(results)
         while stack:

@@ -1,10 +1,10 @@
-"""The pipeline of a program: which stage each block is in, and what crosses between stages.
+"""The pipeline of a program: the stage of each block, and the tensors sent between stages.
 
 In: a lowered program (all blocks, on the mesh that every stage has), the stage of each block, and a
-schedule. Out: the same program with a `Pipeline`, and with the devices that hold each parameter.
-What a later stage reads of an earlier one travels from stage to stage, forward as a value and back
-as its gradient, so each boundary has one message each way a micro-batch, and its shapes are known
-before anything runs. ``device`` here means a position in the pipeline: the ranks of one mesh.
+schedule. Out: the same program with a `Pipeline`, and with the devices that hold each parameter. A
+value that a later stage reads is passed from stage to stage, and its gradient is passed back, so
+each boundary has one message per direction and micro-batch, of shapes known before anything runs.
+``device`` here means a position in the pipeline: the ranks of one mesh.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from autopar.schedules.transforms.communication import message_of
 
 
 def serial_schedule(num_microbatches: int) -> Schedule:
-    """One stage: forward and backward of one micro-batch after the other."""
+    """One stage: the forward and backward pass of one micro-batch after the other."""
     return build("1f1b", num_stages=1, num_microbatches=num_microbatches)
 
 
 def serial_pipeline(has_stage: Sequence[bool], schedule: Schedule) -> Pipeline:
-    """All blocks (but those without a stage) in one stage on one device."""
+    """All blocks (except those without a stage) in one stage on one device."""
     stages = tuple(0 if staged else NO_STAGE for staged in has_stage)
     return Pipeline(schedule=schedule, stage_of_block=stages, boundaries=())
 
 
 def forward_schedule(placement: tuple[int, ...], num_devices: int = 1) -> Schedule:
-    """One micro-batch forward through the stages, and nothing back.
+    """One micro-batch forward through the stages, without a backward pass.
 
-    Devices without a stage take an empty one behind the last.
+    Each device without a stage gets an empty one after the last.
     """
     idle = sorted(set(range(num_devices)).difference(placement))
     shape = PipelineShape(num_microbatches=1, placement=((*placement, *idle),))
@@ -73,10 +73,10 @@ def forward_schedule(placement: tuple[int, ...], num_devices: int = 1) -> Schedu
 def with_pipeline(
     program: RankProgram, stage_of: Mapping[str, int], schedule: Schedule
 ) -> RankProgram:
-    """``program`` cut into stages, which ``schedule`` runs; ``stage_of`` goes by block name.
+    """``program`` cut into stages that ``schedule`` runs; ``stage_of`` is by block name.
 
-    Raises PlanError where the schedule does not fit the program, or a stage's buffers would be
-    updated by several replicas; ScheduleError where the schedule breaks a rule.
+    Raises PlanError if the schedule does not fit the program, or several replicas of a stage would
+    update its buffers; ScheduleError if the schedule breaks a rule.
     """
     _check_schedule(program, schedule)
     schedule = with_replica_sums(schedule)
@@ -97,9 +97,9 @@ def with_pipeline(
 
 
 def with_replica_sums(schedule: Schedule) -> Schedule:
-    """With a reduction as soon as the last W of a stage is done, where stages have replicas.
+    """The schedule with a gradient reduction right after the last W of each replicated stage.
 
-    They run beside what is computed; while a device waits for others, they cost nothing.
+    Reductions overlap with computation; while a device waits for others, they cost nothing.
     """
     if schedule.shape.num_replicas == 1 or schedule.shape.reduces:
         return schedule
@@ -119,8 +119,7 @@ def _check_schedule(program: RankProgram, schedule: Schedule) -> None:
 
 
 def check_runs(schedule: Schedule) -> None:
-    """Raise PlanError for the first step of ``schedule`` that the executor would not run as it
-    says."""
+    """Raise PlanError for the first step of ``schedule`` that the executor does not support."""
     for row in schedule.devices:
         for item in row:
             reason = _why_not_run(item, schedule.shape)
@@ -132,7 +131,7 @@ def check_runs(schedule: Schedule) -> None:
 
 
 def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
-    """Why the executor does not run a step; None where it does."""
+    """The reason that the executor does not support a step; None if it does."""
     kind = item.action.kind
     if kind in (Kind.O, Kind.L):
         return "keeps values on the host"
@@ -150,12 +149,12 @@ def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
 
 
 def has_late_updates(program: RankProgram) -> bool:
-    """Whether the schedule updates weights with the gradients of the step before."""
+    """Whether the schedule updates weights with the previous training step's gradients."""
     return any(item.lag for row in program.pipeline.schedule.devices for item in row)
 
 
 class _Cut:
-    """What the stages of one program read and make."""
+    """The values that the stages of one program read and produce."""
 
     def __init__(self, program: RankProgram, stages: tuple[int, ...], schedule: Schedule) -> None:
         self.program = program
@@ -209,7 +208,7 @@ class _Cut:
         )
 
     def buffers(self) -> tuple[BufferProgram, ...]:
-        """Each buffer that changes with the device that changes it."""
+        """Each buffer, with the device that updates it if training does."""
         result = []
         for buffer in self.program.buffers:
             stage = NO_STAGE
@@ -244,7 +243,7 @@ class _Cut:
             )
 
     def output(self, output: OutputProgram) -> OutputProgram:
-        """An output with the devices that can make it: where its stage is, or everywhere."""
+        """An output with the devices that can compute it: those of its stage, or all."""
         stage = self.made_in.get(output.value, NO_STAGE)
         if stage != NO_STAGE:
             return replace(output, devices=self._devices_of({stage}))

@@ -1,4 +1,4 @@
-"""Traced graphs as text, and the collectives in them."""
+"""Traced graphs as text, and the collectives that they contain."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Lower a strategy to the program that every rank runs.
 
-The program is the same text on all ranks: collectives name mesh axes, and a rank's own position
-enters only when the runtime binds it. It has one kernel (F, I and W graphs) per distinct block and
-per distinct parameter redistribution, and the list of blocks and parameters that use them.
+The program is the same on all ranks: collectives name mesh axes, and a rank's own position enters
+only when the runtime binds it. It has one kernel (F, I and W graphs) per distinct block and per
+distinct parameter redistribution, and lists of the blocks and parameters that use them.
 ``print(program)`` shows it; ``program.collectives()`` lists its communication.
 """
 
@@ -49,9 +49,9 @@ def lower(
     training: bool = True,
     blocks: tuple[Block, ...] | None = None,
 ) -> RankProgram:
-    """Lower ``strategy``; with ``training`` off, only forward graphs that keep all outputs.
+    """Lower ``strategy``; without ``training``, only forward graphs that keep all outputs.
 
-    ``blocks``: other contiguous runs of the graph's ops than its own blocks.
+    ``blocks``: contiguous runs of the graph's ops, in place of its own blocks.
     """
     return _Lowering(strategy, torch.device(device_type), training, blocks).lower()
 
@@ -121,7 +121,7 @@ class _Lowering:
         return forward_schedule((0,))
 
     def _kept(self) -> frozenset[int]:
-        """Values that the program must hand out."""
+        """Values that must leave the program."""
         graph = self.graph
         kept = {new for _, new in graph.mutations} if self.training else set()
         if graph.loss is not None:
@@ -131,7 +131,7 @@ class _Lowering:
         return frozenset(kept)
 
     def _live_interfaces(self, kept: frozenset[int]) -> list[tuple[Block, BlockInterface]]:
-        """Interfaces of the blocks that matter, without outputs that nobody reads."""
+        """The live blocks with their interfaces, without outputs that nothing reads."""
         graph = self.graph
         wanted, last_use = set(kept), last_uses(graph)
         result = []
@@ -176,7 +176,7 @@ class _Lowering:
         return Role.FIXED if block.name == FIXED else Role.EVERY
 
     def _before_sums(self, interface: BlockInterface, kernel: Kernel) -> Kernel:
-        """The kernel of the totals without their sums over micro-batches, which are noted."""
+        """The kernel of the totals without its sums over micro-batches, which go to ``totals``."""
         forward, summed = before_sums(kernel.forward, self.strategy.mesh.num_microbatches)
         for position, module in summed.items():
             meta = kernel.output_metas[position]
@@ -204,7 +204,7 @@ class _Lowering:
     def _move_kernel(
         self, value: Value, source: Placements, target: Placements, *, differentiable: bool
     ) -> int | None:
-        """The kernel of one redistribution outside blocks, or None where nothing moves."""
+        """The kernel of one redistribution outside blocks, or None if the placements are equal."""
         if source == target:
             return None
         mesh = self.strategy.mesh
@@ -259,7 +259,7 @@ class _Lowering:
         )
 
     def _on_devices(self, placements: Placements) -> Placements:
-        """Without the axis in time."""
+        """The placements without the micro-batch axis."""
         return placements[-self.strategy.mesh.devices.num_axes :]
 
     def _input(self, value: Value) -> InputProgram:
@@ -288,7 +288,7 @@ class _Lowering:
 
 
 def _inside(placement: Placement, cut: Placement, num: int) -> Placement:
-    """A placement of the whole as one of a part that ``cut`` leaves."""
+    """A placement of the whole tensor as a placement of one part of ``cut``."""
     if placement.state is not State.SHARD or placement.dim != cut.dim:
         return placement
     behind = placement.outer >= cut.outer * num

@@ -1,7 +1,7 @@
-"""What one device of a pipeline does in a step: its actions in order, and tables by block.
+"""The work of one pipeline device in a step: its actions in order, and tables by block.
 
-In: a program and a device's position in the pipeline. Out: frozen tables that the executor reads in
-every step; they are made once. Nothing here depends on tensors or processes.
+In: a program and a device's position in the pipeline. Out: frozen tables, built once, that the
+executor reads in every step. Nothing here depends on tensors or processes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ _WEIGHT_KINDS = (Kind.W, Kind.B)
 class Route:
     """The tables of one device.
 
-    * ``actions``: one micro-batch each, in order of issue;
+    * ``actions``: in order of issue, one micro-batch each;
     * ``blocks``: per stage the positions of its blocks;
     * ``dropped``, ``released``: per block the values, and the parameters, that no later block of
-      its stage reads and no later stage needs;
-    * ``crossing``: per stage what it sends on, ``finished`` what leaves the program from it;
-    * ``updated``: per stage the buffers whose next value it makes; ``copied`` those whose next
-      value no stage makes; ``loss_stage``: the stage that makes the loss, ``num_losses``: how many
-      parts of it this device makes;
-    * ``parameters``: per stage the trainable ones that it uses;
-    * ``late_updates``: the updates of the last step's gradients;
-    * ``contributions``: how often each parameter's gradient is added to in a step;
-    * ``replicated``: per stage on this device with replicas on others, all these devices, and the
-      parameters of that stage alone, whose gradients are summed over them;
-    * ``summed``: other parameters held by several devices whose gradients are summed over these
-      devices, by devices; equal on all of them;
-    * ``incoming``: per other device the receives from it, in the order in which it sends;
-    * ``arrived``: per receive, the sends of this device that must have arrived before it.
+      its stage and no later stage reads;
+    * ``crossing``: per stage the values that it sends to the next; ``finished``: those that leave
+      the program from it;
+    * ``updated``: per stage the buffers whose next value it computes; ``copied``: those whose next
+      value no stage computes; ``loss_stage``: the stage that computes the loss; ``num_losses``: the
+      number of micro-batches whose loss this device computes;
+    * ``parameters``: per stage the trainable parameters that it uses;
+    * ``late_updates``: the updates with the previous step's gradients;
+    * ``contributions``: the number of additions to each parameter's gradient in a step;
+    * ``replicated``: per stage of this device that has replicas on others, the devices of all
+      replicas, and the parameters that only this stage uses, whose gradients are summed over them;
+    * ``summed``: by set of devices, the other parameters that these devices hold and whose
+      gradients are summed over them; the same on every device;
+    * ``incoming``: per other device the receives from it, in the order of its sends;
+    * ``arrived``: per receive, the sends of this device that have certainly arrived before it.
     """
 
     device: int
@@ -61,18 +62,18 @@ class Route:
 
 
 def route_of(program: RankProgram, device: int) -> Route:
-    """The tables of the device at that position of the program's pipeline."""
+    """The tables of one device, by its position in the pipeline."""
     return _Routes(program).of(device)
 
 
 def routes_of(program: RankProgram) -> Iterator[Route]:
-    """Those of every device of the pipeline, in order."""
+    """The tables of every device of the pipeline, in order."""
     routes = _Routes(program)
     return (routes.of(device) for device in range(program.pipeline.num_devices))
 
 
 class _Routes:
-    """What the routes of a program share."""
+    """The tables that the routes of a program share."""
 
     def __init__(self, program: RankProgram) -> None:
         shape, schedule = program.pipeline.shape, program.pipeline.schedule
@@ -128,7 +129,7 @@ def peer_of(action: Action, shape: PipelineShape) -> int:
 
 
 def _singles(schedule: Schedule, device: int) -> list[Action]:
-    """The device's actions, one for each micro-batch of those that take several."""
+    """The device's actions, those over several micro-batches written out one by one."""
     return [
         action if action.span == 1 else action._replace(microbatch=microbatch, span=1)
         for action, *_ in schedule.devices[device]
@@ -138,7 +139,7 @@ def _singles(schedule: Schedule, device: int) -> list[Action]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ends:
-    """What leaves each stage; see `Route`."""
+    """The values that leave each stage; see `Route`."""
 
     crossing: dict[int, frozenset[int]]
     finished: dict[int, tuple[int, ...]]
@@ -182,7 +183,7 @@ def _note_last_uses(
     dropped: dict[int, tuple[int, ...]],
     released: dict[int, tuple[int, ...]],
 ) -> None:
-    """Per block of a stage what it is the last one to read there, or makes for nobody."""
+    """Record, per block of a stage, the values that no later block of it reads."""
     seen: set[int] = set()
     for position in reversed(positions):
         interface = program.blocks[position].interface
@@ -227,8 +228,7 @@ def _summed(
     parameters: dict[int, tuple[int, ...]],
     counts: Sequence[Counter[int]],
 ) -> tuple[dict[int, _Summed], dict[tuple[int, ...], tuple[ParameterProgram, ...]]]:
-    """Parameters held by several devices: by the one stage that uses them, and the others by
-    these devices."""
+    """Parameters held by several devices: by stage if one stage uses them, else by devices."""
     users = Counter(value for values in parameters.values() for value in values)
     stage_of = {value: stage for stage, values in parameters.items() for value in values}
     of_stages: dict[int, list[ParameterProgram]] = {}
@@ -250,9 +250,9 @@ def _summed(
 def _arrived(
     orders: Sequence[Sequence[Action]], device: int, shape: PipelineShape
 ) -> dict[Action, tuple[Action, ...]]:
-    """Which sends are known to have arrived once a receive has.
+    """The sends that have certainly arrived when a receive has.
 
-    The other device sent that message after it had used what it was sent, so it had received it.
+    The other device sent the received message after it had used theirs.
     """
     arrived: dict[Action, list[Action]] = {}
     answers: dict[int, dict[tuple[int, int | None, bool], Action]] = {}
@@ -276,8 +276,10 @@ def _arrived(
 def _answers(
     order: Sequence[Action], device: int, shape: PipelineShape
 ) -> dict[tuple[int, int | None, bool], Action]:
-    """By stage, micro-batch and whether it is a forward pass: the first that is sent to ``device``
-    once this has begun."""
+    """The first send to ``device`` after the start of each computation.
+
+    Keys: stage, micro-batch, and whether it is a forward pass.
+    """
     found: dict[tuple[int, int | None, bool], Action] = {}
     answer: Action | None = None
     for action in reversed(order):

@@ -1,6 +1,6 @@
-"""One block on one device: its ops on local shards, with the moves between placements.
+"""One block on one device: its ops on local shards, with redistributions between placements.
 
-In comes a block and a strategy; out goes a plain function of local tensors that fx can trace.
+In: a block and a strategy. Out: a function of local tensors that fx can trace.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from autopar.sharding.strategy import Strategy
 
 
 def last_uses(graph: Graph) -> dict[int, int]:
-    """Per value that an op reads, the last such op."""
+    """The last op that reads each value."""
     return {value: op.index for op in graph.ops for value in op.inputs}
 
 
 def block_interface(
     graph: Graph, block: Block, kept: frozenset[int], last_use: Mapping[int, int]
 ) -> BlockInterface:
-    """``kept``: values wanted beyond the blocks (the loss, next buffers, the model's outputs).
+    """The values that enter and leave a block.
 
-    ``last_use`` as `last_uses` makes it.
+    ``kept``: values needed after all blocks (the loss, next buffers, the model's outputs);
+    ``last_use``: the result of `last_uses`.
     """
     ops = graph.block_ops(block)
     made = {o for op in ops for o in op.outputs if o is not None}
@@ -50,7 +51,7 @@ def block_interface(
 def block_function(
     strategy: Strategy, block: Block, interface: BlockInterface, device: torch.device
 ) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    """A function from the local parts of ``inputs + parameters`` to those of ``outputs``."""
+    """A function from the local shards of ``inputs + parameters`` to those of ``outputs``."""
 
     def run(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         machine = _BlockMachine(strategy, device, block.start)

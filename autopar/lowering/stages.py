@@ -1,7 +1,7 @@
-"""Stages: which contiguous blocks of a graph form each stage of a pipeline.
+"""Pipeline stages: the contiguous blocks of a graph that form each stage.
 
-In: a graph, and where to cut it. Out: a program whose stages a schedule runs. The stages of a
-forward pass captured by itself follow from where training holds the parameters.
+In: a graph and the places to cut it. Out: a program whose stages a schedule runs. A forward pass
+that is captured separately gets its stages from the devices that hold the parameters in training.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def staged_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
-    """Stages that begin, after the first, at the blocks of these names.
+    """Stages that begin at the first block and at the blocks with these names.
 
-    A name may also be that of a module: the block then that begins with it or, where none does,
-    the first one inside it. Raises InputError.
+    A name may also be that of a module: it stands for the block that begins with the module or, if
+    there is none, for the first block inside it. Raises InputError.
     """
     blocks = staged_blocks(graph)
     firsts = [blocks[0].name]
@@ -82,7 +82,7 @@ def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
 def _is_of(graph: Graph, block: Block, module: str) -> bool:
     """Whether the block begins where ``module`` does, or lies inside it.
 
-    Ops that modules around it compute, in no child of their own, do not count.
+    Ops that belong directly to an enclosing module do not count.
     """
     paths = [
         (op.index, op.module_path)
@@ -109,9 +109,9 @@ def _why_not(graph: Graph, module: str) -> str:
 
 
 def lower_staged_forward(strategy: Strategy, training: RankProgram) -> RankProgram:
-    """The forward program of a strategy, each op on a device that holds what it reads.
+    """The forward program of a strategy, with each op on a device that holds its operands.
 
-    ``training`` says where the parameters are, and the buffers that training changes.
+    ``training`` gives the devices of the parameters and of the buffers that training updates.
     """
     kind = training.device_type
     if training.pipeline.num_devices == 1:
@@ -124,7 +124,7 @@ def lower_staged_forward(strategy: Strategy, training: RankProgram) -> RankProgr
 
 
 def _homes(training: RankProgram) -> dict[str, frozenset[int]]:
-    """The devices that hold each parameter, or the present value of each buffer, by name."""
+    """The devices that hold each parameter, or the current value of each buffer, by name."""
     homes = {p.name: frozenset(p.devices) for p in training.parameters}
     for buffer in training.buffers:
         if buffer.following is not None:
@@ -135,7 +135,7 @@ def _homes(training: RankProgram) -> dict[str, frozenset[int]]:
 def _held_stages(
     graph: Graph, homes: Mapping[str, frozenset[int]]
 ) -> tuple[tuple[Block, ...], dict[str, int], tuple[int, ...]]:
-    """The graph's blocks, cut where what is read lies elsewhere; stages by block; their devices."""
+    """Blocks cut where operands lie on another device; the stage of each; the stages' devices."""
     blocks: list[Block] = []
     stage_of: dict[str, int] = {}
     placement: list[int] = []
@@ -165,7 +165,7 @@ def _add(
 
 
 def _device_for(graph: Graph, op: Op, homes: Mapping[str, frozenset[int]], present: int) -> int:
-    """The device that holds all that an op reads: the present one where it does."""
+    """A device that holds all operands of an op: the current one, if it does."""
     named = [graph.values[i].target or graph.values[i].name for i in op.inputs]
     held = [homes[name] for name in named if name in homes]
     if not held or all(present in devices for devices in held):

@@ -1,4 +1,4 @@
-"""The training program of a strategy: in micro-batches, and in stages, where there are any."""
+"""The training program of a strategy, with micro-batches and pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def lower_training(
     pipeline: tuple[Stages, Schedule] | None = None,
     device_type: str = "cpu",
 ) -> RankProgram:
-    """The training program of a strategy, one micro-batch after the other where there are any.
+    """The training program of a strategy, with micro-batches one after the other.
 
-    With a ``pipeline`` the strategy is for each of its devices, and the program is cut into stages,
-    which the schedule runs. Raises PlanError and ScheduleError where they do not fit together.
+    With a ``pipeline``, the strategy applies within each of its devices, and the schedule runs the
+    stages that the program is cut into. Raises PlanError and ScheduleError where they do not fit
+    together.
     """
     if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
         stages, schedule = pipeline

@@ -2,8 +2,8 @@
 
 A `RankProgram` has one `Kernel` (F, I and W graphs) per distinct block and per distinct parameter
 redistribution, and the blocks, parameters, buffers, inputs and outputs that use them; its
-`Pipeline` says which stage each block is in and in what order the stages run. The functions that
-build these are in the other files of this folder.
+`Pipeline` gives the stage of each block and the order in which the stages run. The other files of
+this folder build them.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The three graphs of one kind of block, and how values go between them.
+    """The three graphs of one kind of block, and the values passed between them.
 
-    ``forward(*operands) -> (*outputs, *saved)``. ``saved_operands`` are operands the backward
-    pass reads as they are. ``backward_input(*saved_i, *cotangents_i) -> (*input_grads,
-    *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) -> weight_grads``, where
-    each ``*_sources`` lists where an argument comes from: ``("operand", i)``, ``("saved", i)``,
-    ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the operands named in
-    ``input_grads`` and ``weight_grads``.
+    ``forward(*operands) -> (*outputs, *saved)``. ``backward_input(*saved_i, *cotangents_i) ->
+    (*input_grads, *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) ->
+    weight_grads``, where each ``*_sources`` lists where an argument comes from: ``("operand", i)``,
+    ``("saved", i)``, ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the
+    operands named in ``input_grads`` and ``weight_grads``.
     """
 
     forward: fx.GraphModule
@@ -87,7 +86,7 @@ class BlockInterface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterProgram:
-    """One parameter: how it is stored, how blocks find it, and the kernel between the two.
+    """One parameter: its placements in storage and in blocks, and the kernel between the two.
 
     ``devices``: the devices of the pipeline that hold it, each a copy of its own.
     """
@@ -105,12 +104,12 @@ class ParameterProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferProgram:
-    """One buffer or constant: replicated; ``following`` is what it becomes after a step.
+    """One buffer or constant, replicated; ``following`` is its value after a step.
 
-    ``device`` is the device of the pipeline that updates it, and so has its present value; where
-    several replicas of a stage do, each with other micro-batches, ``shared`` are all of them.
-    ``factor``: a step multiplies it by this and adds what depends on the batch alone; None where
-    that is not known.
+    ``device`` is the pipeline device that updates it, and so holds its current value; where several
+    replicas of a stage do, each with other micro-batches, ``shared`` lists their devices.
+    ``factor``: a step multiplies the buffer by it and adds a value that depends on the batch alone;
+    None if no such factor is known.
     """
 
     value: int
@@ -125,7 +124,7 @@ class BufferProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProgram:
-    """One tensor input and the part of it that a rank reads.
+    """One tensor input and the shard of it that a rank reads.
 
     ``microbatch`` is the split into micro-batches, ``placements`` that of one micro-batch.
     """
@@ -138,7 +137,7 @@ class InputProgram:
     microbatch: Placement | None = None
 
     def part(self, num_microbatches: int) -> tuple[int, ...]:
-        """Shape of one micro-batch of it, whole."""
+        """Global shape of one micro-batch."""
         shape = list(self.shape)
         if self.microbatch is not None:
             shape[self.microbatch.dim] //= num_microbatches
@@ -146,7 +145,7 @@ class InputProgram:
 
 
 class Role(StrEnum):
-    """When a block runs: in every micro-batch; once and for all; or in front of a step."""
+    """When a block runs: in every micro-batch, once for all steps, or before each step."""
 
     EVERY = "every"
     FIXED = "fixed"
@@ -160,10 +159,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgram:
-    """One block: its kernel and the values it reads and makes.
+    """One block: its kernel and the values that it reads and produces.
 
-    ``locations``: by op, file and line in the user's code. Equal blocks share a kernel, whose nodes
-    bear the place of their op in the block (``op_place``).
+    ``locations``: file and line in the user's code, by op. Equal blocks share a kernel, whose nodes
+    carry the position of their op in the block (``op_place``).
     """
 
     name: str
@@ -175,9 +174,9 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputProgram:
-    """One value that leaves the program, and the kernel that makes it whole, if it needs one.
+    """One value that leaves the program, and the kernel that replicates it, if it needs one.
 
-    ``devices``: the devices of the pipeline that can make it; None where all can.
+    ``devices``: the pipeline devices that can compute it; None if all can.
     """
 
     value: int
@@ -190,8 +189,8 @@ class OutputProgram:
 class Boundary:
     """The messages between a stage and the next one, for one micro-batch on one rank.
 
-    ``values`` go on, in this order; ``gradients`` are those of them whose gradients come back.
-    ``metas`` and ``gradient_metas`` are their local shapes; all are sent contiguous.
+    ``values`` are sent in this order; ``gradients`` are those of them whose gradients come back.
+    ``metas`` and ``gradient_metas`` are their local shapes; all are sent as contiguous tensors.
     """
 
     values: tuple[int, ...]
@@ -201,7 +200,7 @@ class Boundary:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that one rank sends on for one micro-batch."""
+        """Bytes that one rank sends to the next stage for one micro-batch."""
         return sum(meta.size_bytes for meta in self.metas)
 
 
@@ -210,7 +209,7 @@ class Pipeline:
     """The stages of a program and the schedule that runs them.
 
     ``stage_of_block`` has a stage for each block of the program, or `NO_STAGE`. ``boundaries`` has
-    one entry a stage but the last. The schedule's sends and receives are written out.
+    one entry per stage except the last. The schedule's sends and receives are explicit.
     """
 
     schedule: Schedule
@@ -241,8 +240,8 @@ class CollectiveCall:
 class RankProgram:
     """Everything a rank runs in one step; see the module's docstring.
 
-    ``mesh`` is that of one device of the pipeline: ranks number its positions device by device.
-    ``totals`` are values summed over the micro-batches before the first one is computed.
+    ``mesh`` is the mesh of one pipeline device: ranks are numbered device by device. ``totals`` are
+    values summed over the micro-batches before the first one is computed.
     """
 
     mesh: Mesh
@@ -266,7 +265,7 @@ class RankProgram:
         return self.pipeline.num_devices * self.mesh.num_devices
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The device of the pipeline that ``rank`` belongs to, and its position on the mesh."""
+        """The pipeline device of ``rank``, and its position on the mesh."""
         return divmod(rank, self.mesh.num_devices)
 
     def collectives(self) -> tuple[CollectiveCall, ...]:

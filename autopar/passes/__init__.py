@@ -1,1 +1,1 @@
-"""Graph to graph."""
+"""Passes: rewrites of a captured graph before strategies are made for it."""

@@ -1,12 +1,12 @@
-"""Whose statistics batch norm trains with: those of the whole batch, or of each device's shard.
+"""The statistics that batch norm trains with: of the whole batch, or of each device's shard.
 
-``global``, the default, gives what one device gives. ``local`` gives what unsynchronised
-``DistributedDataParallel`` gives: each device normalises its own shard of the batch (and of a
-micro-batch) with the statistics of that shard, so nothing is communicated, forward or backward. The
-shards are the plan's: where it computes a batch norm on the whole batch, it has the statistics of
-the whole batch. Running statistics become the mean of what the shards would make of them, the same
-on all devices (``DistributedDataParallel`` takes those of rank 0); they are averaged once a step,
-and micro-batches change them one after the other. Evaluation has no part in this.
+``global``, the default, gives the results of one device. ``local`` gives those of
+``DistributedDataParallel`` without synchronised batch norm: each device normalises its own shard of
+the batch (and of a micro-batch) with the statistics of that shard, so nothing is communicated,
+forward or backward. The plan chooses the shards: a batch norm that it computes on the whole batch
+uses the statistics of the whole batch. Running statistics become the mean of the shards' updates,
+the same on all devices (``DistributedDataParallel`` keeps those of rank 0); they are averaged once
+a step, and micro-batches update them one after the other. Evaluation is not affected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, Ref
 
 _TRAINED = "aten._native_batch_norm_legit_functional.default"
 _STATISTICS, _MOMENTUM = (3, 4), 6
-"""Places of the running mean and variance among its operands, and its results; of the momentum."""
+"""Positions of the running mean and variance (in operands and results) and of the momentum."""
 _ADD = "aten.add.Tensor"
 
 
@@ -33,7 +33,7 @@ class BatchNorm(StrEnum):
 
 
 def check_batch_norm(statistics: Any) -> BatchNorm:
-    """Raise InputError unless it is the name of a kind."""
+    """Return the kind of that name; raise InputError for another name."""
     if statistics not in list(BatchNorm):
         raise InputError(
             f"batch_norm is {statistics!r}; it must be batch_norm='global' (the statistics of the "
@@ -54,14 +54,14 @@ def with_batch_norm(captured: Captured, statistics: BatchNorm | str) -> Captured
 
 
 def batch_norm_of(graph: Graph) -> BatchNorm:
-    """The kind that a graph has; global where there is no batch norm that trains."""
+    """The kind of statistics in a graph; global where no batch norm trains."""
     return BatchNorm.LOCAL if any(op.per_shard for op in graph.ops) else BatchNorm.GLOBAL
 
 
 def carried_factor(graph: Graph, buffer: int) -> float | None:
-    """By what a step multiplies a buffer before it adds what depends on the batch alone.
+    """The factor of a buffer's old value in its update; the rest of it depends on the batch alone.
 
-    1 less the momentum of running statistics, 1 of a count of batches; None of anything else.
+    1 - momentum for running statistics, 1 for a count of batches; None for any other buffer.
     """
     following = dict(graph.mutations).get(buffer)
     for op in graph.ops:
