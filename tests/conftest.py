@@ -1,4 +1,4 @@
-"""Hypothesis draws anew on every run, but the same examples on every run in CI."""
+"""Hypothesis draws new examples on every run, except in CI, where they are fixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that anybody might hand in: whole ones with something changed, and what becomes of each.
+"""Untrusted plans: valid ones with a change, and the outcome of loading and running each.
 
 `make_cases` has whole plans of several kinds for one small model. `mutated` changes one in a drawn
 way: its values, keys and lists, words of its placements and choices, actions of its schedule, or

@@ -1,4 +1,4 @@
-"""The known strategies are what they are called, priced as plans are, and never better."""
+"""The known strategies are what their names say, priced like plans, and never better."""
 
 from __future__ import annotations
 

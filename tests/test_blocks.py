@@ -1,4 +1,4 @@
-"""Where a model is cut into blocks, what they are called, and where stages may begin."""
+"""Blocks of a model: their boundaries, their names, and the possible starts of stages."""
 
 from __future__ import annotations
 

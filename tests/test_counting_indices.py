@@ -1,4 +1,4 @@
-"""Indices that count a dimension are taken out, and nothing changes but what can be split."""
+"""Indices that count a dimension are removed; only the possible splits change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An LSTM on CPUs runs as oneDNN's fused layers, in plans as in eager mode."""
+"""On CPUs, an LSTM runs as oneDNN's fused layers, in plans as in eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joint planning: the best of all combinations that fit, by the same prices as when it is fixed."""
+"""Joint planning finds the best combination that fits, at the price it has when it is fixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of captured graphs: counted by hand, and priced against the cost model's own sums."""
+"""Layers of captured graphs: counts against hand counts, times against the cost model's sums."""
 
 import pytest
 import torch

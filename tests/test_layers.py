@@ -1,4 +1,4 @@
-"""The layers of the packages: the drawing in the README is the contract, read from there."""
+"""The packages' layers: imports obey the drawing in the README, which is read from there."""
 
 from __future__ import annotations
 

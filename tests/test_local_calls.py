@@ -1,4 +1,4 @@
-"""The calls that are priced for an op are the ones that its lowered graphs make."""
+"""The calls priced for an op are those that its lowered graphs make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are added to a loss leave its batch free to be cut, and change nothing."""
+"""A constant added to a loss does not prevent micro-batches, and changes no result."""
 
 from __future__ import annotations
 

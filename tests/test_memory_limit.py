@@ -1,4 +1,4 @@
-"""A device's own memory is for all that a step takes, a user's budget for the tensors."""
+"""A device's memory bounds all that a step uses; a user's budget bounds the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in micro-batches costs as often what a model captured with one micro-batch costs."""
+"""A step in n micro-batches costs n times a model captured with one micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as documents: the same bytes for the same inputs, read back exactly, refused clearly."""
+"""Plans as documents: equal inputs give equal bytes, round trips are exact, rejections clear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves cost, on which group, and how far analytical prices may be off."""
+"""The cost of moves and their groups, and the error of analytical prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that are printed: known strategies have the collectives their authors drew."""
+"""Printed programs: known strategies have the collectives that their papers show."""
 
 from __future__ import annotations
 

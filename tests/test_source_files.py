@@ -1,4 +1,4 @@
-"""Whose code a file holds, whatever the folders around it are called."""
+"""Whether a source file belongs to the user, whatever its folders are called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step without a pipeline takes what two queues, of computation and of communication, take."""
+"""A step without a pipeline takes the time of two queues: computation and communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arguments of a call go to ``loss_fn``: as many as Python would bind, in its order."""
+"""The arguments passed to ``loss_fn``: as many as Python would bind, in its order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads of one process: plans made at once are those made alone, and training goes on."""
+"""Several threads of one process: concurrent plans equal plans made alone; training continues."""
 
 from __future__ import annotations
 

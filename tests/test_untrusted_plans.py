@@ -1,4 +1,4 @@
-"""Plans that anybody may have written: refused with the place, at once, or run as eager PyTorch."""
+"""Untrusted plans: rejected quickly with the place of the mistake, or run like eager PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model FLOPs against closed formulas, and what a plan makes of them."""
+"""Model FLOPs against closed formulas, and the utilisation that a plan predicts."""
 
 from __future__ import annotations
 

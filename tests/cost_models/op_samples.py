@@ -1,4 +1,4 @@
-"""Real calls of every operation that exported graphs of the supported models hold."""
+"""Real calls of every operation that occurs in exported graphs of the supported models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fitted efficiencies recover a device whose true ones are known, and state their error."""
+"""Fitted efficiencies recover those of a known device, and the fit states its error."""
 
 import random
 import statistics

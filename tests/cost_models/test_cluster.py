@@ -1,4 +1,4 @@
-"""Clusters: presets against published totals, JSON both ways, refusals, detection."""
+"""Clusters: presets against published totals, JSON round trips, rejected input, detection."""
 
 import json
 import math

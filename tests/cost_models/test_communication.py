@@ -1,4 +1,4 @@
-"""Collectives against closed formulas, counted link traffic, and real gloo processes."""
+"""Collective times against closed formulas, counted link traffic, and real gloo processes."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The roofline: bounds that no device beats, published rates, known kernels."""
+"""The roofline model: lower bounds, published rates, known kernels."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Detection: limits of containers, names of devices, measurements that are kept."""
+"""Detection: container limits, device names, stored measurements."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Peak memory of graphs against storages that are really allocated and freed."""
+"""Peak memory of graphs against storages that are actually allocated and freed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Work of other programs is seen while something is measured."""
+"""Load from other programs is detected during a measurement."""
 
 import os
 import subprocess

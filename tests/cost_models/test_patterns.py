@@ -1,4 +1,4 @@
-"""Calls that are near each other: found by brute force, whatever the order."""
+"""Nearest measured calls equal those found by brute force, in any order."""
 
 import itertools
 import math

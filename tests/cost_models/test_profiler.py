@@ -1,4 +1,4 @@
-"""Measured prices: real measurements, kept, interpolated, and never repeated."""
+"""Measured costs: real measurements are stored, interpolated, and never repeated."""
 
 import itertools
 import mmap

@@ -1,4 +1,4 @@
-"""The outputs that the cost models assume are those that torch makes."""
+"""The output shapes that the cost models assume are those of torch."""
 
 import pytest
 import torch

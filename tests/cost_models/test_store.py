@@ -1,4 +1,5 @@
-"""The profile store survives what happens to files: damage, strangers, rivals, sudden death."""
+"""The profile store survives damaged and foreign files, concurrent writers, and killed
+processes."""
 
 import contextlib
 import multiprocessing

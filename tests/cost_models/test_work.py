@@ -1,4 +1,4 @@
-"""Operations and bytes against torch's own flop counter, closed formulas and real storages."""
+"""Counted FLOPs and bytes against torch's own counter, closed formulas and real storages."""
 
 from math import prod
 

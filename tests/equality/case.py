@@ -1,4 +1,4 @@
-"""A model with its batches, what eager PyTorch makes of them, and its lowered programs.
+"""A model with its batches, the results of eager PyTorch on them, and its lowered programs.
 
 The same case is trained in lockstep (`Case.check`), all ranks of mesh and pipeline in one process,
 and on real processes (`tests.runtime`).

@@ -1,4 +1,4 @@
-"""Model x plan x schedule, drawn: every one equals eager PyTorch, in lockstep.
+"""Drawn combinations of model, plan and schedule equal eager PyTorch, in lockstep.
 
 ``AUTOPAR_TEST_DRAWS=20`` multiplies the number of drawn programs.
 """

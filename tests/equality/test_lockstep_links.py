@@ -1,4 +1,4 @@
-"""Pipeline ranks that take turns: order of messages, deadlocks, and failures of one rank."""
+"""Pipeline ranks in lockstep: message order, deadlocks, and failures of one rank."""
 
 from __future__ import annotations
 

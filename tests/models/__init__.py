@@ -1,1 +1,1 @@
-"""Small models, random weights: the five of the first milestone and their batches."""
+"""Small models with random weights, and batches for them."""

@@ -1,4 +1,4 @@
-"""Constants whose rows are alike are computed once; what the model reads of them stays the same."""
+"""Constants with equal rows are computed once, and the model reads the same values."""
 
 from __future__ import annotations
 

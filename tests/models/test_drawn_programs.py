@@ -1,4 +1,4 @@
-"""Drawn programs: captured, each is what eager mode computes, or it is refused.
+"""Drawn programs: once captured, each equals eager mode or is rejected.
 
 `make test` draws 300; ``AUTOPAR_DRAWN_PROGRAMS=3000`` is the long form.
 """

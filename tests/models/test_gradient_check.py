@@ -1,4 +1,4 @@
-"""The gradient check: what eager mode does not do is refused by name, nothing else is."""
+"""The gradient check rejects every difference from eager mode by name, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that depend on constants alone are made in each step, in parts, where they are large."""
+"""Large masks that depend on constants alone are computed in each step, in shards."""
 
 from __future__ import annotations
 

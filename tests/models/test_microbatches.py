@@ -1,4 +1,4 @@
-"""Micro-batches: a step of several parts leaves what a step of the whole batch leaves."""
+"""Micro-batches: a step in several parts gives the results of a step on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with unusual parts: captured, and right under random assignments of every op."""
+"""Models with unusual parts are captured, and correct under random assignments of every op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes in place that autograd does not see, or that go through windows: right, or refused."""
+"""In-place writes that autograd does not see, or through views: correct, or rejected."""
 
 from __future__ import annotations
 

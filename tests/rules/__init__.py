@@ -1,1 +1,1 @@
-"""Tests of placements and rules: by arithmetic on all ranks side by side in one process."""
+"""Tests of placements and rules, by arithmetic on all ranks in one process."""

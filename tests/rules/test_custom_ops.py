@@ -1,4 +1,4 @@
-"""A user's own operator: registered rules are used, checked, and wrong ones are found."""
+"""A user's own operator: its registered rules are used and checked, and wrong ones are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule, every choice: the op on shards equals the op unsplit, outputs and gradients."""
+"""Every choice of every rule: outputs and gradients on shards equal those of the unsplit op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker groups that live as long as the tests of the runtime."""
+"""Worker groups shared by the runtime's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_faults_between_steps.py starts once per rank: a script in which one rank has a fault.
+"""The script of each rank in test_faults_between_steps.py; one rank has a fault.
 
 Arguments: a folder, the place and the kind of the fault, and the rank that has it. Every other rank
 writes down the error that it is told, and how long after the fault it was.

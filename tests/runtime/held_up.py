@@ -1,4 +1,4 @@
-"""A model whose second half holds up the first process that runs it, once: the first step is slow.
+"""A model whose second half delays the first process that runs it, once: its first step is slow.
 
 In a module of its own, which local workers import with the operator.
 """

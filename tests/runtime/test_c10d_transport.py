@@ -1,4 +1,5 @@
-"""The transport of ``torch.distributed``, over gloo on real processes, beside closed formulas."""
+"""The transport over ``torch.distributed``, with gloo on real processes, against closed
+formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints from outside, damaged ones, and saves that fail: nothing runs, and nothing is lost.
+"""Foreign and damaged checkpoints run no code, and failed saves lose nothing.
 
 ``AUTOPAR_TEST_CHECKPOINTS`` is how many damaged checkpoints are drawn (the long form: 5000).
 """

@@ -1,4 +1,4 @@
-"""Times of collectives between local devices reach the model, whatever the store is."""
+"""Measured collective times between local devices reach the cost model, with any store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each collective on real processes equals the function of all shards that lockstep computes."""
+"""Each collective on real processes equals its lockstep computation from all shards."""
 
 from __future__ import annotations
 

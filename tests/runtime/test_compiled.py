@@ -1,4 +1,4 @@
-"""``Compiled`` in one process: what a user holds."""
+"""The user's ``Compiled`` object, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers stay on cores of their own where the cores go out exactly, and roam elsewhere."""
+"""Workers are pinned to cores of their own if the cores divide evenly, and not otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that a plan counts are those of the tensors that its processes hold, none forgotten."""
+"""The bytes that a plan counts are those of all tensors that its processes hold."""
 
 from __future__ import annotations
 

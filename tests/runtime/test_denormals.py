@@ -1,4 +1,4 @@
-"""Local workers take denormal numbers for 0, on every thread; this process does not."""
+"""Local workers flush denormal numbers to zero on every thread; this process does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a request stands for, and which requests are refused with their fix."""
+"""The devices that a request selects, and the requests that are rejected with a fix."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Direct bindings beside the dispatcher's overloads: same results, strides and aliases."""
+"""Direct bindings against the dispatcher's overloads: same results, strides and aliases."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Calls in eval mode, on real processes: what eager PyTorch gives in eval mode, for any call."""
+"""Calls in eval mode on real processes equal eager PyTorch in eval mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An op that raises on one rank: the step has not happened on any, and training goes on."""
+"""If an op raises on one rank, no rank keeps the step, and training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank ends outside of a step, or in another call: all others stop, with an error that names it.
+"""A rank ends outside a step, or in another call: all others stop with an error that names it.
 
 Started by ``torchrun`` and as plain processes. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make
 exhaustive``) tries every place and kind under both.

@@ -1,4 +1,4 @@
-"""Processes that do not know a job's key are rejected, and delay nobody."""
+"""Processes without the job's key are rejected, and delay no rank."""
 
 from __future__ import annotations
 

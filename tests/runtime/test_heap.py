@@ -1,4 +1,4 @@
-"""The heap of a process that trains: kept between steps, and given back when asked to."""
+"""The heap of a training process: kept between steps, and released on request."""
 
 import os
 import platform

@@ -1,4 +1,5 @@
-"""Which rank is blamed; real faults are in test_torchrun_faults and test_faults_between_steps."""
+"""The rank that is blamed; real faults are in test_torchrun_faults and
+test_faults_between_steps."""
 
 from __future__ import annotations
 

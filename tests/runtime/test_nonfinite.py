@@ -1,4 +1,4 @@
-"""A training step whose loss or gradients are not finite has not happened, on any plan.
+"""A training step with a non-finite loss or gradient has no effect, on any plan.
 
 Two runs are compared to the last bit: one that is given bad batches among good ones, and one with
 ``nonfinite="ignore"`` that is given the good ones alone. What counts as finite is eager PyTorch's.

@@ -1,4 +1,4 @@
-"""Op calls are measured by as many processes as train side by side, once."""
+"""Op calls are measured once, by as many concurrent processes as will train."""
 
 from __future__ import annotations
 

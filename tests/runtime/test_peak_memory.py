@@ -1,4 +1,4 @@
-"""The peaks that a process reports follow what it allocates."""
+"""The peaks that a process reports follow its allocations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in the middle of a pipeline's step: every process ends, and the error names the action.
+"""Faults during a pipeline's step: every process ends, and the error names the action.
 
 A worker is killed at each kind of action of a running step; ``AUTOPAR_TEST_ASSIGNMENTS=20``
 (``make exhaustive``) does so 50 times.

@@ -1,4 +1,4 @@
-"""Pipelines from the user's side: plans that are fixed, saved, replayed, run, checkpointed."""
+"""Pipelines as users run them: plans are fixed, saved, replayed, run and checkpointed."""
 
 from __future__ import annotations
 

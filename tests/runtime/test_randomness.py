@@ -1,4 +1,4 @@
-"""Random operators: equal on replicas, different on shards, alike in lockstep and in processes."""
+"""Random operators: equal on replicas, different on shards, the same in lockstep and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages through memory that two processes share, on real processes."""
+"""Messages through shared memory, on real processes."""
 
 from __future__ import annotations
 

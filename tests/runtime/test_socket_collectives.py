@@ -1,4 +1,4 @@
-"""Collectives over sockets of the thread that waits, on real processes, beside closed formulas."""
+"""Collectives over sockets in the waiting thread, on real processes, against closed formulas."""
 
 from __future__ import annotations
 

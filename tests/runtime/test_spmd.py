@@ -1,4 +1,4 @@
-"""One process per device under torchrun: the whole of `Compiled`, checked on every rank."""
+"""One process per device under torchrun: all of `Compiled`, checked on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers on shards, and state that leaves as DTensors, whole tensors and checkpoints."""
+"""Optimizers on shards, and state exported as DTensors, full tensors and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults where every process runs the user's script: all end, with an error that names the rank.
+"""Faults in scripts that every rank runs: all end, with an error that names the faulty rank.
 
 Started by ``torchrun``, which ends the other processes itself, and as plain processes, which nobody
 ends. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) tries every fault under both.

@@ -1,4 +1,4 @@
-"""Updates by fused kernels are the optimizer's own, and what prices know of optimizers is true."""
+"""Fused updates equal the optimizer's own, and the assumed costs of optimizers are right."""
 
 from __future__ import annotations
 

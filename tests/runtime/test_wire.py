@@ -1,4 +1,4 @@
-"""Programs as bytes: what unusual arguments of a graph become on the way."""
+"""Programs as bytes: unusual arguments of a graph survive serialisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives is what was sent; large tensors go through one shared segment and nothing else."""
+"""Messages arrive as sent; large tensors travel through one shared segment only."""
 
 import copyreg
 import functools

@@ -1,4 +1,4 @@
-"""Local workers: calls, failures named by their cause, and no process left behind."""
+"""Local workers: calls, failures reported with their cause, and no process left behind."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""What test_torchrun_faults.py starts once per rank: train a pipeline until a rank is at fault.
+"""The script of each rank in test_torchrun_faults.py: train a pipeline until one rank fails.
 
 Arguments: a folder, the fault, the rank that has it, the action that it is in, and the options of
 ``autopar.compile`` as JSON. ``first stop`` stops in the first step of all, ``between stop`` outside

@@ -1,4 +1,4 @@
-"""What test_pipeline_plans.py starts once per rank: train a pipeline, compare on every rank."""
+"""The script of each rank in test_pipeline_plans.py: train a pipeline and compare on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_spmd.py starts once per rank: train, and compare with eager PyTorch on every rank."""
+"""The script of each rank in test_spmd.py: train, and compare with eager PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules and costs that the tests of this folder share."""
+"""Schedules and costs shared by the tests of this folder."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Recomputation and offloading keep a schedule valid, and trade memory for time as counted."""
+"""Recomputation and offloading keep a schedule valid and trade memory for time as predicted."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Charts carry the timeline's numbers, figures draw them, traces open without overlaps."""
+"""Charts hold the timeline's numbers, figures draw them, and traces have no overlaps."""
 
 import io
 import itertools

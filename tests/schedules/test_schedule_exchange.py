@@ -1,4 +1,4 @@
-"""The CSV of torch.distributed.pipelining both ways, with torch's own validator and orders."""
+"""CSV round trips with torch.distributed.pipelining, checked by torch's own validator."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What a user may get wrong: each mistake is refused with the value, the rule and the fix."""
+"""Users' mistakes: each is rejected with the value, the rule and the fix."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Gains of reverse-first-k and of the second stream, against recurrences written apart."""
+"""Gains of reverse-first-k and of the second stream, against independent recurrences."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The simulator against longest paths computed apart, and against cases worked out by hand."""
+"""The simulator against longest paths computed independently, and cases solved by hand."""
 
 import itertools
 from dataclasses import replace

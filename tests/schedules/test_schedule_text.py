@@ -1,4 +1,4 @@
-"""Actions, steps and schedules are read back exactly from their text; other text is refused."""
+"""Actions, steps and schedules round-trip through text; other text is rejected."""
 
 import pytest
 from hypothesis import given, settings

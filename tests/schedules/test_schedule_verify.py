@@ -1,7 +1,6 @@
 """``verify`` accepts every generated schedule and rejects every broken one, naming the place.
 
-What is illegal is decided here a second time, from the rules of the issue, by looking for a cycle
-with networkx.
+An independent check decides here which schedules are illegal: it looks for a cycle with networkx.
 """
 
 import re

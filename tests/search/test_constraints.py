@@ -1,4 +1,4 @@
-"""Pins, forbidden and forced choices hold, and those that contradict each other are both named."""
+"""Pinned, forbidden and forced choices hold, and both sides of a contradiction are named."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Graphs too dense to eliminate: bounds hold, and local search never makes things worse."""
+"""Graphs too dense to eliminate: bounds hold, and local search never increases the cost."""
 
 import itertools
 import math

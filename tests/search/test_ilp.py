@@ -1,4 +1,4 @@
-"""The ILP equals brute force, and its parts mean what they say."""
+"""The ILP equals brute force, and its variables and constraints mean what they claim."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A problem is checked when it is made, names what is wrong, and never depends on dict order."""
+"""A problem is checked at construction, names the mistake, and does not depend on dict order."""
 
 import math
 

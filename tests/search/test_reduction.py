@@ -1,4 +1,4 @@
-"""Reductions keep an optimum within the budget, and find what they are meant to find."""
+"""Reductions keep an optimum within the budget, and remove the choices they are meant to remove."""
 
 import math
 

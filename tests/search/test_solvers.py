@@ -1,4 +1,4 @@
-"""What all solvers share: one interface, warm starts, seeds, time limits, relabelling."""
+"""Common to all solvers: one interface, warm starts, seeds, time limits, relabelling."""
 
 import time
 

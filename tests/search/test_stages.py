@@ -1,4 +1,4 @@
-"""Stages by dynamic programming equal the best of all cuts, tried one by one."""
+"""Stages by dynamic programming equal the best of all cuts by enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of one problem are solved as if each stood alone."""
+"""Variants of one problem have the same solutions as separate problems."""
 
 import numpy as np
 import pytest
