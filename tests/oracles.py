@@ -37,7 +37,7 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a few steps of training leave behind."""
+    """The results of a few steps of training."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -145,7 +145,7 @@ def train_program(
 def _whole_gradients(
     run: LockstepRun, held: Sequence[Sequence[ParameterProgram]], results: Sequence[Any]
 ) -> dict[str, Tensor]:
-    """By name; the pipeline ranks that hold a parameter must have equal gradients."""
+    """Global gradients by name; the pipeline ranks that hold a parameter must have equal ones."""
     found: dict[str, Tensor] = {}
     for own, result in zip(held, results):
         for p in own:

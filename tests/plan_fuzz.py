@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Three layers between an embedding and a head, whose ten classes no four devices share."""
+    """Three layers between an embedding and a head, whose ten classes do not divide by four."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The model, what eager PyTorch makes of it, and whole plans by kind."""
+    """The model, its results in eager PyTorch, and valid plans by kind."""
 
     captured: Captured
     batch: dict[str, Tensor]
@@ -144,7 +144,7 @@ def make_case() -> Case:
 
 # --- the devices of a pipeline in threads -------------------------------------------------------
 class Wires:
-    """What the devices of a pipeline send each other, by the number of the message on its link."""
+    """Messages between the devices of a pipeline, by their number on each link."""
 
     def __init__(self) -> None:
         self._sent: dict[Any, list[Shards]] = {}
@@ -208,7 +208,8 @@ class ThreadLinks:
 
 
 def run_devices(program: RankProgram, case: Case) -> list[StepResult[Shards]]:
-    """One step of every device of the pipeline, each in a thread; raises what one of them does."""
+    """One step of every device of the pipeline, each in a thread; raises an error of any of
+    them."""
     num_devices = program.pipeline.num_devices
     wires = Wires()
     results: dict[int, StepResult[Shards]] = {}
@@ -253,7 +254,7 @@ def _step(program: RankProgram, case: Case, links: Any, device: int) -> StepResu
 
 
 def differs_from_eager(program: RankProgram, case: Case) -> str | None:
-    """In what one step is not that of eager PyTorch; None where it is the same."""
+    """The difference of one step from eager PyTorch; None if there is none."""
     results = run_devices(program, case)
     for result in results:
         for loss in result.loss:
@@ -341,7 +342,7 @@ def _other_list(draw: random.Random, document: Any) -> None:
 
 
 def _other_word(draw: random.Random, document: Any) -> None:
-    """A word of a placement or a choice becomes another, often one that could be right."""
+    """Replace a word of a placement or a choice by another, often a valid one."""
     texts = document[draw.choice((*PLACED, "parameters", "ops", "ops"))]
     if not isinstance(texts, dict) or not texts:
         return
@@ -369,7 +370,7 @@ def _swapped_texts(draw: random.Random, document: Any) -> None:
 
 
 def _whole_ops(draw: random.Random, document: Any) -> None:
-    """Some ops are no longer split."""
+    """Make some ops unsplit."""
     ops = document["ops"]
     if isinstance(ops, dict) and ops:
         for name in draw.sample(sorted(ops), draw.randint(1, len(ops))):
@@ -443,7 +444,7 @@ EDITS: tuple[tuple[Edit, int], ...] = (
 
 
 def _rewritten(draw: random.Random, text: str) -> str:
-    """Something in the text that no value of Python's is written as."""
+    """Insert text that no Python value serialises to."""
     match draw.randrange(3):
         case 0:  # a token in place of a number
             numbers = list(re.finditer(r"(?<=[ :\[,])-?\d+(?:\.\d+)?(?:e-?\d+)?(?=[,\]}\s])", text))
@@ -478,7 +479,7 @@ def _other_bytes(draw: random.Random, data: bytes) -> bytes:
 
 
 def mutated(plan: Plan, seed: int) -> bytes:
-    """The bytes of a plan that is changed as the seed says; lone surrogates come as escapes."""
+    """The bytes of a plan changed according to the seed; lone surrogates are escaped."""
     draw = random.Random(seed)
     way = draw.randrange(10)
     if way < 7:
@@ -511,7 +512,7 @@ def loaded(data: bytes, way: int, folder: Path) -> Plan:
 
 
 def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: float) -> str:
-    """How one changed plan ends; what begins with "BAD" must not be."""
+    """The outcome of one changed plan; one that begins with "BAD" is a failure."""
     draw = random.Random(~seed)
     whole = case.plans[kind]
     step = "loading"
@@ -545,7 +546,7 @@ def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: flo
 
 
 def tally(first: int, count: int, *, share_run: float) -> tuple[Counter[str], dict[str, int]]:
-    """Outcomes of the plans of ``count`` seeds, and for each the first seed that came to it."""
+    """Outcomes of the plans of ``count`` seeds, each with the first seed that led to it."""
     case = make_case()
     kinds = list(KINDS)
     counts: Counter[str] = Counter()

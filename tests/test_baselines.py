@@ -99,7 +99,7 @@ def test_the_plan_is_never_worse_than_what_can_be_run(name, preset):
 
 @pytest.fixture(scope="module", params=["gpt2", "alexnet"])
 def tight(request):
-    """A graph, what each known strategy needs by count, and a budget that few of them keep."""
+    """A graph, the counted memory of each known strategy, and a budget that few of them fit."""
     captured = captured_of(request.param)
     executable = price_baselines([priced_on(request.param, 4)]).executable()
     known = [(time_parts(candidate).step_s, counted_bytes(candidate)) for candidate in executable]
@@ -157,7 +157,7 @@ def test_data_parallelism_splits_the_batch_and_nothing_else():
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_data_parallelism_moves_no_activation_forward(name):
-    """Nor a mask or a bias, which has no batch of its own and is spread over it."""
+    """Nor a mask or a bias, which has no batch dimension and is broadcast over it."""
     program = lower(forced(priced_on(name, 4), "data_parallel").strategy())
     calls = program.collectives()
     assert {c.kind for c in calls if c.phase == "G"} == {"all_reduce"}
@@ -188,7 +188,7 @@ def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead():
 
 
 def layer_collectives(program) -> Counter[tuple[str, str]]:
-    """Of one transformer layer, in the passes through its ops."""
+    """The collectives of one transformer layer, by pass."""
     calls = [c for c in program.collectives() if c.phase != "G"]
     layers = sorted({c.where for c in calls if "h.0" in c.where or "h.1" in c.where})
     assert layers
@@ -228,7 +228,8 @@ def test_zero_1_by_formula_costs_what_zero_3_gathered_once_does(name):
 
 
 def test_the_stages_of_zero_keep_what_their_paper_says():
-    """Rajbhandari et al. 2020: state, then gradients, then parameters are kept in N parts."""
+    """Rajbhandari et al. 2020: state, then gradients, then parameters are sharded over N
+    devices."""
     priced = priced_on("mlp", 4)
     found = price_baselines([priced]).found
     size = sum(v.size_bytes for v in priced.pricing.graph.parameters)
@@ -238,7 +239,7 @@ def test_the_stages_of_zero_keep_what_their_paper_says():
 
 
 def _gathers_s(priced):
-    """One gather of every parameter, each with those of its block."""
+    """The seconds of one gather of every parameter, grouped by block."""
     model = CommunicationModel(A100)
     num = priced.pricing.moves.num_joined
     bandwidth = A100.device.memory_bandwidth_bytes_per_s
@@ -250,7 +251,7 @@ def _gathers_s(priced):
 
 
 def test_gathering_twice_adds_one_gather_of_every_parameter():
-    """In one block, where nothing hides it; behind other blocks a part of it."""
+    """All of it in one block, where nothing hides it; a part of it after other blocks."""
     batch = (torch.randn(8, 64), torch.randn(8, 64))
     one = priced_of(
         capture(torch.nn.Linear(64, 64), batch, loss_fn=torch.nn.functional.mse_loss), 4

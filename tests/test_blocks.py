@@ -27,7 +27,8 @@ class Layer(nn.Module):
 
 
 class Attributes(nn.Module):
-    """``l1``, ``l2``, ...: called one after the other, with a residual sum around each or not."""
+    """``l1``, ``l2``, ...: called one after the other, with or without a residual sum around
+    each."""
 
     def __init__(self, *layers: nn.Module, residual: bool = False) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Residual(nn.Module):
 
 
 class Functions(nn.Module):
-    """One parameter and no child."""
+    """One parameter and no child module."""
 
     def __init__(self) -> None:
         super().__init__()

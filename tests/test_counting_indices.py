@@ -32,7 +32,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def chosen(high: int, *shape: int) -> Tensor:
-    """Indices, some from the end."""
+    """Indices, some of them negative."""
     return torch.randint(-high, high, shape, generator=torch.Generator().manual_seed(1))
 
 

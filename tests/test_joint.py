@@ -149,7 +149,7 @@ def test_a_model_of_one_block_says_that_it_has_no_stages() -> None:
 
 
 def test_memory_decides_too(plan: Plan) -> None:
-    """Under a budget that the fastest one exceeds another plan is found, and the reason is said."""
+    """Under a budget that the fastest plan exceeds, another is found, and the reason is given."""
     needed = sum(plan.prediction.memory_bytes.values())
     other = planned(constraints=[autopar.MemoryBudget(int(needed * 0.95))])
     assert sum(other.prediction.memory_bytes.values()) <= needed * 0.95
@@ -168,8 +168,8 @@ def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:
 
 
 def test_stages_are_recomputed_where_the_memory_does_not_suffice_otherwise() -> None:
-    """With one device a stage there is nothing to shard: below the memory of 1F1B, which holds
-    least, only recomputation is left."""
+    """With one device per stage there is nothing to shard: below the memory of 1F1B, which holds
+    least, only recomputation fits."""
     fixed: dict[str, Any] = {"num_stages": 2, "num_microbatches": 4, "mesh": {"x": 1}}
     plain = planned(recompute=False, **fixed)
     assert not any("recomputed" in name for name in plain.search.pipelines)
@@ -204,7 +204,7 @@ def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:
 
 
 def test_what_was_left_out_says_why(plan: Plan) -> None:
-    """Every combination has its time, or the reason against it; none is both."""
+    """Every combination has either a time or a reason against it."""
     reasons = plan.search.not_pipelines
     assert not set(reasons) & set(plan.search.pipelines)
     slower = [name for name, time_s in plan.search.pipelines.items() if name != "no pipeline"]
@@ -213,7 +213,7 @@ def test_what_was_left_out_says_why(plan: Plan) -> None:
 
 
 def test_a_bound_is_below_every_price() -> None:
-    """What is left out by its bound would indeed have been slower."""
+    """Combinations that were excluded by their bound would indeed have been slower."""
     model, make_batch = build("gpt2")
     captured = capture(model, make_batch(0))
     setting = make_setting(captured, CLUSTER, Space(is_open=True))

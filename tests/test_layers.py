@@ -18,7 +18,7 @@ FLAT = {"__init__", "_version", "api", "options", "cli", "demo", "__main__"}
 
 
 def drawn_layers(readme: str) -> list[tuple[str, ...]]:
-    """Rows of the drawing, top first; the packages of one row are siblings."""
+    """Rows of the drawing from the top; the packages of one row are siblings."""
     block = re.search(r"<!-- layers -->\n```\n(.*?)```", readme, re.S)
     assert block is not None, "README.md has no code block behind <!-- layers -->"
     rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1)[0] for line in block[1].splitlines()]

@@ -164,5 +164,5 @@ def test_operands_lie_in_memory_as_in_eager_mode() -> None:
 
 
 def order_of(strides: Sequence[int]) -> list[int]:
-    """The dimensions from the furthest apart to the closest."""
+    """The dimensions by decreasing stride."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])

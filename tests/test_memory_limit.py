@@ -17,7 +17,7 @@ from autopar.plan.document import Plan
 
 
 class Deep(nn.Module):
-    """Layers that keep a quarter of a gigabyte of activations, which a CPU's heap holds back."""
+    """Layers that keep a quarter of a gigabyte of activations, which a CPU's heap retains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def planned(where: Cluster, **options: Any) -> Plan:
 
 
 def sizes(plan: Plan) -> tuple[int, int]:
-    """Bytes of tensors, and of the device."""
+    """Bytes of the tensors, and of the device."""
     memory = plan.prediction.memory_bytes
     return sum(memory.values()), device_bytes(memory, plan.cluster.device)
 

@@ -43,7 +43,7 @@ def priced(rows: int, num_microbatches: int) -> PricedGraph:
 
 
 def sums_s(graph: PricedGraph, op: Any, placement: Any) -> float:
-    """Seconds of adding one micro-batch's gradients of an op's parameters to the sum."""
+    """Seconds to add one micro-batch's gradients of an op's parameters to the sum."""
     values, pricing = graph.pricing.graph.values, graph.pricing
     device = CLUSTER.device
     sizes = [

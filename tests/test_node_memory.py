@@ -57,7 +57,7 @@ def test_a_data_parallel_perceptron_keeps_what_its_derivatives_read():
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_the_count_by_node_is_near_the_count_by_liveness(sizes):
-    """Within a quarter for every known strategy, so that one search finds what fits."""
+    """Within a quarter for every known strategy, so that one search finds a plan that fits."""
     executable = price_baselines([priced_on("gpt2", *sizes)]).executable()
     device = Cluster.preset("a100-80", nodes=1, devices_per_node=1).device
     assert len(executable) >= 5
@@ -77,8 +77,8 @@ def test_weight_gradients_read_the_operands_and_the_gradients_of_the_results():
 
 
 def test_what_waits_for_its_weight_gradients_is_held():
-    """Under 1F1B nothing waits for W. ZB-H1's last device has one micro-batch before I beside
-    seven that wait, which here hold more; no device has more than eight of both kinds."""
+    """Under 1F1B nothing waits for W. ZB-H1's last device has one micro-batch before I and seven
+    that wait for W, which here hold more; no device has more than eight of both kinds."""
     analysis = priced_on("mlp", 1).pricing.analysis
     late = late_share(analysis)
     assert late > 1
@@ -91,7 +91,7 @@ def test_what_waits_for_its_weight_gradients_is_held():
 
 
 class Fork(nn.Module):
-    """One hidden value that two layers read."""
+    """Two layers that read one hidden value."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -198,7 +198,7 @@ def test_communication_has_the_source_of_what_was_chosen(captured, strategy, sou
 
 
 def priced_now() -> int:
-    """How many priced graphs the process holds."""
+    """The number of priced graphs in the process."""
     gc.collect()
     return sum(type(each) in (Pricing, PricedGraph) for each in gc.get_objects())
 

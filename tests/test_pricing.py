@@ -33,7 +33,7 @@ def squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_is_split_inside_is_put_in_order() -> None:
-    """Rows are sent as they lie; of columns, a copy with the parts one after the other is."""
+    """Rows are sent without a copy; columns are first copied so that each part is contiguous."""
     found = priced(Mesh(("x", "y"), (2, 2)), A100)
     value = next(v for v in found.graph.values if v.shape == (8, 16, 256) and v.differentiable)
     device = A100.device
@@ -48,7 +48,7 @@ def test_what_is_split_inside_is_put_in_order() -> None:
 
 
 def test_a_step_waits_for_the_slowest_group_of_an_axis() -> None:
-    """Of three pairs on two nodes of three devices, the second lies across both."""
+    """Of three pairs on two nodes of three devices, the second spans both nodes."""
     cluster = Cluster.preset("v100", nodes=2, devices_per_node=3)
     communication, mesh = CommunicationModel(cluster), Mesh(("dp", "tp"), (3, 2))
     assert mesh.groups((1,)) == ((0, 1), (2, 3), (4, 5))

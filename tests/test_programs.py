@@ -103,7 +103,7 @@ def test_equal_blocks_share_one_kernel():
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads: ``heads`` of queries share ``shared`` of keys."""
+    """Causal attention with grouped heads: ``heads`` query heads, ``shared`` key heads."""
 
     def __init__(self, heads: int, shared: int, size: int = 8) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 def attention_planned(
     mesh: dict[str, int], pins: dict[str, str], heads: int, shared: int
 ) -> tuple[Planned, tuple[int, ...], tuple[int, ...]]:
-    """Planned with these choices, right by eager's numbers; local shapes of query and key."""
+    """Plan with these choices and compare with eager; the local shapes of query and key."""
     torch.manual_seed(0)
     model = Attention(heads, shared).double()
     batches = [{"x": torch.randn(1, 64, 16, dtype=torch.float64)} for _ in range(2)]
@@ -176,7 +176,7 @@ def test_fewer_key_heads_than_devices_leave_no_query_head_computed_twice(
 def kernel_results(
     kernel: Kernel, operands: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-    """F, I and W run: the one output, the gradient it was given, and those of the operands."""
+    """The output of F, I and W, the gradient given for it, and those of the operands."""
     output, *saved = kernel.forward(*operands)
     cotangent = torch.randn_like(output)
     known = {"operand": operands, "saved": saved, "cotangent": [cotangent]}
@@ -214,7 +214,7 @@ def test_attention_makes_its_mask_again_and_keeps_the_truth_values() -> None:
 
 
 def test_what_is_drawn_or_smaller_than_its_operand_is_kept() -> None:
-    """Noise, drawn again, would be other noise; a truth value takes an eighth of the operand."""
+    """Noise would differ if drawn again; a boolean takes an eighth of the operand's bytes."""
 
     def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, fixed = operands
@@ -236,7 +236,7 @@ def test_what_is_drawn_or_smaller_than_its_operand_is_kept() -> None:
 
 
 def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
-    """Both kinds of convolution: I makes the inputs' gradients alone, W all others, as autograd."""
+    """Both kinds of convolution: I computes only the inputs' gradients, W all others."""
 
     def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, weight, bias, other = operands
@@ -265,7 +265,7 @@ def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
 
 
 def test_views_of_views_are_one_and_swaps_cancel() -> None:
-    """Of a linear layer's chains of views only what changes anything is left to run."""
+    """A linear layer's chains of views reduce to those that change the layout."""
 
     def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, weight, other = operands

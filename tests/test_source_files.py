@@ -62,7 +62,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_the_places_that_wait_for_peers_exist() -> None:
-    """A file that moves must take its place in the list along."""
+    """A file that is moved must be updated in the list."""
     for place in WAITING:
         assert place.exists()
     from autopar.comm.transports import c10d, shared_memory, sockets, unix_sockets

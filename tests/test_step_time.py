@@ -45,7 +45,7 @@ def candidate_of(
 
 
 def stepped_s(candidate: Candidate) -> float:
-    """The passes of one micro-batch in small steps of time."""
+    """The passes of one micro-batch, simulated in small time steps."""
     times = candidate.times
     graph, pricing = candidate.priced.pricing.graph, candidate.priced.pricing
     first_user = {
@@ -102,7 +102,7 @@ def test_a_step_takes_what_two_queues_take(plan: str, slowdown: float) -> None:
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_what_is_not_hidden_is_waited_for(num: int) -> None:
-    """Parts and what is hidden add up to the sum of all prices, whatever the slow-down."""
+    """Reported parts and hidden time add up to the sum of all prices, at any slow-down."""
     whole_s = candidate_of(1.0, num=num).solution.cost
     hidden = []
     for slowdown in SLOWDOWNS:
@@ -129,7 +129,7 @@ def test_changes_are_by_parameter() -> None:
 
 
 def test_the_plan_is_the_fastest_by_the_step_it_predicts() -> None:
-    """Where much is hidden, the search does not avoid what costs nothing."""
+    """The search does not avoid communication that is hidden and so costs nothing."""
     model, make_batch = build("gpt2")
     captured = capture(model, make_batch(0))
     for slowdown in SLOWDOWNS:
@@ -143,7 +143,7 @@ def test_the_plan_is_the_fastest_by_the_step_it_predicts() -> None:
 
 
 def test_running_statistics_are_priced_as_the_message_they_travel_in() -> None:
-    """Where starting a collective is all that communication takes, its price counts them."""
+    """With a start-up cost per collective only, the price counts messages."""
     launch_s = 1e3
     cluster = structs.replace(A100, collective_launch_s=launch_s)
     candidate = candidate_of(1.0, "tensor_parallel", name="resnet", cluster=cluster)

@@ -21,7 +21,7 @@ WAIT_S = 120
 
 
 class Doubled(torch.autograd.Function):
-    """What no trace of its forward pass shows: twice the gradient of the clamp."""
+    """Doubles the gradient of the clamp, which no trace of its forward pass shows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def planned(num_layers: int) -> str:
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call returns, all of them begun at the same moment."""
+    """The results of calls that start at the same moment."""
     begin = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
@@ -68,7 +68,7 @@ def test_threads_that_plan_at_once_plan_as_one_does() -> None:
 
 
 def test_a_thread_that_trains_is_not_disturbed_by_one_that_plans() -> None:
-    """Its own autograd functions and modules are not those that are traced."""
+    """Its own autograd functions and modules are not traced."""
     model, x, is_planned = Layers(3), torch.ones(8, 8), threading.Event()
 
     def gradients() -> list[Tensor]:
@@ -96,7 +96,7 @@ def test_a_thread_that_trains_is_not_disturbed_by_one_that_plans() -> None:
 
 
 def test_under_torchrun_the_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of two comes first could differ between ranks, and their collectives would not meet."""
+    """Their order could differ between ranks, and their collectives would not match."""
     monkeypatch.setattr(autopar.api, "is_spmd", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with in_turn(), ThreadPoolExecutor(1) as pool:

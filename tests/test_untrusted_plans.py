@@ -53,7 +53,7 @@ def put(*keys: str | int, value: Any) -> Callable[[Any], None]:
 
 
 def without_backward(document: Any) -> None:
-    """A pipeline that only computes the loss, and never a gradient."""
+    """A pipeline that computes the loss but no gradient."""
     lines = document["schedule"]["actions"]
     for number, line in enumerate(lines):
         key, _, text = line.partition(": ")
@@ -134,7 +134,7 @@ PLACES: list[tuple[str, Callable[[Any], None], str]] = [
 
 
 def place_id(value: object) -> str | None:
-    """Functions would be named by their address, which differs from process to process."""
+    """Parametrised functions would be named by address, which differs between processes."""
     return value[:40] if isinstance(value, str) else None
 
 
@@ -203,7 +203,7 @@ def test_what_is_no_plans_file_is_refused_at_once(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.timeout(20)
 def test_a_schedule_of_any_size_is_refused_before_work_is_done_by_it() -> None:
-    """Rules look for what a shape needs: so much is refused where the text is short."""
+    """The rules' work grows with the shape: a huge shape in a short text is rejected."""
     text = format_schedule(build("gpipe", num_stages=2, num_microbatches=2))
     many = parse_schedule(text.replace("num_microbatches: 2", "num_microbatches: 999999999"))
     with pytest.raises(ScheduleError, match="1999999998 backward passes alone"):

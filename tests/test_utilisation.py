@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 def test_linear_layers_take_two_flops_a_weight_and_row_in_each_product() -> None:
-    """The first layer's input needs no gradient, so it has two products, the second one three."""
+    """The first layer's input needs no gradient, so it has two products; the second has three."""
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
     captured = capture(
         model, (torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)), loss_fn=nn.functional.mse_loss

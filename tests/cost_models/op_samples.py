@@ -112,5 +112,5 @@ def samples() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def sample_ids() -> list[str]:
-    """Names for ``samples()``, in the same order, each once."""
+    """Unique names for ``samples()``, in the same order."""
     return [f"{index}-{op}" for index, (op, _, _) in enumerate(samples())]

@@ -116,7 +116,7 @@ def test_limits_of_control_groups_are_read(tmp_path, files, num_cores, memory_by
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")
 def test_a_limited_process_plans_within_its_limits(tmp_path, monkeypatch):
-    """Half a core's time and 1 GiB are all that two workers have."""
+    """Two workers share half a core's time and 1 GiB."""
     _lay_out(
         tmp_path,
         {

@@ -12,7 +12,7 @@ from autopar.cost_models.memory import Allocator, Category, graph_memory
 
 
 class _TrackedRun(fx.Interpreter):
-    """Runs a graph on real tensors and notes the bytes of all live storages at each node.
+    """Runs a graph on real tensors and records the bytes of all live storages at each node.
 
     fx's interpreter drops each value after its last use; inputs are held, as a caller holds them.
     """

@@ -94,7 +94,7 @@ def test_runs_in_turn_do_not_write_to_the_same_memory():
 
 
 def test_a_small_call_runs_on_as_many_sets_as_fill_the_cache():
-    """No more than are affordable, and where nothing is cached a single one."""
+    """No more than fit in the budget, and a single one where nothing is cached."""
     call, limits = _linear(256, 256), MeasureLimits()
     one_bytes = 3 * 256 * 256 * 4
     caching = {
@@ -108,7 +108,7 @@ def test_a_small_call_runs_on_as_many_sets_as_fill_the_cache():
 
 
 def test_samples_in_which_memory_was_found_do_not_count():
-    """Every second run touches memory that the kernel has yet to find, and is slow."""
+    """Every second run touches pages that the operating system has yet to map, and is slow."""
     turns = itertools.count()
 
     def run() -> None:
@@ -156,7 +156,7 @@ def test_indices_reach_the_whole_table_and_no_further():
 
 
 def test_operators_see_operands_that_want_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a graph is traced: torch folds a transposed operand of a linear layer only then."""
+    """As in tracing: torch folds a transposed operand of a linear layer only with gradients."""
     seen = set()
     plain = RealCall.__call__
 
@@ -357,7 +357,7 @@ def test_far_from_every_measured_shape_the_roofline_alone_answers():
 
 
 def test_away_from_measured_shapes_their_ratio_fades_without_a_jump():
-    """Up to 4 times the rows it holds, from 16 times on the roofline alone."""
+    """Up to 4 times the measured rows the ratio holds; from 16 times on, the roofline alone."""
     profiler = _profiler(measuring=False)
     profiler.store.put(_linear(4096), _off_by(3.0, _linear(4096)))
 
@@ -385,7 +385,7 @@ def test_a_price_between_noisy_measurements_is_flagged():
 
 
 def test_interpolation_errs_less_than_the_roofline_on_a_curved_truth():
-    """A device whose small products are slow: the measured ends say so, the roofline does not."""
+    """A device with slow small products: the measured ends show it, the roofline does not."""
 
     def truth(call):
         return RooflineModel(HERE).estimate(call).forward_s * (1 + 500 / call.tensors()[0].shape[0])

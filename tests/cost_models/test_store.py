@@ -173,7 +173,7 @@ def _file_of_two_calls(folder):
 
 
 def _rewritten(path, column, value, key):
-    """With another value in one row, and a checksum that fits."""
+    """The file with another value in one row, and a matching checksum."""
     with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE entries SET {column}=CAST(? AS TEXT) WHERE key=?", (value, key))
         connection.text_factory = lambda raw: raw.decode(errors="replace")
@@ -222,7 +222,7 @@ def test_a_row_that_is_no_call_does_not_hide_the_others(tmp_path, text):
 
 
 def _damaged(path, column):
-    """With one bit of one value of each row turned."""
+    """The file with one bit of one value in each row flipped."""
     with sqlite3.connect(path) as connection:
         for (value,) in connection.execute(f"SELECT DISTINCT {column} FROM entries").fetchall():
             if isinstance(value, int):
@@ -312,7 +312,7 @@ def _hold(path, statement, held):
 
 @contextlib.contextmanager
 def _held(path, statement):
-    """While another process has begun to write and does not end; yields it."""
+    """While another process, which is yielded, holds the write lock."""
     held = FORK.Event()
     holder = FORK.Process(target=_hold, args=(path, statement, held))
     holder.start()
@@ -366,7 +366,7 @@ def test_the_lock_of_a_process_that_died_holds_nobody_up(tmp_path, statement):
 
 
 def _fill_the_disk(path, results):
-    """Every write behind 64 KiB of a file fails, as on a full disk."""
+    """Every write beyond 64 KiB of a file fails, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     with warnings.catch_warnings(record=True) as said, ProfileStore(path, DEVICE) as store:

@@ -189,7 +189,7 @@ def test_a_convolution_over_time_costs_what_the_same_one_costs_with_channels_fir
 
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn", "flash"])
 def test_fused_attention_has_the_flops_that_torch_counts(kernel):
-    """On meta tensors, as these kernels are those of GPUs."""
+    """On meta tensors, since these are GPU kernels."""
     op = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
     q, k, v = (torch.randn(2, 3, n, 8, device="meta", requires_grad=True) for n in (5, 7, 7))
     args = (q, k, v) if kernel == "flash" else (q, k, v, None, True)
@@ -292,7 +292,7 @@ def test_a_grouped_convolution_costs_what_its_groups_cost_alone():
 
 @pytest.mark.parametrize("sizes", [(3, 0, 5), (8,), (1, 1, 1, 1)], ids=str)
 def test_grouped_products_cost_what_their_groups_cost_alone(sizes):
-    """Each expert's rows by its own matrix: the flops of the products one by one, by torch."""
+    """Each expert's rows by its own matrix: the FLOPs of the separate products, as torch counts."""
     k, n, half = 16, 8, torch.bfloat16
     rows = [torch.randn(size, k, requires_grad=True) for size in sizes]
     matrices = [torch.randn(k, n, requires_grad=True) for _ in sizes]

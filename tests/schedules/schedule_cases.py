@@ -37,7 +37,7 @@ PLAIN = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_
 def variant(
     name: str, per_device: int, options: dict[str, Any], devices: int, batches: int
 ) -> Schedule | None:
-    """The schedule, or None where the generator says that it does not exist."""
+    """The schedule, or None if the generator rejects its parameters."""
     try:
         return build(name, num_stages=per_device * devices, num_microbatches=batches, **options)
     except ScheduleError:
@@ -67,6 +67,6 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] | None = None) -> Schedule
 
 @st.composite
 def stage_durations(draw: st.DrawFn, num_stages: int) -> Durations:
-    """Unequal whole seconds a stage."""
+    """Unequal stage times in whole seconds."""
     costs = st.lists(st.integers(1, 12), min_size=num_stages, max_size=num_stages)
     return Durations(F=draw(costs), I=draw(costs), W=draw(costs))

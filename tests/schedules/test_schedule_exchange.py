@@ -35,7 +35,7 @@ def test_csv_is_read_back_and_torch_accepts_it(schedule: Schedule) -> None:
 
 
 def test_torchs_validator_can_refuse() -> None:
-    """The check above is worth something: torch raises on a broken order and on a deadlock."""
+    """The check above is effective: torch raises on a broken order and on a deadlock."""
     for broken in ("0B0,0F0\n1F0,1B0\n", "0F0,2F0,2B0,0B0,0F1,2F1,2B1,0B1\n1F0,1F1,1B0,1B1\n"):
         stages = 2 if "2F0" not in broken else 3
         batches = 1 if "0F1" not in broken else 2
@@ -65,7 +65,7 @@ def test_torchs_orders_simulate_to_our_bubble(
 
 
 def renumbered(schedule: Schedule) -> Schedule:
-    """Every stage's forwards and backwards counted from 0 in their order."""
+    """Every stage's forwards and backwards numbered from 0 in their order."""
     seen: dict[tuple[int, Kind], int] = {}
     orders: list[list[Action]] = []
     for steps in schedule.devices:
@@ -81,8 +81,8 @@ def renumbered(schedule: Schedule) -> Schedule:
 
 @pytest.mark.parametrize(("devices", "batches"), [(2, 4), (4, 8), (8, 16), (8, 32)])
 def test_torchs_1f1b_simulates_to_our_bubble(devices: int, batches: int) -> None:
-    """torch 2.13 counts the last rank's forwards from 1 in this order; its own validator and
-    ours refuse that, and with the count mended it is our 1F1B."""
+    """torch 2.13 counts the last rank's forwards from 1 in this order; its own validator and ours
+    reject that, and with the numbers corrected it is our 1F1B."""
     text = pipeline_csv("1F1B", num_devices=devices, num_microbatches=batches)
     imported = from_csv(text)
     built = build("1f1b", num_stages=devices, num_microbatches=batches)

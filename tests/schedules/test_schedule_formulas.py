@@ -65,7 +65,7 @@ def test_zb_h2(depth: int, batches: int, costs: Durations) -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_zb_h2_idles_where_forwards_run_out_before_the_first_gradient(depth: int) -> None:
-    """No order does better: the first gradient is back after 2D-1 units, of which N are filled."""
+    """No order is faster: the first gradient is back after 2D-1 units, of which N are filled."""
     for batches in range(depth, 2 * depth - 1):
         found = timeline("zb_h2", depth, batches, UNIT)
         assert found.bubble_s == pytest.approx(2 * depth - 1 - batches)
@@ -97,7 +97,7 @@ def test_v_half_and_v_min_reach_the_papers_activations_and_bubbles(
 
 
 def pair_s(costs: Durations, slowdown: float) -> float:
-    """Seconds of F&B: while the two run each is slowed down, the longer one ends alone."""
+    """Seconds of F&B: both are slowed down while they run together; the longer one ends alone."""
     shorter, longer = sorted((costs.F, costs.I + costs.W))
     return shorter * slowdown + longer - shorter
 
@@ -105,7 +105,7 @@ def pair_s(costs: Durations, slowdown: float) -> float:
 @pytest.mark.parametrize(("depth", "batches"), [(d, n) for d, n in CASES if n >= 2 * d])
 @pytest.mark.parametrize("slowdown", [1.0, 1.3, 2.0])
 def test_dualpipe(depth: int, batches: int, slowdown: float) -> None:
-    """The paper's (D/2-1)(F&B + B - 3W) on the device that idles most, for F = I and any W."""
+    """The paper's (D/2-1)(F&B + B - 3W) on the most idle device, for F = I and any W."""
     built = build("dualpipe", num_stages=depth, num_microbatches=batches, overlap=True)
     co_run = CoRun(default_occupancy=slowdown / 2, end_together=True)
     for costs in (UNIT, Durations(F=2, I=2, W=1), Durations(F=5, I=5, W=0)):
@@ -131,7 +131,7 @@ def test_a_pair_whose_forward_starts_first_idles_less(slowdown: float, costs: Du
 @pytest.mark.parametrize(("depth", "batches"), [(4, 8), (6, 12), (8, 64), (16, 64)])
 @pytest.mark.parametrize("costs", SPLIT_COSTS)
 def test_dualpipe_on_one_stream(depth: int, batches: int, costs: Durations) -> None:
-    """A pair that runs one after the other sends its forward on before its backward starts.
+    """A pair that runs sequentially sends its forward's output before its backward starts.
 
     So the bubble is below the paper's at F&B = F + B, and is half of ZB-H1's but for one device.
     """

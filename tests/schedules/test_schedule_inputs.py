@@ -305,7 +305,7 @@ def test_schedules_and_durations_are_of_their_types(value: Any) -> None:
 
 
 def test_split_backwards_need_the_times_of_both_parts() -> None:
-    """Else I and W would count as nothing, and any split schedule would win."""
+    """Otherwise I and W would cost nothing, and any split schedule would win."""
     whole = Durations(F=1, B=2)
     assert simulate(CHAIN, whole).makespan_s == 7 * 3
     split = build("zb_h1", num_stages=4, num_microbatches=4)

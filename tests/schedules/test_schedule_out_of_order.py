@@ -84,7 +84,7 @@ def test_the_curve_of_k_is_the_recurrences(layers: Layers) -> None:
 
 def test_first_layers_reduced_first_hide_behind_the_next_forward() -> None:
     """Conventionally the channel ends with layer 0, for whose long reduction the next forward
-    waits; reversing lets it go while the other W's still run."""
+    waits; in reverse order it overlaps with the other W's."""
     costs = Durations(F=2, I=2, W=2, G=[6, 1, 1, 1, 1, 1, 1, 1])
     gain = reverse_first_k_gain(costs, num_layers=8)
     assert gain.conventional_s == 8 * 6 + 6
@@ -104,7 +104,7 @@ def test_every_k_does_the_same_work_with_accumulation(micro_batches: int) -> Non
 
 
 def test_memory_bounds_k() -> None:
-    """A delayed W holds its layer's input and output gradient; the cap stops k where it says."""
+    """A delayed W holds its layer's input and output gradient; the memory cap limits k."""
     costs = Durations(F=1, I=1, W=1, G=[6, 3, 2, 1, 1, 1, 1, 1])
     memory = Memory(activation_bytes=1.0, after_input_gradient_bytes=2.0)
     free = reverse_first_k_gain(costs, num_layers=8, memory=memory)
@@ -186,7 +186,7 @@ def test_half_filled_devices_hide_all_but_the_last_weight_gradient() -> None:
 
 
 def test_weights_go_where_co_running_is_fastest() -> None:
-    """Forwards fill a fifth of the device, input gradients most of it: W's wait for the forward."""
+    """Forwards use a fifth of the device, input gradients most of it: W's wait for the forward."""
     costs = Durations(F=3, I=1, W=1)
     co_run = CoRun(occupancy={Kind.F: 0.2, Kind.I: 0.9, Kind.W: 0.7})
     placement = place_weights(costs, 6, co_run)

@@ -37,7 +37,7 @@ ONE_COPY = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "inter
 def drawn_problem(
     seed: int, most_devices: int = 4, most_batches: int = 8, one_block: bool = False
 ) -> SearchProblem:
-    """Unequal costs a block, sometimes slow links, and a cap from tight to none."""
+    """Unequal costs of blocks, sometimes slow links, and a memory cap from tight to none."""
     rng = random.Random(seed)
     devices = rng.randint(2, most_devices)
     blocks = devices * (1 if one_block else rng.choice((1, 1, 2)))
@@ -61,7 +61,7 @@ def drawn_problem(
 
 
 def generated(problem: SearchProblem) -> list[tuple[str, Schedule, tuple[int, ...]]]:
-    """Every generator with every parameter, built here apart from the search."""
+    """Every generator with every parameter, built independently of the search."""
     table = problem.durations.table(problem.num_blocks)
     work = [sum(parts) for parts in zip(table[Kind.F], table[Kind.I], table[Kind.W])]
     devices = problem.num_devices
@@ -103,7 +103,7 @@ def generated(problem: SearchProblem) -> list[tuple[str, Schedule, tuple[int, ..
 
 @pytest.mark.parametrize("block", range(10))
 def test_the_search_is_never_worse_than_any_generator_under_the_cap(block: int) -> None:
-    """20 drawn cases a block, 200 in all."""
+    """20 drawn cases per block, 200 in all."""
     for seed in range(20 * block, 20 * block + 20):
         problem = drawn_problem(seed, most_devices=5)
         result = search_schedule(problem, num_moves=300, num_starts=1, num_restarts=1)
@@ -165,7 +165,7 @@ def test_the_search_is_within_two_percent_of_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [3, 10])
 def test_cp_sat_finishes_what_the_local_search_leaves(seed: int) -> None:
-    """Two stages a device under a tight cap: the hardest of the drawn cases for local moves."""
+    """Two stages per device under a tight cap: the hardest of the drawn cases for local moves."""
     problem = drawn_problem(1000 + seed)
     assert problem.num_blocks == 2 * problem.num_devices
     problem = replace(problem, num_microbatches=4, generators=ONE_COPY)

@@ -43,7 +43,7 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def longest_path_s(schedule: Schedule, costs: Durations, latency_s: float) -> float:
-    """The makespan by a longest path over lists and data, written from the rules."""
+    """The makespan as a longest path over device order and data dependencies."""
     graph = nx.DiGraph()
     where = {}
     for device, steps in enumerate(schedule.devices):
@@ -169,7 +169,7 @@ def test_written_out_sends_take_the_time_of_implied_ones() -> None:
 
 
 def test_two_streams_slow_each_other_only_while_both_work() -> None:
-    """W of 4 s beside I of 6 s, both 1.5 times slower: W ends after 6 s, in which I did 4 s."""
+    """W of 4 s with I of 6 s, both 1.5 times slower: W ends after 6 s, in which I did 4 s."""
     schedule = by_hand("0 0", "0F0 1F0 1I0 1W0@side 0I0 0W0@side")
     costs = Durations(F=1.0, I=(6.0, 1.0), W=(0.0, 4.0))
     co_run = CoRun(occupancy={Kind.I: 0.75, Kind.W: 0.75})
@@ -195,7 +195,7 @@ def test_co_running_gains_what_the_device_has_left(
 def test_a_pair_that_ends_together_takes_as_long_and_gives_its_first_output_at_the_end(
     share: float, pair_s: float
 ) -> None:
-    """F of 2 s beside B of 6 s: all of F is slowed down, and so is as much of B."""
+    """F of 2 s with B of 6 s: all of F is slowed down, and an equal part of B."""
     schedule = by_hand("0 0", "0F0 1F0 1B0 0B0 0F1@side>1F0 1F1 1B1 0B1", batches=2)
     costs = Durations(F=2.0, B=6.0)
     co_run = CoRun(default_occupancy=share)
@@ -310,7 +310,7 @@ def test_a_hundred_thousand_actions_keep_the_formula() -> None:
 
 
 def test_single_actions_take_their_own_time() -> None:
-    """Two stages, two micro-batches: the slow one of four forwards holds up what needs it."""
+    """Two stages, two micro-batches: one slow forward of four delays its successors."""
     schedule = by_hand("0 1", "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", batches=2)
     slow = {Action(1, Kind.F, 0): 5.0}
     found = spans(simulate(schedule, Durations(F=1, I=1, W=1, single=slow)))

@@ -40,7 +40,7 @@ def with_device(schedule: Schedule, device: int, steps: Iterable[Step]) -> Sched
 
 
 def is_legal(schedule: Schedule) -> bool:
-    """Whether lists of F, I, W and B, read as chains, and the data make no cycle."""
+    """Whether device order (of F, I, W and B) and data dependencies form no cycle."""
     graph = nx.DiGraph()
     makes_gradient: dict[tuple[int, int], Action] = {}
     for steps in schedule.devices:

@@ -9,7 +9,8 @@ from typing import Any
 
 
 class _StageStandIn:
-    """What torch's schedule classes read of a pipeline stage before anything runs (2.13)."""
+    """The attributes of a pipeline stage that torch 2.13's schedule classes read at
+    construction."""
 
     submod = None
 
@@ -56,7 +57,7 @@ def _computes(item: Any) -> bool:
 
 
 def validate_pipeline_csv(text: str, *, num_stages: int, num_microbatches: int) -> None:
-    """Let torch judge a compute-only CSV; raises what torch raises (AssertionError, ValueError).
+    """Validate a compute-only CSV with torch; raises its AssertionError or ValueError.
 
     ``_validate_schedule`` checks counts and orders a rank, ``_add_send_recv`` places the transfers,
     ``_simulate_comms_compute`` plays them and raises on a deadlock (2.13).

@@ -12,7 +12,7 @@ DATA = Path(__file__).parent / "data"
 
 @st.composite
 def problems(draw, *, memory: bool | None = None, forbidden: bool = True, most_nodes: int = 6):
-    """Small problems with whole-numbered costs, so that ties are common and sums exact."""
+    """Small problems with integer costs, so that ties are common and sums exact."""
     num_nodes = draw(st.integers(1, most_nodes))
     sizes = draw(st.lists(st.integers(1, 3), min_size=num_nodes, max_size=num_nodes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -75,7 +75,7 @@ def layered(num_layers: int, *, num_choices: int = 9, budget: float | None = Non
 
 
 def dense(num_nodes: int, num_choices: int, *, node_scale_s: float = 4.0) -> Problem:
-    """Every pair of nodes joined; edges charge for unlike classes, as redistribution does."""
+    """Every pair of nodes joined; edges cost for unequal classes, as redistribution does."""
     rng = np.random.default_rng(0)
     classes = rng.integers(0, 4, (num_nodes, num_choices))
     distance = rng.random((4, 4))

@@ -94,7 +94,7 @@ def test_a_dense_graph_within_a_budget_has_an_answer_and_a_bound():
 
 
 def test_tables_beyond_all_numbers_are_refused_in_time():
-    """320 nodes, each pair joined: 30^319 entries are more than a float can hold."""
+    """320 nodes, each pair joined: 30^319 entries overflow a float."""
     table = np.random.default_rng(0).random((30, 30))
     pairs = itertools.combinations(range(320), 2)
     problem = Problem([table[0]] * 320, dict.fromkeys(pairs, table))

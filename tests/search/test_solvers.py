@@ -99,7 +99,7 @@ def test_two_thousand_nodes_with_skips_take_seconds():
 
 
 class Clock:
-    """A clock that moves only by being read."""
+    """A clock that advances only when it is read."""
 
     def __init__(self, step_s):
         self.now_s, self.step_s = 0.0, step_s
