@@ -98,7 +98,7 @@ class Case:
 
     @functools.cache  # noqa: B019  a case lives as long as the tests
     def expected(self, num_microbatches: int = 1) -> Trained:
-        """What eager leaves; with batch norm, of each micro-batch by itself."""
+        """Results of eager training; with batch norm, of each micro-batch separately."""
         if not self.has_batch_norm or num_microbatches == 1:
             return reference_steps(self.model, self.batches, self.optimizer)
         return accumulated_steps(self.model, self.batches, self.optimizer, num_microbatches)

@@ -138,7 +138,7 @@ def _transformed(made: Schedule, generator: random.Random) -> Schedule:
 
 
 def _of_layers(generator: random.Random, num: int, num_starts: int) -> Schedule:
-    """Without a pipeline: the order of the reductions of stages that all ranks have."""
+    """Without a pipeline: the order of gradient reductions of stages that all ranks have."""
     num_stages = generator.randint(1, min(4, num_starts))
     name = generator.choice(["conventional", "reverse_first_k"])
     options = {"k": generator.randint(0, num_stages)} if name == "reverse_first_k" else {}

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """A mesh inside stages, and what is done on its axes."""
+    """A mesh inside stages, and the strategy on its axes."""
 
     sizes: tuple[int, ...] = ()
     constraints: tuple[Constraint, ...] = ()
@@ -129,7 +129,7 @@ class Combination:
 
     @property
     def num_devices(self) -> int:
-        """Of the pipeline."""
+        """Number of devices of the pipeline."""
         return self.num_processes // INSIDE[self.inside].num_devices
 
     @property
@@ -155,7 +155,7 @@ class Combination:
         return self.model == "resnet" and INSIDE[self.inside].splits_batch
 
     def misfit(self) -> str | None:
-        """Why it does not fit, None if it does."""
+        """The reason that it does not fit; None if it does."""
         try:
             made = self.schedule
         except ScheduleError as error:

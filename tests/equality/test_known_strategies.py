@@ -49,7 +49,7 @@ def planned_strategy(name: str, strategy: str) -> Strategy:
 
 
 def divides(name: str, strategy: str) -> bool:
-    """A batch that does not divide cannot be forced apart."""
+    """Forced splits of the batch need a batch that divides."""
     return name not in UNEVEN_MODELS or not ("data" in strategy or "zero3" in strategy)
 
 

@@ -42,7 +42,7 @@ _UNDEFINED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_pe
 
 @cache
 def samples(name: str) -> tuple[Any, ...]:
-    """Of one operator's inputs, small ones."""
+    """Small sample inputs of one operator."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ def _tensors(sample: Any) -> list[Tensor]:
 
 
 def fit(value: Tensor, shape: Sequence[int], scale: float) -> Tensor:
-    """Numbers of a value, bounded, in another shape."""
+    """The elements of a value, bounded, in another shape."""
     flat = as_real(value).reshape(-1)
     index = torch.arange(math.prod(shape)) % flat.numel()
     return torch.tanh(flat[index] * scale).reshape(list(shape))
@@ -73,14 +73,14 @@ Step = Callable[["Drawn", list[Tensor]], Any]
 
 @dataclass(frozen=True)
 class Told:
-    """A step, and what it does in words."""
+    """A step and its description."""
 
     run: Step
     text: str
 
 
 class Drawn(nn.Module):
-    """Steps over a list of values; the loss is a weighted sum of all that they made."""
+    """Steps over a list of values; the loss is a weighted sum of all their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _attempt(generator: random.Random, first: str | None) -> Drawn | None:
 
 
 def _scales(model: Drawn) -> list[float]:
-    """So that no value saturates; empty where one is not finite."""
+    """Scales so that no value saturates; empty where one is not finite."""
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         sizes = [float(as_real(v).abs().max()) for v in model.values(INPUT)]

@@ -19,7 +19,7 @@ BATCH, LENGTH = 6, 5
 
 
 class Masked(nn.Module):
-    """A weight times what ``constant`` makes for the batch: its gradient shows each element."""
+    """A weight times the result of ``constant`` for the batch: its gradient shows each element."""
 
     def __init__(self, constant: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def causal(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """As models look for several sequences in one row, element by element."""
+    """As models detect several sequences packed in one row, element by element."""
     ids = positions()
     group = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     row, column = torch.arange(BATCH)[:, None, None], torch.arange(LENGTH)
@@ -47,7 +47,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def differing(x: Tensor) -> Tensor:
-    """Rows that differ, by an operator beside ones that are alike."""
+    """Unequal rows, by an operator next to one with equal rows."""
     return positions() + torch.arange(BATCH)[:, None]
 
 
@@ -70,7 +70,7 @@ def one_by_one(x: Tensor) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Gathered by an index that is alike, from a table whose rows are not."""
+    """Gathered by an index with equal rows, from a table whose rows differ."""
     table = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
     return table[torch.arange(BATCH)[:, None], (LENGTH - 1 - positions())]
 
@@ -141,7 +141,7 @@ def test_masks_of_a_decoder_take_the_memory_of_one_sequence() -> None:
 
 
 def run_fixed(graph: Graph) -> dict[int, Tensor]:
-    """The fixed values, by torch itself."""
+    """The fixed values as torch computes them."""
     constants = dict(graph.constants)
     held = {v.index: constants[v.name] for v in graph.values if v.name in constants}
     for op in graph.block_ops(graph.blocks[0]):
@@ -153,7 +153,7 @@ def run_fixed(graph: Graph) -> dict[int, Tensor]:
 
 
 def made_elements(graph: Graph) -> list[int]:
-    """Elements of the fixed values that take memory of their own."""
+    """Elements of the fixed values that own memory."""
     assert graph.blocks[0].name == FIXED
     return [
         math.prod(graph.values[output].shape)

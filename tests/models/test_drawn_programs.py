@@ -31,7 +31,7 @@ STRIDE = 20
 
 
 def ended(model: Drawn) -> str:
-    """How ``autopar.compile`` takes a program: ``equal``, ``refused ...``, or what went wrong."""
+    """The outcome of ``autopar.compile``: ``equal``, ``refused ...``, or an error."""
     names = [name for name, _ in model.named_parameters()]
     try:
         captured = capture(model, (INPUT,))

@@ -110,7 +110,7 @@ def test_a_model_that_draws_outside_of_torch_is_refused_where_it_matters(draw):
 
 
 class Everything(nn.Module):
-    """Dropout of all kinds, batch norm, tied and frozen parameters, and state in plain sight."""
+    """Dropout of all kinds, batch norm, tied and frozen parameters, and visible state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_low_precision_raises_no_alarm(name, dtype):
 
 
 def test_gradients_that_are_only_rounding_raise_no_alarm(monkeypatch):
-    """A bias in front of a batch norm has none but for rounding, here another on either side."""
+    """A bias before a batch norm has none except rounding, here different on either side."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     x = torch.randn(64, 8)

@@ -146,7 +146,7 @@ def test_every_kind_of_mean_is_that_of_the_whole_batch(num):
 
 
 class Masked(nn.Module):
-    """Means over what a mask leaves, written by hand, and inputs centred by their own mean."""
+    """Hand-written means over masked elements, and inputs centred by their own mean."""
 
     def __init__(self) -> None:
         super().__init__()

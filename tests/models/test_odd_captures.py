@@ -65,7 +65,7 @@ def mapped(model: Odd, x: Tensor) -> Tensor:
 
 
 def no_rules(model: Odd, x: Tensor) -> Tensor:
-    """Operators that the rules do not know: they are computed on every device alike."""
+    """Operators without a rule: they are computed redundantly on every device."""
     y = model.linear(x)
     first, rest = torch.split(y, [1, 3], 1)
     largest, _ = rest.max(1)
@@ -107,7 +107,7 @@ def chosen_rows(model: Odd, x: Tensor) -> Tensor:
 
 
 def written_back(model: Odd, x: Tensor) -> Tensor:
-    """Experts on the rows that come to them, their results written back, twice."""
+    """Experts on the rows routed to them, their results written back, twice."""
     y = model.linear(x)
     for _ in range(2):
         first = (y[:, 0] > 0).nonzero().squeeze(1)
@@ -143,7 +143,7 @@ def scanned(model: Odd, x: Tensor) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds; the gradient passes, scaled, which that of rounding, zero, does not."""
+    """Rounds; its gradient is passed on, scaled, instead of rounding's gradient of zero."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -241,7 +241,7 @@ def test_odd_models_train_as_in_eager(body):
 
 @pytest.mark.parametrize("body", [written_back, own_gradients], ids=lambda body: body.__name__)
 def test_gradients_of_regions_and_functions_are_of_single_precision(body):
-    """Autocast, off outside, is off where they are computed too."""
+    """Autocast is off outside, and so also where they are computed."""
     torch.manual_seed(0)
     model, x = Odd(body), torch.randn(4, 4)
     captured = capture(model, {"x": x})

@@ -89,7 +89,7 @@ def through_data(model: Odd, x: Tensor) -> Tensor:
 
 
 def a_detached_value_of_its_own(model: Odd, x: Tensor) -> Tensor:
-    """The value that it was is not read again: the sum alone has a gradient."""
+    """The old value is not read again: only the sum has a gradient."""
     total = value(model, x).detach()
     total += model.linear(x).sin()
     total.unfold(1, 2, 3).mul_(2)
@@ -106,7 +106,7 @@ def dropout_that_is_off(model: Odd, x: Tensor) -> Tensor:
 
 
 def reshaped(model: Odd, x: Tensor) -> Tensor:
-    """A view, and a copy, by one name."""
+    """One operator that makes a view or a copy."""
     y = model.linear(x)
     y.reshape(2, 8).mul_(3)
     y.t().reshape(16).mul_(5)

@@ -184,7 +184,7 @@ LEARNING_RATE = {"mobilenet_v2": 0.01, "pointnet": 0.01}
 
 
 def optimizer_of(name: str) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    """The optimizer that a model of the zoo is tested with."""
+    """The optimizer in tests of a model of the zoo."""
     return functools.partial(torch.optim.SGD, lr=LEARNING_RATE.get(name, 0.1), momentum=0.9)
 
 

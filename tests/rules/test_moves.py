@@ -149,7 +149,7 @@ def gradient_placements(placements: Placements) -> Placements:
 
 
 def options(chosen: Placements, shape: tuple[int, ...], mesh: Mesh, states: str) -> list[Placement]:
-    """What the next axis may be, after ``chosen`` for the axes before it."""
+    """The options for the next axis, after ``chosen`` for the axes before it."""
     found = [p for p in (R, P, V) if str(p) in states]
     if "S" in states:
         splits = (S(d, outer) for d in range(len(shape)) for outer in (1, 2, 3, 4, 6))

@@ -112,7 +112,7 @@ class Call(nn.Module):
 
 
 def captured_calls(entry: Any, sample: Any) -> list[Any]:
-    """What torch.export makes of the sample: every call in it whose operator has a rule here."""
+    """The calls in torch.export's graph of the sample whose operators have a rule."""
     call = Call(entry, sample)
     try:
         graph = capture(call, call.tensors).graph

@@ -14,7 +14,7 @@ Groups = Callable[[int], WorkerGroup]
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Groups]:
-    """``groups(n)``: n gloo processes with one thread each, started when first asked for."""
+    """``groups(n)``: n gloo processes with one thread each, started on first use."""
     started: dict[int, WorkerGroup] = {}
 
     def group_of(num_workers: int) -> WorkerGroup:

@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 class Fault:
-    """On one rank at one place; nothing elsewhere."""
+    """A fault on one rank at one place."""
 
     def __init__(self, folder: Path, place: str, kind: str, *, is_here: bool) -> None:
         self.folder, self.place, self.kind, self.is_here = folder, place, kind, is_here
@@ -106,7 +106,7 @@ def train(folder: Path, fault: Fault) -> None:
 
 
 def when_doing(text: str, do: Callable[[], None]) -> None:
-    """``do`` as soon as this process is doing that."""
+    """Call ``do`` as soon as this process is doing that."""
 
     def watch() -> None:
         while text not in progress.current():

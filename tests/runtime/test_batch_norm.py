@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 class ShardByShard(nn.Module):
-    """The batch norm of eager PyTorch on each shard of each micro-batch by itself.
+    """The batch norm of eager PyTorch on each shard of each micro-batch separately.
 
     Running statistics are the mean over the shards, and change micro-batch by micro-batch.
     """
@@ -187,7 +187,7 @@ def test_micro_batches_are_normalised_one_by_one(model: nn.Module, captured: Cap
 
 
 class Scaled(nn.Module):
-    """One batch norm, of what a parameter scales."""
+    """One batch norm of an input scaled by a parameter."""
 
     def __init__(self, *, affine: bool) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Scaled(nn.Module):
 def test_statistics_of_the_whole_batch_are_those_of_one_device(
     affine: bool, dtype: torch.dtype, offset: int, tolerance: float
 ) -> None:
-    """Also far away from zero, and in lower precision."""
+    """Also for means far from zero, and in lower precision."""
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 4, 3, 3) + offset, "y": torch.randn(8, 4, 3, 3)}
     batches = [{name: tensor.to(dtype) for name, tensor in batch.items()}]

@@ -20,7 +20,7 @@ MESSAGES: dict[str, type[Messages]] = {"one group": GlooMessages, "two groups": 
 
 
 def operand(rank: int, num: int, dtype: torch.dtype) -> Tensor:
-    """One shard of 5 small whole numbers for each rank."""
+    """One shard of 5 small integers for each rank."""
     return ((torch.arange(5 * num) * (rank + 3) + rank) % 7).to(dtype)
 
 

@@ -53,7 +53,7 @@ def resumable(groups: Groups) -> LocalRunner:
 
 
 def everything(runner: LocalRunner) -> dict[str, Any]:
-    """All that a checkpoint brings back, flat."""
+    """All state that a checkpoint restores, flat."""
     state: dict[str, Any] = dict(runner.full_state_dict())
     optimizer = runner.optimizer_state_dict()
     for name, entries in optimizer["state"].items():
@@ -78,7 +78,7 @@ def folder_of(path: Path) -> dict[str, bytes]:
 
 
 class Canary:
-    """An object that makes a file where its pickle is loaded."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -286,7 +286,7 @@ class TestFailedSaves:
 
 
 class Killed(ProbedService):
-    """A rank whose process ends inside of a save."""
+    """A rank whose process ends during a save."""
 
     def die_when_written(self) -> None:
         write = CheckpointWriter.write_data
@@ -386,7 +386,7 @@ VALUES: list[Any] = [
 
 
 def rewrite(path: Path, rng: random.Random) -> None:
-    """A manifest with valid checksums in which something was replaced, doubled or removed."""
+    """A manifest with valid checksums in which an entry was replaced, duplicated or removed."""
     file = path / "autopar.json"
     content = json.loads(file.read_bytes())["content"]
     for _ in range(rng.randrange(1, 4)):
@@ -430,7 +430,7 @@ SIGNED: dict[str, Damage] = {"rewrite": rewrite, "nest": nest}
 
 
 def peak_bytes(group: WorkerGroup) -> list[int]:
-    """The most memory that each worker has held so far."""
+    """The peak memory of each worker so far."""
     import psutil
 
     found = []

@@ -96,7 +96,7 @@ def test_drawn_assignments(groups: Groups, name: str, seed: int) -> None:
 
 
 class Sum(nn.Module):
-    """Two parameters with one gradient, in one piece of memory."""
+    """Two parameters whose gradients share memory."""
 
     def __init__(self) -> None:
         super().__init__()

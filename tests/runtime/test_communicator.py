@@ -73,7 +73,7 @@ def test_equals_lockstep_and_leaves_its_operand_alone(
 
 
 def test_what_travels_as_one_equals_what_travels_alone(groups: Groups) -> None:
-    """Kinds, groups, dtypes and sizes mixed: small ones join, one large one is sent alone."""
+    """Mixed kinds, groups, dtypes and sizes: small ones are bucketed, a large one is sent alone."""
     wanted, shards = [], []
     for number, (op, static) in enumerate(CASES):
         for dtype in (torch.float64, torch.int64, torch.bfloat16, torch.bool):

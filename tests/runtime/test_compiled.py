@@ -33,7 +33,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class DyingSGD(torch.optim.SGD):
-    """Rank 1 is gone in its second step, while rank 0 goes on to the third."""
+    """Rank 1 ends in its second step, while rank 0 continues to the third."""
 
     def step(self, closure: Any = None) -> Any:
         self.num_steps = getattr(self, "num_steps", 0) + 1

@@ -15,7 +15,7 @@ from autopar import Force
 
 
 class Branches(nn.Module):
-    """Convolutions beside each other whose results are joined, then one with a stride."""
+    """Parallel convolutions whose results are concatenated, then one with a stride."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Branches(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers large enough to be gathered and scattered alone, and small ones that travel joined."""
+    """Layers large enough to be gathered and scattered alone, and small ones that are bucketed."""
 
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Deep(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks whose weights are larger than all that they compute."""
+    """Blocks whose weights are larger than their activations."""
 
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Tower(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Two layers of an LSTM, both ways, each with a workspace for its derivative."""
+    """Two bidirectional LSTM layers, each with a workspace for its derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Recurrent(nn.Module):
 
 
 class Tables(nn.Module):
-    """Embeddings whose few rows make a whole gradient each, of which a device stores a part."""
+    """Embeddings whose few rows give a dense gradient each, of which a device stores a shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Points(nn.Module):
 
 
 class Masked(nn.Module):
-    """Layers of attention in the style of LLMs: one mask of truth values for all of them."""
+    """Attention layers in the style of LLMs: one boolean mask for all of them."""
 
     def __init__(self, width: int = 64, num_layers: int = 4) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ STAGED = {
 
 @pytest.mark.parametrize("case", STAGED)
 def test_what_updates_hold_is_counted_where_they_are_made(case: str) -> None:
-    """By an optimizer that holds as much as the parameters it updates together."""
+    """By an optimizer with temporary tensors as large as the parameters it updates together."""
     torch.manual_seed(0)
     options = {"optimizer": OTHERS[0], "profile_limit_s": 0.001, "num_stages": 2}
     compiled = autopar.compile(Tower(), 2, example_inputs=rows(), **options, **STAGED[case])

@@ -14,7 +14,7 @@ class Scaler:
         del rank, world_size
 
     def num_left(self) -> tuple[int, int]:
-        """How many threads torch has, and how many of many denormal numbers are not 0 to them."""
+        """The number of torch's threads, and of denormal numbers that they do not flush to zero."""
         numbers = torch.full((1 << 20,), DENORMAL)
         return torch.get_num_threads(), int((numbers * 1.0 != 0).sum())
 

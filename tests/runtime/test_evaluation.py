@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 
 @pytest.fixture(autouse=True)
 def shared_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled models run on the workers of the test session, which stay when they are gone."""
+    """Compiled models run on the workers of the test session, which outlive them."""
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
     )
@@ -165,7 +165,7 @@ def test_evaluation_after_training_equals_eager(name: str, strategy: str) -> Non
     [("net", 2, 0), ("net", 4, 1), ("net", 4, 2), ("gpt2", 4, 0), ("resnet", 2, 1)],
 )
 def test_any_split_of_the_forward_pass(name: str, num_devices: int, seed: int) -> None:
-    """Parameters lie as a drawn training assignment stores them; the rest is drawn anew."""
+    """Parameters are placed by a drawn training assignment; all other choices are drawn again."""
     torch.manual_seed(0)
     make, make_batch = MODELS[name]
     model = make().double()
@@ -305,7 +305,7 @@ def test_loaded_buffers_are_those_that_are_read() -> None:
 
 
 class Telling(nn.Module):
-    """Returns a parameter, a buffer, an input and a constant beside what it computes."""
+    """Returns a parameter, a buffer, an input and a constant as well as its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Rounded(nn.Module):
 
 
 def test_a_forward_pass_sees_through_a_models_own_functions() -> None:
-    """It needs no gradient of theirs, so what they compute is split like anything else."""
+    """It needs no gradient of theirs, so their ops are split like any other."""
     x, model = torch.randn(4, 16), Rounded()
     trained, evaluated = (
         {op.target_name for op in capture(model, x, differentiable=with_backward).graph.ops}

@@ -1,4 +1,4 @@
-"""The same on CUDA devices and NCCL."""
+"""The runtime's tests on CUDA devices and NCCL."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_synchronized_batch_norm_on_the_cpu(
 def check_synchronized_batch_norm(
     device: str, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> None:
-    """The kernels of a device, in a group of one, beside the device's own batch norm."""
+    """The kernels of a device, in a group of one, against the device's own batch norm."""
     torch.manual_seed(0)
     like = {"device": device, "dtype": dtype}
     x = (torch.randn(8, 6, 5, 5, **like) * 3 + 1).contiguous(memory_format=memory_format)

@@ -38,7 +38,7 @@ NOISE = {
 def door(
     num: int, key: bytes, limit_s: float = LIMIT_S
 ) -> Iterator[tuple[int, Callable[[], dict[int, socket.socket]]]]:
-    """A port where ranks 1 to ``num`` are awaited, and who has come at last."""
+    """A port that accepts ranks 1 to ``num``, and the ranks that have connected in the end."""
     found: dict[int, socket.socket] = {}
     with listen(everywhere=False) as listener:
 
@@ -153,7 +153,7 @@ def test_a_rank_that_speaks_noise_has_ended(noise: bytes) -> None:
 
 
 def test_strangers_do_not_disturb_training() -> None:
-    """They connect to whatever the workers listen on: gloo's ports, on this host only."""
+    """They connect to the ports on which the workers listen: gloo's, on this host only."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(8, 8)
     target = torch.randn(8, 8)

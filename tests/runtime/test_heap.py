@@ -106,7 +106,7 @@ def _glibc_version() -> tuple[int, ...]:
     reason="glibc leaves holes beside aligned memory from 2.26 (its caches) to 2.37",
 )
 def test_tensors_fit_into_the_holes_of_those_before() -> None:
-    """Training grows the process by a sixth less than in a plain heap."""
+    """Training grows the process by a sixth less than with a plain heap."""
     plain = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     grown = [
         int(

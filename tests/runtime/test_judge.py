@@ -55,7 +55,7 @@ def test_who_ended_in_an_error_is_blamed_wherever_others_are() -> None:
 
 
 def test_those_who_are_told_to_end_name_who_is_gone_already() -> None:
-    """As ``torchrun`` tells all others when one process has ended."""
+    """As ``torchrun`` signals all others when one process has ended."""
     gone = Condition(rank=0, state=State.ENDED)
     told = Condition(rank=1, state=State.OUTSIDE, told_to_end=True)
     ended_too = Condition(rank=2, state=State.ENDED, told_to_end=True, **STEP)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Its first column of weights is 0, and stays so where the first column of ``x`` is."""
+    """Its first column of weights is 0, and stays 0 while the first column of ``x`` is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def model_of() -> Net:
 
 @pytest.fixture
 def compiled_for(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``autopar.compile`` onto the workers of the tests; one plan for all runs of a kind."""
+    """``autopar.compile`` on the workers of the tests; one plan for all runs of a kind."""
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
     )
@@ -225,7 +225,7 @@ class Product(nn.Module):
 
 
 def product_batch(dtype: torch.dtype, products: list[float]) -> Batch:
-    """By row, the gradient that it adds to the first weight."""
+    """By row, its contribution to the gradient of the first weight."""
     x, y = torch.zeros(4, 4, dtype=dtype), torch.zeros(4, 4, dtype=dtype)
     for row, product in enumerate(products):
         x[row, 0] = math.sqrt(abs(product))

@@ -128,7 +128,7 @@ failing.register_fake(torch.empty_like)
 
 
 def test_who_gives_a_call_up_holds_nobody_up(tmp_path: Path) -> None:
-    """Samples are taken together; one process takes none."""
+    """Samples are taken concurrently; one process takes none."""
     calls = [OpCall("optimestest.failing.default", (TensorSpec((1 << 20,)),)), relu(64)]
     with pytest.warns(UserWarning, match=r"failing.*rank 1 has had enough"):
         model = measured(calls, tmp_path / "times")

@@ -69,7 +69,7 @@ def workers_of(compiled: Any) -> list[Any]:
 
 
 def when_doing(worker: Any, pattern: str, do: Callable[[], None]) -> threading.Thread:
-    """``do`` as soon as a worker is seen in such an action."""
+    """Call ``do`` as soon as a worker is in such an action."""
 
     def watch() -> None:
         while not re.search(pattern, worker.doing()):
@@ -82,7 +82,7 @@ def when_doing(worker: Any, pattern: str, do: Callable[[], None]) -> threading.T
 
 
 def trained_until_it_fails(compiled: Any) -> tuple[WorkerError, float]:
-    """The error that ends training, and the seconds since the last step that was well."""
+    """The error that ends training, and the seconds since the last successful step."""
     _, batches = prepared()
     well_s = time.monotonic()
     for step in itertools.count():
@@ -106,7 +106,7 @@ def has_ended(pid: int) -> bool:
 def test_a_killed_rank_ends_all_and_training_resumes(
     number: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """The loss goes on from the checkpoint as if nothing had happened, on another schedule too."""
+    """Losses continue from the checkpoint without a difference, on another schedule too."""
     model, batches = prepared()
     expected = reference_steps(model, batches, sgd).losses
     turn, kind = divmod(number, len(KINDS))
@@ -167,7 +167,7 @@ def test_a_rank_that_is_stopped_before_its_first_step_is_named(
 
 
 def held_up(how: str, time_s: float) -> tuple[Any, Any, Tensor]:
-    """A pipeline whose second stage is held up in its first step, its model and a batch."""
+    """A pipeline whose second stage is delayed in its first step, its model and a batch."""
     torch.manual_seed(0)
     model, x = HeldUp(how, time_s), torch.randn(8, 8)
     compiled = autopar.compile(

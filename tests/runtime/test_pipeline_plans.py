@@ -126,7 +126,7 @@ def test_a_schedule_of_the_user(model: nn.Module) -> None:
 
 
 def test_times_of_actions(model: nn.Module) -> None:
-    """Every action of the schedule and its messages, one after the other, after what it needs."""
+    """Every action of the schedule and its messages, in sequence and after their dependencies."""
     options = {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4}
     with compiled_for(model, 2, **options) as compiled:
         assert compiled.action_times() == [[], []]
@@ -162,7 +162,7 @@ def test_evaluation_and_other_calls(model: nn.Module) -> None:
 
 
 def test_checkpoints_between_plans(model: nn.Module, tmp_path: Path) -> None:
-    """What a pipeline saves is read by data parallelism, by another pipeline, and by itself."""
+    """Data parallelism, another pipeline and the same pipeline load a pipeline's checkpoint."""
     compiled = compiled_for(model, 2, num_stages=2, num_microbatches=2)
     compiled.train_step(**batches()[0])
     compiled.save(tmp_path / "first")
@@ -376,7 +376,7 @@ def offloading() -> Schedule:
 
 
 def waiting() -> Schedule:
-    """What an action waits for of its own stream has ended anyway; of another, nobody looks."""
+    """A dependency on the same stream has ended anyway; one on another stream is not checked."""
     made = build_schedule("conventional", num_stages=2, num_microbatches=1, reduces=True)
     *steps, last = made.devices[0]
     first = next(item.action for item in steps if item.action.kind is Kind.G)
@@ -405,7 +405,7 @@ NOT_RUN: list[tuple[dict[str, Any], str]] = [
 def test_schedules_that_are_only_simulated_are_refused(
     model: nn.Module, options: dict[str, Any], message: str
 ) -> None:
-    """By their first step that would run otherwise than they say: it ran serially in silence."""
+    """By their first unsupported step, which would otherwise run serially without notice."""
     text = rf"schedule='\w+': schedule '\w+': .*{message}.* simulated but not run.*schedule='1f1b'"
     with pytest.raises(InputError, match=text):
         planned(model, **options)
@@ -512,7 +512,7 @@ PIPELINES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", PIPELINES, ids=lambda o: str(o)[:70])
 def test_dropout_is_the_same_under_every_schedule(options: dict[str, Any]) -> None:
-    """Also where a stage is computed again in the backward pass."""
+    """Also where a stage is recomputed in the backward pass."""
     torch.manual_seed(0)
     model = Tower(0.5).double()
     alone, _ = tower_losses(model, num_microbatches=4, mesh={"x": 2}, constraints=WHOLE)
@@ -545,7 +545,7 @@ def test_a_stage_with_nothing_to_train(tmp_path: Path) -> None:
 
 
 def test_state_that_does_not_fit_one_device_is_refused_by_all(model: nn.Module) -> None:
-    """The parameter lies on the second device alone; the first one takes nothing over either."""
+    """The parameter is on the second device alone; the first one loads nothing either."""
     compiled = compiled_for(
         model, 2, num_stages=2, num_microbatches=2,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.01),

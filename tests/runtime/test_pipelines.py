@@ -228,7 +228,7 @@ def test_forward_passes_find_the_parameters(name: str, groups: Groups) -> None:
 
 # --- what is refused ---------------------------------------------------------------------------
 def test_replicas_of_other_buffers_are_refused() -> None:
-    """A cumulative average has no momentum: each batch counts by how many came before."""
+    """A cumulative average has no momentum: a batch's weight depends on the number before it."""
     case = case_of("resnet")
     made = build("chimera", num_stages=2, num_microbatches=2)
     program = case.lowered(2, ALONE, 0)

@@ -73,7 +73,7 @@ def rows_over_dp(captured: Captured) -> Strategy:
 def outputs(
     program: RankProgram, captured: Captured, *, seed: int = 0, steps: int = 0
 ) -> list[dict[str, Tensor]]:
-    """What each rank finds as the outputs in lockstep, after some further steps."""
+    """Each rank's outputs in lockstep, after some further steps."""
     run = LockstepRun(program, captured.graph, state_of(Dropped()), seed=seed)
     run.num_steps = steps
     values = run.forward([X])
@@ -100,7 +100,7 @@ def test_shards_differ_and_replicas_agree(captured: Captured) -> None:
 
 
 def test_a_redundant_operator_is_the_same_on_all_ranks(captured: Captured) -> None:
-    """Unless it were, the ranks' copies of what it makes would drift apart."""
+    """Otherwise the ranks' copies of its result would diverge."""
     analysis = Analysis(captured.graph)
     redundant = Assignment(
         mesh=MESH,
@@ -178,7 +178,7 @@ def test_replicas_stay_alike_while_they_train(captured: Captured, groups: Groups
 
 
 class Attended(nn.Module):
-    """Every head attends to the same, so only what is dropped tells them apart."""
+    """Every head attends to the same positions, so only dropout distinguishes them."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(2, 1, 8, 16).expand(2, 4, 8, 16)

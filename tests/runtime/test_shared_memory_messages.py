@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def numbers(seed: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Other ones for every seed."""
+    """Numbers that differ for every seed."""
     return ((torch.arange(size) * (seed + 3) + seed) % 11).to(dtype)
 
 
@@ -35,7 +35,7 @@ class Peer:
         self.messages: SharedMemoryMessages = found
 
     def round_about(self, size: int, dtype: torch.dtype) -> bool:
-        """To each other rank two tensors, from each what it sent."""
+        """Send two tensors to each other rank, and return those received from each."""
         others = [rank for rank in range(self.num) if rank != self.rank]
         for rank in others:
             sent = numbers(self.rank * self.num + rank, size, dtype)
@@ -50,7 +50,7 @@ class Peer:
         return all(right)
 
     def many_before_one_is_received(self, count: int, size: int) -> bool:
-        """Both ranks send all; then the receives, posted in order, are waited for from the last."""
+        """Both ranks send all; then they wait for the receives, posted in order, from the last."""
         peer = 1 - self.rank
         for index in range(count):
             self.messages.send(peer, [numbers(self.rank + index, size)])
@@ -61,12 +61,12 @@ class Peer:
         return all(torch.equal(x, numbers(peer + i, size)) for i, x in enumerate(into))
 
     def shared_bytes(self) -> int:
-        """Of this process, in memory that messages are in."""
+        """Bytes of this process in shared memory for messages."""
         maps = psutil.Process().memory_maps(grouped=False)
         return sum(m.size for m in maps if "memfd:autopar" in m.path)
 
     def steps(self, count: int) -> int:
-        """There and back, sizes in turn; the shared memory afterwards."""
+        """Messages there and back, of alternating sizes; the shared memory afterwards."""
         peer = 1 - self.rank
         for index in range(count):
             size = 1000 * (1 + index % 3)

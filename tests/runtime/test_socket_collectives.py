@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 
 def part(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers, whose sums are exact in every dtype; other ones on every rank."""
+    """Small integers, whose sums are exact in every dtype, different on every rank."""
     numbers = (torch.arange(size) * (rank + 3) + rank) % 7
     return (numbers * (1 + 1j)).to(dtype) if dtype.is_complex else numbers.to(dtype)
 
@@ -62,7 +62,8 @@ class Peer:
         return received, self.exchange.reduce_scatter(sent)()
 
     def single(self) -> list[Tensor]:
-        """No dimension; and one number whose stride is not 1, which counts as contiguous."""
+        """A 0-dimensional tensor, and one element with a stride other than 1: both are
+        contiguous."""
         found = [torch.tensor(float(self.rank)), torch.full((8,), float(self.rank))[::8]]
         for x in found:
             self.exchange.all_reduce(x)
@@ -76,14 +77,14 @@ class Peer:
         return x
 
     def sum_unless(self, rank: int) -> None:
-        """One rank takes no part: it dies."""
+        """One rank dies instead of taking part."""
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
             self.exchange.all_reduce(torch.ones(1 << 20))
 
     def child_lets_go(self) -> bool:
-        """A forked child has no connection, and this process goes on with its own."""
+        """A forked child has no connection, and this process keeps its own."""
         child = os.fork()
         if not child:
             closed = all(peer.fileno() == -1 for _, peer in self.exchange._peers)
@@ -135,7 +136,7 @@ def test_the_rank_that_is_gone_is_named(size: int) -> None:
 
 
 def test_what_is_broken_off_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody takes the next message for the rest of this one."""
+    """No rank takes the next message for the rest of an interrupted one."""
     here, there = socket.socketpair()
     exchange = SocketCollectives([None, here], index=0)
     other = SocketCollectives([there, None], index=1)

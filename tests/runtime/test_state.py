@@ -287,7 +287,7 @@ class TestStateDict:
 
 
 class Dying(CheckpointWriter):
-    """Of a process that ends when its data is written, before anybody is told."""
+    """A process that ends when its data is written, before it tells any rank."""
 
     def write_data(self, *args: Any) -> Any:
         super().write_data(*args).wait()
@@ -306,7 +306,7 @@ class Saver:
 
 
 def read_by_torch(state: dict[str, Any], path: Path) -> None:
-    """As ``torch.distributed.checkpoint`` reads safetensors files, in place."""
+    """The state as ``torch.distributed.checkpoint`` reads safetensors files, in place."""
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
@@ -393,7 +393,7 @@ class TestCheckpoints:
 
 
 class TestWhatDoesNotFit:
-    """It is refused by name, nothing is taken over, and training goes on as if never asked."""
+    """It is rejected by name, nothing is loaded, and training continues unchanged."""
 
     BROKEN: ClassVar[dict[str, tuple[Any, str]]] = {
         "no groups": (lambda s: {"state": {}}, "needs 'state' and 'param_groups'"),
@@ -516,7 +516,7 @@ class TestWhatDoesNotFit:
         assert losses == pytest.approx(expected, rel=1e-9)
 
     def test_state_made_by_fewer_steps_is_split_as_the_parameter(self, groups: Groups) -> None:
-        """What this rank holds no entry of yet is cut into parts all the same."""
+        """Entries that this rank does not hold yet are sharded all the same."""
         momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         first = start(groups, "2", momentum)
         losses = train(first, BATCHES[:2])

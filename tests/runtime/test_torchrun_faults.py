@@ -62,7 +62,7 @@ def start(
 
 
 def ended(processes: list[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
-    """The exit codes; whatever is left behind fails the test, and is ended."""
+    """The exit codes; a process left behind fails the test, and is killed."""
     deadline_s = time.monotonic() + limit_s
     try:
         return [p.wait(max(0.1, deadline_s - time.monotonic())) for p in processes]
@@ -127,7 +127,7 @@ def test_a_first_step_that_only_takes_long_is_waited_for(tmp_path: Path) -> None
 
 
 def test_training_goes_on_after_an_error_in_a_step(tmp_path: Path) -> None:
-    """Words outside of the vocabulary: all ranks name the one whose embedding refuses them."""
+    """Tokens outside the vocabulary: all ranks name the one whose embedding rejects them."""
     log = tmp_path / "log"
     codes = ended(start("torchrun", 2, log, str(tmp_path), "raise", "0", "", json.dumps(TWO)), 150)
     assert not any(codes), log.read_text()[-6000:]
@@ -139,7 +139,7 @@ def test_training_goes_on_after_an_error_in_a_step(tmp_path: Path) -> None:
 
 
 def resumed_equals_eager(num: int, log: Path, folder: Path) -> None:
-    """As plain processes, under another plan."""
+    """Resume as plain processes, under another plan."""
     options = json.dumps({"num_stages": num, "num_microbatches": 2})
     codes = ended(start("plain", num, log, str(folder), "resume", "0", "", options), 150)
     assert not any(codes), log.read_text()[-6000:]

@@ -124,7 +124,7 @@ def group() -> Iterator[WorkerGroup]:
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = STOPPED_WITHIN_S) -> None:
-    """Each process ends in time; one that nobody reaps, in a container, has ended too."""
+    """Each process ends in time; one that is not reaped, in a container, has ended too."""
     deadline_s = time.monotonic() + within_s
     left = processes
     while left and time.monotonic() < deadline_s:

@@ -92,7 +92,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
 
 
 def when_doing(pattern: str, do: Callable[[], None]) -> None:
-    """``do`` as soon as this process is in such an action."""
+    """Call ``do`` as soon as this process is in such an action."""
 
     def watch() -> None:
         while not re.search(pattern, progress.current()):
