@@ -33,12 +33,13 @@ from autopar.planning.sharding_search import (
     search_priced,
     search_within,
 )
-from autopar.planning.space import DEALT, ONCE, TWICE, PipelineChoice, recomputed
+from autopar.planning.space import PipelineChoice, recomputed
 from autopar.planning.staging import Staged, residence_of, stage
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, Residence, price_graph
 from autopar.pricing.step_time import time_parts
 from autopar.schedules import Schedule, build
+from autopar.schedules.generators.build import ANY_STAGES, ONE_STAGE, TWO_STAGES
 
 SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
@@ -314,9 +315,9 @@ class Search:
         ]
 
     def _stages_per_device(self, name: str, num_devices: int) -> Sequence[int]:
-        if name in ONCE:
+        if name in ONE_STAGE:
             return (1,)
-        if name in TWICE:
+        if name in TWO_STAGES:
             return (2,)
         if self.space.num_stages is not None:
             return (max(2, self.space.num_stages // num_devices),)
@@ -327,12 +328,12 @@ class Search:
         wanted = "" if space.num_stages is None else f" of {space.num_stages} stages"
         return (
             f"{space.schedule or 'no schedule'}{wanted} does not fit {combination.num_devices} "
-            f"pipeline ranks and {blocks} blocks: {', '.join(ONCE)} have one stage per rank, "
-            f"{', '.join(TWICE)} two, {', '.join(DEALT)} two or more; a stage has at least one "
-            "block"
+            f"pipeline ranks and {blocks} blocks: {', '.join(ONE_STAGE)} have one stage per rank, "
+            f"{', '.join(TWO_STAGES)} two, {', '.join(ANY_STAGES)} two or more; a stage has at "
+            "least one block"
         )
 
 
 def _schedule(name: str, num_stages: int, num: int, num_devices: int) -> Schedule:
-    options = {"num_devices": num_devices} if name in DEALT else {}
+    options = {"num_devices": num_devices} if name in ANY_STAGES else {}
     return build(name, num_stages=num_stages, num_microbatches=num, **options)

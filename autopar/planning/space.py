@@ -23,17 +23,10 @@ from autopar.planning.meshes import (
     pipeline_device_counts,
 )
 from autopar.schedules import Schedule, build, verify, with_recomputation
-from autopar.schedules.generators.build import generator_of
+from autopar.schedules.generators.build import ANY_STAGES, PIPELINES, generator_of
 
 AUTO = "auto"
 DEFAULT_SCHEDULE = "1f1b"
-ONCE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "chimera", "dualpipe")
-"""Schedules with one stage per pipeline rank."""
-TWICE = ("zb_v", "v_half", "v_min")
-"""Schedules with two stages per pipeline rank."""
-DEALT = ("interleaved", "fast_forward")
-"""Schedules with any number of stages per pipeline rank."""
-PIPELINES = (*ONCE, *TWICE, *DEALT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +248,9 @@ def _number_of_stages(
 
 
 def _built(name: str, num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Build a schedule by name; `DEALT` schedules take as many ranks as there are devices."""
+    """Build a schedule by name; `ANY_STAGES` schedules take as many ranks as there are devices."""
     options: dict[str, int] = {}
-    if name in DEALT:
+    if name in ANY_STAGES:
         options["num_devices"] = num_devices
     elif name == "conventional":
         options["reduces"] = True

@@ -1,22 +1,6 @@
 """Rules: what the compiler knows of every op family, one file each (see `registry.Rule`)."""
 
-from autopar.rules import (
-    attention,
-    batch_norm,
-    convolution,
-    elementwise,
-    embedding,
-    experts,
-    indexing,
-    losses,
-    model_dropout,
-    normalization,
-    products,
-    recurrent,
-    reductions,
-    resizing,
-    views,
-)
+from autopar.rules import families
 from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import (
@@ -44,31 +28,17 @@ __all__ = [
     "Space",
     "SpaceBuilder",
     "Split",
-    "attention",
-    "batch_norm",
-    "convolution",
-    "elementwise",
-    "embedding",
     "enumerate_choices",
-    "experts",
+    "families",
     "find_bases",
-    "indexing",
     "layout",
-    "losses",
-    "model_dropout",
     "needs",
-    "normalization",
     "parse_choice",
-    "products",
-    "recurrent",
-    "reductions",
     "register",
     "registered_targets",
-    "resizing",
     "rule_of",
     "run_local",
     "space_of",
     "supplies",
     "unregister",
-    "views",
 ]

@@ -289,6 +289,13 @@ def native_dropout(draw: Draw, new: New):
     return new(*shape_of(draw)), 0.5, True
 
 
+@case("autopar.model_dropout.default")
+def model_dropout(draw: Draw, new: New):
+    x = new(*shape_of(draw))
+    models = torch.arange(x.shape[0])
+    return x, models, 0.5, 0, 0, ""
+
+
 @case("aten.bernoulli.p")
 def bernoulli(draw: Draw, new: New):
     return new(*shape_of(draw)), 0.5

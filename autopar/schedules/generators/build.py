@@ -27,18 +27,23 @@ from autopar.schedules.generators.zb_h2 import zb_h2
 from autopar.schedules.generators.zb_v import zb_v
 from autopar.schedules.schedule import Schedule
 
-GENERATORS: dict[str, Callable[..., Schedule]] = {
+Generator = Callable[..., Schedule]
+ONE_STAGE: dict[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
-    "zb_v": zb_v,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dualpipe": dualpipe,
     "chimera": chimera,
-    "fast_forward": fast_forward,
+    "dualpipe": dualpipe,
+}
+"""Pipelines with one stage per pipeline rank."""
+TWO_STAGES: dict[str, Generator] = {"zb_v": zb_v, "v_half": v_half, "v_min": v_min}
+"""Pipelines with two stages per pipeline rank."""
+ANY_STAGES: dict[str, Generator] = {"interleaved": interleaved, "fast_forward": fast_forward}
+"""Pipelines with any number of stages per pipeline rank."""
+PIPELINES = {**ONE_STAGE, **TWO_STAGES, **ANY_STAGES}
+GENERATORS: dict[str, Generator] = {
+    **PIPELINES,
     "conventional": conventional,
     "multi_stream": multi_stream,
     "reverse_first_k": reverse_first_k,
