@@ -199,7 +199,7 @@ def test_stages_are_recomputed_where_the_memory_does_not_suffice_otherwise() -> 
 
 
 def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:
-    with pytest.raises(ConstraintError, match="no schedule of 3 stages does not fit 2 devices"):
+    with pytest.raises(ConstraintError, match="no schedule of 3 stages fits 2 pipeline ranks"):
         planned(num_stages=3)
 
 

@@ -326,11 +326,12 @@ class Search:
     def _without_schedule(self, combination: Combination) -> str:
         space, blocks = self.space, self.combinations.num_blocks
         wanted = "" if space.num_stages is None else f" of {space.num_stages} stages"
+        name = space.schedule
         return (
-            f"{space.schedule or 'no schedule'}{wanted} does not fit {combination.num_devices} "
-            f"pipeline ranks and {blocks} blocks: {', '.join(ONE_STAGE)} have one stage per rank, "
-            f"{', '.join(TWO_STAGES)} two, {', '.join(ANY_STAGES)} two or more; a stage has at "
-            "least one block"
+            (f"{name}{wanted} does not fit" if name else f"no schedule{wanted} fits")
+            + f" {combination.num_devices} pipeline ranks and {blocks} blocks: "
+            f"{', '.join(ONE_STAGE)} have one stage per rank, {', '.join(TWO_STAGES)} two, "
+            f"{', '.join(ANY_STAGES)} two or more; a stage has at least one block"
         )
 
 
