@@ -154,8 +154,15 @@ def test_memory_decides_too(plan: Plan) -> None:
     other = planned(constraints=[autopar.MemoryBudget(int(needed * 0.95))])
     assert sum(other.prediction.memory_bytes.values()) <= needed * 0.95
     assert other.prediction.step_time_s >= plan.prediction.step_time_s
-    with pytest.raises(ConstraintError, match="no combination of stages"):
-        planned(constraints=[autopar.MemoryBudget(1000)])
+
+
+def test_a_budget_below_an_even_share_of_what_is_stored_is_refused_before_the_search() -> None:
+    model, make_batch = build("gpt2")
+    parameters = sum(parameter.numel() * 4 for parameter in model.parameters())
+    budget = [autopar.MemoryBudget(parameters)]  # with AdamW's two states: 3/2 of it on each of 2
+    least = rf"at least {parameters * 3 // 2:,} on each of 2"
+    with pytest.raises(ConstraintError, match=least):
+        autopar.plan(model, CLUSTER, make_batch(0), constraints=budget, schedule="auto")
 
 
 def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:

@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError
 from autopar.base.units import format_bytes, format_seconds
-from autopar.ir.graph import ValueKind
+from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.schedule_search import Option, Search
+from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
 from autopar.planning.space import PipelineChoice, recomputed
 from autopar.pricing.candidate import Candidate
@@ -251,7 +252,7 @@ class Fit:
         for rival in self._rivals(baselines) if num not in self.tried else ():
             if found is not None and time_parts(rival).step_s >= found.option.time_s:
                 break
-            if _resident_bytes(rival) > self.setting.limit.tensor_bytes:
+            if _resident_bytes(rival, self.setting.optimizer) > self.setting.limit.tensor_bytes:
                 continue
             other = replace(option, best=rival, time_s=time_parts(rival).step_s)
             program, memory = self._lower(other)
@@ -275,15 +276,14 @@ def _key(option: Option) -> tuple[str, bool]:
     return name, option.is_recomputed
 
 
-def _resident_bytes(candidate: Candidate) -> float:
+def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:
     """Bytes of parameters and optimizer state, a lower bound on the peak of a strategy."""
-    priced = candidate.priced
-    graph, total = priced.pricing.graph, 0.0
+    priced, total = candidate.priced, 0
+    graph = priced.pricing.graph
     assignment = priced.assignment(candidate.solution.assignment)
     for decision in priced.nodes:
-        value = graph.values[decision.index]
-        if decision.kind == NodeKind.STORED and value.kind is ValueKind.PARAMETER:
+        if decision.kind == NodeKind.STORED:
+            value = graph.values[decision.index]
             shape = local_shape(value.shape, assignment.stored[value.index], candidate.mesh)
-            copies = 1 + priced.pricing.optimizer.num_states if value.differentiable else 1
-            total += copies * math.prod(shape) * value.dtype.itemsize
+            total += stored_bytes(value, shape, optimizer)
     return total

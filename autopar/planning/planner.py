@@ -72,6 +72,7 @@ def make_planned(
         progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
+    setting.check_capacity()
     search = Search(setting).run()
     return _planned(search, Fit(search).best())
 

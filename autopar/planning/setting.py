@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,6 +11,7 @@ from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
 from autopar.cost_models.memory import allocator_of
 from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import redistribute
 from autopar.memory.program import ProgramMemory
@@ -83,6 +85,21 @@ class Setting:
         budgets = [c.size_bytes for c in self.constraints if isinstance(c, MemoryBudget)]
         return MemoryLimit(tensor_bytes=min([usable, *budgets]), device_bytes=usable)
 
+    def check_capacity(self) -> None:
+        """Raise ConstraintError where parameters and optimizer state alone fit no device.
+
+        Every element is on some device, so the fullest device holds at least its even share.
+        """
+        values = self.prepared.captured.graph.values
+        total = sum(stored_bytes(value, value.shape, self.optimizer) for value in values)
+        share, available = -(-total // self.cluster.num_devices), self.limit.tensor_bytes
+        if share > available:
+            raise ConstraintError(
+                f"no strategy fits {available:,} bytes a device: parameters and optimizer state "
+                f"alone take {total:,} bytes, at least {share:,} on each of "
+                f"{self.cluster.num_devices}. Use more devices, or a larger MemoryBudget"
+            )
+
     @property
     def budget_bytes(self) -> int:
         """The budget for the estimated memory of tensors.
@@ -113,6 +130,14 @@ class Setting:
     def is_free(self) -> bool:
         """Whether a known strategy may replace an option: there are no constraints but budgets."""
         return all(isinstance(constraint, MemoryBudget) for constraint in self.constraints)
+
+
+def stored_bytes(value: Value, shape: tuple[int, ...], optimizer: OptimizerSpec) -> int:
+    """Bytes of a parameter of this shape with its optimizer state; 0 for other values."""
+    if value.kind is not ValueKind.PARAMETER:
+        return 0
+    copies = 1 + optimizer.num_states if value.differentiable else 1
+    return copies * math.prod(shape) * value.dtype.itemsize
 
 
 MIN_EXPOSED = 1e-3
