@@ -39,6 +39,7 @@ __all__ = [
     "autograd_again",
     "canonical_call",
     "custom_op_function",
+    "default_store",
     "has_gradient_hooks",
     "has_several_outputs",
     "has_step_hooks",
@@ -291,3 +292,14 @@ def without_vmap_loops() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
+
+
+# --- processes -----------------------------------------------------------------------------
+def default_store() -> Any:
+    """The store over which the default process group was made.
+
+    torch.distributed.distributed_c10d._get_default_store (2.11 to 2.13).
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()

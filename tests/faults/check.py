@@ -44,7 +44,7 @@ def _told(injection: Injection, outcome: Outcome, rank: int) -> Iterator[str]:
     error = outcome.told.get(f"error.{rank}")
     if error is None:
         # Who waits in a call that nothing interrupts can only be ended, and its log says why.
-        named = rf"WorkerError: rank {injection.victim} of .*\nrank {rank} is stuck in"
+        named = rf"WorkerError: rank {injection.victim} of .*\n(?:.*\n)*?rank {rank} is stuck in"
         if not re.search(named, outcome.log):
             yield f"rank {rank} was told nothing"
         return

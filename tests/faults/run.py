@@ -72,7 +72,7 @@ class Lane:
                 self._report(injection, faults=resumed)
             self._report(injection, faults=list(faults_of(injection, outcome)), outcome=outcome)
             before = injection
-        outcome = run(self._job("last", None, NUM_CHECKED))
+        outcome = run(self._job("behind", None, NUM_CHECKED))
         resumed = list(faults_of_resume(outcome, expected, self.steps, self.ranks))
         resumed += [f"the job behind it ended with {outcome.codes}"] * any(outcome.codes)
         assert before is not None
@@ -209,15 +209,19 @@ def tally(root: Path, numbers: list[int]) -> int:
     return failed
 
 
+def numbers_of(text: str) -> list[int]:
+    spans = (part.partition("-") for part in text.split(","))
+    return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--numbers", default="0-59", help="such as 0-999 or 17")
+    parser.add_argument("--numbers", default="0-59", help="such as 0-999 or 0-7,17")
     parser.add_argument("--parallel", type=int, default=4, help="lanes side by side")
     parser.add_argument("--keep", type=Path, help="a folder for logs, not removed")
     options = parser.parse_args()
     torch.set_num_threads(1)  # all that is forked from here computes on one
-    first, _, last = options.numbers.partition("-")
-    numbers = list(range(int(first), int(last or first) + 1))
+    numbers = numbers_of(options.numbers)
     root = Path(options.keep or tempfile.mkdtemp(prefix="faults-"))
     root.mkdir(parents=True, exist_ok=True)
     (root / "results").touch()

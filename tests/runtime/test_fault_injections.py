@@ -11,13 +11,14 @@ from pathlib import Path
 
 from tests.faults.launch import ROOT
 
+NUMBERS = "0-56,110,118,179"
+"""The last three are faults in compile, and in a capture, that were once not named."""
 NUM_INJECTIONS = 60
 LIMIT_S = 540
 
 
 def test_drawn_faults_are_named_and_leave_nothing(tmp_path: Path) -> None:
-    numbers = f"0-{NUM_INJECTIONS - 1}"
-    command = [sys.executable, "-m", "tests.faults.run", "--numbers", numbers, "--parallel", "6"]
+    command = [sys.executable, "-m", "tests.faults.run", "--numbers", NUMBERS, "--parallel", "6"]
     run = subprocess.run(
         [*command, "--keep", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True,
         timeout=LIMIT_S, check=False,

@@ -1,7 +1,7 @@
 """The other processes of a job on this host, as the host shows them without their help.
 
-In: the progress page of each process, in a file that is unlinked once all have opened it. Out: what
-a process reported last, even when it is dead, and whether it is stopped; and a way to kill it.
+In: the progress page of each process, in a file without a name. Out: what a process reported last,
+even when it is dead, and whether it is stopped; and a way to kill it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import contextlib
 import os
 import signal
 import socket
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.runtime.faults import progress
-from autopar.runtime.faults.liveness import is_stopped
+from autopar.runtime.faults.liveness import is_gone, is_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +31,16 @@ class Location:
         return f"process {self.pid} on {self.host[0]}"
 
 
-def new_location() -> Location:
-    """This process's location; it publishes its progress to a new page from now on."""
-    fd, path = tempfile.mkstemp(prefix="autopar-page-")
-    os.truncate(fd, progress.SIZE_BYTES)
-    progress.publish_to(fd)
-    os.close(fd)  # the mapping stays
-    return Location(host=_host(), pid=os.getpid(), page_path=path)
+@contextlib.contextmanager
+def published_location() -> Iterator[Location]:
+    """This process's location; it publishes its progress to a new page from now on.
+
+    Others can open the page within the block. Without ``/proc`` they cannot: heartbeats must do.
+    """
+    with progress.new_page() as page:
+        progress.publish_to(page.fileno())  # the mapping stays
+        path = f"/proc/{os.getpid()}/fd/{page.fileno()}"
+        yield Location(host=_host(), pid=os.getpid(), page_path=path)
 
 
 def _host() -> tuple[str, ...]:
@@ -53,15 +55,17 @@ def _host() -> tuple[str, ...]:
 class HostPeers:
     """The other processes on this host, by rank."""
 
-    def __init__(self, locations: Sequence[Location], rank: int) -> None:
+    def __init__(self, own: Location) -> None:
+        self._own = own
         self._pids: dict[int, int] = {}
         self._pages: dict[int, int] = {}
-        for other, location in enumerate(locations):
-            if other == rank or location.host != locations[rank].host:
-                continue
-            self._pids[other] = location.pid
-            with contextlib.suppress(OSError):  # another container's file: its heartbeats must do
-                self._pages[other] = os.open(location.page_path, os.O_RDONLY)
+
+    def add(self, rank: int, location: Location) -> None:
+        """Another rank's location, as soon as it is known; one on another host does not count."""
+        if location.host == self._own.host:
+            self._pids[rank] = location.pid
+            with contextlib.suppress(OSError):  # another user's: its heartbeats must do
+                self._pages[rank] = os.open(location.page_path, os.O_RDONLY)
 
     def doing(self) -> Mapping[int, str]:
         """What each one reported last; empty outside of a call."""
@@ -70,6 +74,15 @@ class HostPeers:
     def stopped(self) -> list[int]:
         """The ranks that are stopped, as by SIGSTOP."""
         return [rank for rank, pid in self._pids.items() if is_stopped(pid)]
+
+    def fault(self) -> tuple[int, str] | None:
+        """A rank that is gone or stopped, and which of both."""
+        for rank, pid in self._pids.items():
+            if is_stopped(pid):
+                return rank, "is stopped"
+            if is_gone(pid):
+                return rank, "died"
+        return None
 
     def kill(self, rank: int) -> None:
         """Kill a process that cannot end itself; one on another host is left alone."""

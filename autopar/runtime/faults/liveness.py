@@ -48,6 +48,12 @@ def is_stopped(pid: int) -> bool:
     return stat is not None and stat.state == "T"
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, reaped by its parent or not; False without ``/proc``."""
+    stat = stat_of(pid)
+    return os.path.exists("/proc/self") if stat is None else stat.state in "ZX"
+
+
 def processor_s_of_all(pid: int) -> float:
     """The processor time of a process and of all its descendants."""
     stats = {int(entry): stat_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}

@@ -29,34 +29,41 @@ import torch.distributed as dist
 from autopar.base.errors import AutoparError
 from autopar.comm.transports import handshake
 from autopar.runtime.faults import progress
-from autopar.runtime.faults.host_peers import HostPeers, Location, new_location
+from autopar.runtime.faults.host_peers import Location
 from autopar.runtime.faults.json_lines import JsonLines, listen
 from autopar.runtime.faults.judge import CallNumber, Diagnosis, raised_by_peers
 from autopar.runtime.faults.own_rank import Call, OwnRank
+from autopar.runtime.faults.rendezvous import EXIT_S, Rendezvous
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.faults.watchers import Hub, Member, Watcher
 
 _CONNECT_S = 20.0
 _DIAGNOSIS_S = 6.0  # how long a rank that failed, or is told to end, waits for the diagnosis
 _REFUSAL_S = 1.5  # the same for one that failed before any action
-_EXIT_S = 10.0  # how long the exit of a process may take after a fault
+
+
+class Interrupt(BaseException):
+    """Leaves a call for the sake of ``error``, which the call raises.
+
+    Not an Exception, or what the call tries and catches would take the error for its own.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Watch:
     """The watch over the present default process group. Making it is collective."""
 
-    def __init__(self) -> None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
         self.world = dist.group.WORLD
         self._watcher: Watcher | None = None
-        location = new_location()
-        try:
-            locations = _of_all(location)
-            self.own_rank = OwnRank(rank, HostPeers(locations, rank))
-            lines, reason = _connected(locations, rank)
-            reasons = [text for text in _of_all(reason) if text]
-        finally:
-            os.unlink(location.page_path)
+        locations = rendezvous.locations
+        self.own_rank = OwnRank(rank, rendezvous.peers)
+        lines, reason = rendezvous.supervised(lambda: _connected(locations, rank))
+        reasons = [text for text in rendezvous.supervised(lambda: _of_all(reason)) if text]
         names = [location.name for location in locations]
         if reasons:
             for line in lines.values():
@@ -101,6 +108,8 @@ class Watch:
             yield
             if limit is not None:
                 limit.note(time.monotonic() - own.call.since_s)
+        except Interrupt as interrupt:
+            raise interrupt.error from None
         except BaseException as error:
             self._judge(error)
             raise
@@ -160,10 +169,12 @@ class Watch:
         self._watcher.post({"kind": "status", **self.own_rank.status()})
         diagnosis = self.own_rank.diagnosis_within(_DIAGNOSIS_S)
         if self._was_raised:  # it is exiting: let it print its error, but not for ever
-            faulthandler.dump_traceback_later(_EXIT_S, exit=True)
+            faulthandler.dump_traceback_later(EXIT_S, exit=True)
             return
         if diagnosis is not None and diagnosis.rank != self.own_rank.rank:
-            raise self._raised(diagnosis)
+            error, call = self._raised(diagnosis), self.own_rank.call
+            in_call = call is not None and call.thread == threading.get_ident()
+            raise Interrupt(error) if in_call else error
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -202,7 +213,7 @@ class Watch:
     def _at_exit(self) -> None:
         if self.has_fault:
             # The process group's threads may wait for others that never come.
-            faulthandler.dump_traceback_later(_EXIT_S, exit=True)
+            faulthandler.dump_traceback_later(EXIT_S, exit=True)
         else:
             self.stop()
 

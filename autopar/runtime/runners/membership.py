@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from autopar.base.accelerators import backend_of, is_accelerator
+from autopar.base.torch_private import default_store
+from autopar.runtime.faults.host_peers import published_location
+from autopar.runtime.faults.rendezvous import Rendezvous
 from autopar.runtime.faults.watch import Watch
 
 
@@ -36,21 +40,38 @@ def join(device: torch.device, timeout_s: float) -> Watch:
     The process group that ``torchrun`` describes is joined unless there is one.
     """
     membership = _MEMBERSHIP
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend_of(device.type),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device if is_accelerator(device) else None,
-        )
-        membership.joined_here = dist.group.WORLD
     watch = membership.watch
-    if watch is None or watch.world is not dist.group.WORLD:
+    if watch is None or not dist.is_initialized() or watch.world is not dist.group.WORLD:
         if watch is not None:  # over a process group that the user has destroyed
             watch.stop()
-        watch, membership.num_users = Watch(), 0
+        watch, membership.num_users = _watch(device, timeout_s), 0
         membership.watch = watch
     membership.num_users += 1
     return watch
+
+
+def _watch(device: torch.device, timeout_s: float) -> Watch:
+    """The watch over the process group, which is joined first unless there is one."""
+    timeout, joins = datetime.timedelta(seconds=timeout_s), not dist.is_initialized()
+    if joins:
+        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    else:
+        store, rank, num_ranks = default_store(), dist.get_rank(), dist.get_world_size()
+    with published_location() as location:
+        ranks = Rendezvous(store, rank, num_ranks, location, device, timeout_s)
+        if joins:
+            ranks.supervised(
+                lambda: dist.init_process_group(
+                    backend_of(device.type),
+                    store=store,
+                    rank=rank,
+                    world_size=num_ranks,
+                    timeout=timeout,
+                    device_id=device if is_accelerator(device) else None,
+                )
+            )
+            _MEMBERSHIP.joined_here = dist.group.WORLD
+        return Watch(ranks)
 
 
 def leave(watch: Watch, *, destroy_group: bool = False) -> None:
