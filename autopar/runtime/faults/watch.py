@@ -103,16 +103,19 @@ class Watch:
             limit=limit,
         )
         try:
-            if own.diagnosis is not None:
-                raise self._raised(own.diagnosis)
-            yield
-            if limit is not None:
-                limit.note(time.monotonic() - own.call.since_s)
-        except Interrupt as interrupt:
+            try:
+                if own.diagnosis is not None:
+                    raise self._raised(own.diagnosis)
+                yield
+                if limit is not None:
+                    limit.note(time.monotonic() - own.call.since_s)
+            except Interrupt:
+                raise
+            except BaseException as error:
+                self._judge(error)
+                raise
+        except Interrupt as interrupt:  # also of the judgement
             raise interrupt.error from None
-        except BaseException as error:
-            self._judge(error)
-            raise
         finally:
             own.call = None
             progress.report(progress.encoded(f"{progress.AFTER}{number}"))
