@@ -21,6 +21,7 @@ from autopar.base.errors import (
 )
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
+from autopar.ir.precision import Precision
 from autopar.plan.document import Plan
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.rules.registry import register as register_rule
@@ -47,6 +48,7 @@ __all__ = [
     "Pin",
     "Plan",
     "PlanError",
+    "Precision",
     "RuleError",
     "ScheduleError",
     "StepError",

@@ -30,12 +30,14 @@ from autopar.frontend.checking.gradients import check_trainable, compare_with_ea
 from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
 from autopar.ir.placement import Placements
+from autopar.ir.precision import Precision, check_precision
 from autopar.lowering import RankProgram
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.options import CompileOptions, PlanOptions
 from autopar.passes.prepare import Prepared, prepare
 from autopar.plan.document import Plan, strategy_of
+from autopar.plan.parts import PrecisionPlan
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
@@ -51,6 +53,7 @@ from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
+from autopar.runtime.step.loss_scale import check_scaled
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
 
@@ -71,6 +74,7 @@ def plan(
     cuts: Sequence[str] | None = None,
     recompute: bool | None = None,
     batch_norm: str = "global",
+    precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
     compute: ComputeModel | None = None,
     progress: bool = False,
@@ -109,6 +113,11 @@ def plan(
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
+    * ``precision``: ``"bf16"`` or ``"fp16"`` computes in bfloat16 or float16, in which parameters
+      are gathered too; parameters, gradients and optimizer state stay in the model's own dtypes
+      (float32). A `Precision` also says in which dtype gradients are reduced; see
+      `autopar.ir.precision` for the equivalent eager program. By default every op computes in the
+      dtype that the model gives it.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
       ``functools.partial(torch.optim.SGD, lr=0.1)``. It is called once, on a small parameter, to
       count the state that it keeps. By default the state of AdamW is assumed.
@@ -121,7 +130,8 @@ def plan(
     options = PlanOptions(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
-        batch_norm=batch_norm, optimizer=optimizer, compute=compute,
+        batch_norm=batch_norm, precision=check_precision(precision), optimizer=optimizer,
+        compute=compute,
     )  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise InputError(
@@ -131,7 +141,7 @@ def plan(
     space = options.space(cluster.num_devices)
     with in_turn(), show_progress(progress) as say:
         say("capture")
-        captured = capture(model, example_inputs, loss_fn=loss_fn)
+        captured = capture(model, example_inputs, loss_fn=loss_fn, precision=options.precision)
         return make_planned(
             prepare(captured, batch_norm),
             cluster,
@@ -168,6 +178,7 @@ def compile(  # type: ignore[misc]
     cuts: Sequence[str] | None = None,
     recompute: bool | None = None,
     batch_norm: str = "global",
+    precision: str | Precision | None = None,
     max_grad_norm: Any = None,
     check_gradients: bool = True,
     nonfinite: str = "raise",
@@ -190,7 +201,7 @@ def compile(  # type: ignore[misc]
       parameter. ``lr_scheduler`` makes the learning-rate scheduler from the optimizer; it is
       stepped once per training step.
     * ``plan``: a plan or the path of its JSON, replayed without a search, with the ``batch_norm``
-      that it was made with.
+      and the ``precision`` that it was made with.
     * ``max_grad_norm``: clip the global 2-norm of all gradients, over all shards, to at most this
       before each update, as ``torch.nn.utils.clip_grad_norm_`` does on one device;
       ``compiled.grad_norm`` is the norm before clipping.
@@ -226,7 +237,8 @@ def compile(  # type: ignore[misc]
     options = functools.partial(
         _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
-        batch_norm=batch_norm, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+        batch_norm=batch_norm, precision=check_precision(precision),
+        start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
     )  # fmt: skip
     own = {
@@ -237,6 +249,11 @@ def compile(  # type: ignore[misc]
         "seed": seed,
     }
     if isinstance(model, list | tuple):
+        if precision is not None:
+            raise InputError(
+                f"precision is {precision!r} for a list of models, which train in their own "
+                "dtypes; leave precision= out, or compile the models one by one"
+            )
         return _array(model, devices, example_inputs, own, nonfinite, options, progress=progress)
     check_model(model)
     assert isinstance(model, nn.Module)
@@ -333,9 +350,13 @@ class _Compiler:
             watched_compile(self.devices[0].type, limit_s),
             show_progress(self.progress) as say,
         ):
+            replayed = self._replayed()
+            precision = self._precision(replayed)
             say("capture")
             if captured is None:
-                captured = capture(self.model, inputs, loss_fn=self.planning.loss_fn)
+                captured = capture(
+                    self.model, inputs, loss_fn=self.planning.loss_fn, precision=precision
+                )
             if self.options.check_gradients:
                 say("check gradients")
                 self._check_gradients(captured, inputs)
@@ -343,9 +364,30 @@ class _Compiler:
                 check_trainable(captured.graph)
             communication = self._measured_collectives(say)
             prepared = prepare(captured, self.planning.batch_norm)
-            chosen = _agreed(self.options.plan, lambda: self._search(prepared, communication, say))
+            chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
             say("lower")
             return self._start(captured, chosen)
+
+    def _replayed(self) -> Plan | None:
+        given = self.options.plan
+        return None if given is None else _agreed(lambda: _loaded(given))
+
+    def _precision(self, replayed: Plan | None) -> Precision | None:
+        """What was asked for, or what the plan was made with; InputError where they differ."""
+        given = self.planning.precision
+        if replayed is not None:
+            planned = replayed.graph.precision
+            if given is None and planned is not None:
+                given = Precision(compute=planned.compute, reduce=planned.reduce)
+            asked = None if given is None else PrecisionPlan.of(given)
+            if asked != planned:
+                raise InputError(
+                    f"precision is {given}, and the plan was made with "
+                    f"{'none' if planned is None else planned}; leave precision= out, or leave out "
+                    "plan= for a new search"
+                )
+        check_scaled(given, self.options.running.nonfinite)
+        return given
 
     def _check_gradients(self, captured: Captured, inputs: Any) -> None:
         """Compare with eager mode on the first rank; all raise GradientError on a mismatch."""
@@ -466,13 +508,9 @@ def _repeated(kind: str, count: int) -> list[torch.device]:
     return resolve_devices([f"{kind}:{i}" for i in range(count)])
 
 
-def _agreed(given: Plan | str | Path | None, make: Callable[[], Plan]) -> Plan:
+def _agreed(make: Callable[[], Plan]) -> Plan:
     """The plan that all ranks use: rank 0 reads or makes it and broadcasts it."""
-
-    def text() -> str:
-        return (_loaded(given) if given is not None else make()).to_json()
-
-    return Plan.from_json(from_first_rank(text, "the plan"))
+    return Plan.from_json(from_first_rank(lambda: make().to_json(), "the plan"))
 
 
 def _loaded(given: Plan | str | Path) -> Plan:

@@ -10,6 +10,7 @@ from autopar.base.errors import InputError, PlanError
 from autopar.cost_models import ComputeModel
 from autopar.cost_models.hardware import is_count
 from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.ir.precision import Precision
 from autopar.passes.batch_norm import check_batch_norm
 from autopar.plan.document import Plan
 from autopar.planning.constraints import Constraint
@@ -36,6 +37,7 @@ class PlanOptions:
     cuts: Sequence[str] | None = None
     recompute: bool | None = None
     batch_norm: str = "global"
+    precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
     compute: ComputeModel | None = None
 

@@ -213,6 +213,25 @@ def with_gradient(x: Tensor, forward: Function, backward: Function) -> Tensor:
     return result
 
 
+class _Stands(torch.autograd.Function):
+    """A value in place of another, whose gradient goes to the other in the other's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        ctx.dtype = other.dtype
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0].to(ctx.dtype)
+
+
+def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    """``value``, whose gradient comes back through ``other``, which is equal but for its dtype."""
+    result: Tensor = _Stands.apply(value, other)
+    return result
+
+
 def move(
     x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Tensor:

@@ -19,10 +19,12 @@ def refuse_autocast(device_type: str, call: str) -> None:
         if not torch.is_autocast_enabled(kind):
             continue
         dtype = torch.get_autocast_dtype(kind)
+        name = {torch.float16: "fp16"}.get(dtype, "bf16")
         raise InputError(
             f"{call} inside torch.autocast({kind!r}, dtype={dtype}): a compiled model computes in "
             "the dtypes that it was captured with, so autocast around it would change nothing. "
-            f"Leave it out, and put it into the model, around what shall be computed in {dtype}:\n"
+            f"Leave it out, and write autopar.compile(..., precision={name!r}), or put it into the "
+            f"model, around what shall be computed in {dtype}:\n"
             "    def forward(self, x):\n"
             f"        with torch.autocast({kind!r}, dtype={dtype}):\n"
             "            ..."

@@ -36,6 +36,7 @@ from autopar.base.torch_private import (
 )
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of
+from autopar.frontend.low_precision import BATCH_NORMS, call_model, in_single
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
@@ -48,6 +49,7 @@ from autopar.frontend.rewrites.strided_writes import index_strided_writes
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.frontend.untraced import UntracedCalls
 from autopar.ir.graph import Graph, verify
+from autopar.ir.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +172,11 @@ def _constant_key(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A graph with the signature of the model it was captured from."""
+    """A graph with the signature of the model it was captured from, and its mixed precision."""
 
     graph: Graph
     signature: Signature
+    precision: Precision | None = None
 
 
 class _OutputNote:
@@ -201,10 +204,12 @@ class Step(nn.Module):
         *,
         with_loss: bool,
         within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__()
         self.within = within
         self.with_loss = with_loss
+        self.precision = precision
         self.model = model
         self.loss_fn = loss_fn
         self.targets = targets
@@ -216,7 +221,7 @@ class Step(nn.Module):
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
         with self.within():
-            output = self.model(*args, **kwargs)
+            output = call_model(self.model, args, kwargs, self.precision)
             loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -228,7 +233,9 @@ class Step(nn.Module):
 
     def _loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         if self.loss_fn is None:
-            return _find_loss(output)
+            loss: Tensor | None = in_single(_find_loss(output), self.precision)
+            return loss
+        output = in_single(output, self.precision)
         return checked_loss(self.loss_fn(output, *args, **kwargs), of="what loss_fn returns")
 
 
@@ -284,12 +291,14 @@ def capture(
     loss_fn: LossFn | None = None,
     training: bool | None = None,
     differentiable: bool = True,
+    precision: Precision | None = None,
 ) -> Captured:
     """Capture one call of ``model`` on the global batch; the model itself stays as it is.
 
     It is captured in its present mode, part by part, or as after ``model.train(training)``. With
     ``differentiable`` off only its forward pass is wanted: the graph has no loss, and no gradient
-    flows through any value.
+    flows through any value. With a ``precision`` the graph begins with the casts of parameters and
+    inputs (see `autopar.ir.precision`).
 
     Raises CaptureError with the user's file and line where the model cannot be captured, and
     InputError for inputs that do not fit.
@@ -313,6 +322,7 @@ def capture(
             targets,
             with_loss=differentiable,
             within=UntracedCalls,
+            precision=precision,
         )
         return made if training is None else made.train(training)
 
@@ -335,15 +345,15 @@ def capture(
                 raise failed or CaptureError(_explain(error)) from error
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
-    return Captured(graph=graph, signature=_signature(step, graph, args, kwargs))
+    signature = _signature(step, graph, args, kwargs)
+    return Captured(graph=graph, signature=signature, precision=precision)
 
 
 def _check_batch_norms(model: nn.Module) -> None:
     """Raise CaptureError for running averages over all batches: their weight is read from a count
     of batches."""
-    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
     for name, part in model.named_modules():
-        is_averaging = isinstance(part, kinds) and part.training and part.track_running_stats
+        is_averaging = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
         if is_averaging and part.momentum is None:
             raise CaptureError(
                 f"{type(part).__name__} {name!r} has momentum=None: the weight of a batch in its "

@@ -36,12 +36,22 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A parameter apart from what ops read of it: it is stored and updated in one dtype, and its
+    gradients are summed in another."""
+
+    stored: torch.dtype
+    reduced: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One tensor of the graph. ``target`` is its key in ``state_dict()``, None if it has none.
 
     ``differentiable``: a gradient flows back through it. ``fixed``: it is small and depends on no
     parameter and no input (masks, positions), so every device computes the whole of it once.
     ``strides``: those of an op's result in the model, in elements; None if it is contiguous.
+    ``dtype`` is what ops read; ``mixed`` is set for a parameter that is stored in another dtype.
     """
 
     index: int
@@ -53,10 +63,29 @@ class Value:
     differentiable: bool = False
     fixed: bool = False
     strides: tuple[int, ...] | None = None
+    mixed: Mixed | None = None
 
     @property
     def size_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """That of the parameter itself, of its gradient and its optimizer's state."""
+        return self.dtype if self.mixed is None else self.mixed.stored
+
+    @property
+    def stored_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.stored_dtype.itemsize
+
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        """That in which its gradients are summed."""
+        return self.dtype if self.mixed is None else self.mixed.reduced
+
+    @property
+    def reduced_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.reduced_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +215,8 @@ class Graph:
         for value in self.values:
             entry = (value.name, value.kind, value.shape, str(value.dtype), value.target)
             digest.update(repr((*entry, value.differentiable)).encode())
+            if value.mixed is not None:
+                digest.update(repr((str(value.mixed.stored), str(value.mixed.reduced))).encode())
         for op in self.ops:
             entry_op = (op.target_name, _stable(op.args), _stable(op.kwargs), op.outputs)
             digest.update(repr((*entry_op, op.name)).encode())

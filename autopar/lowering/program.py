@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import PlanError
-from autopar.comm.ops import move
+from autopar.comm.ops import move, with_gradient_of
 from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
@@ -229,6 +229,38 @@ class _Lowering:
             self.known[key] = self._add(kernel)
         return self.known[key]
 
+    def _fetch_kernel(self, value: Value, source: Placements, target: Placements) -> int | None:
+        """The kernel that brings a parameter from its store to the blocks, and its gradient back.
+
+        A part is cast before it is moved, so that the precision of the ops travels; the gradient is
+        summed in a dtype of its own.
+        """
+        if value.mixed is None:
+            return self._move_kernel(value, source, target, differentiable=value.differentiable)
+        mixed, shape, mesh = value.mixed, value.shape, self.strategy.mesh
+        key = f"fetch {shape} {value.dtype} {mixed} {source} {target} {value.differentiable}"
+        if key not in self.known:
+
+            def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+                low = move(operands[0].detach().to(value.dtype), source, target, shape, mesh)
+                if not value.differentiable:
+                    return (low.contiguous(),)
+                wide = move(operands[0].to(mixed.reduced), source, target, shape, mesh)
+                return (with_gradient_of(low.contiguous(), wide.contiguous()),)
+
+            kernel = trace_kernel(
+                function,
+                [TensorMeta.contiguous(local_shape(shape, source, mesh), mixed.stored)],
+                [value.differentiable],
+                [False],
+                self.device,
+                training=self.training,
+            )
+            kernel = accumulated(kernel, mesh.num_microbatches)
+            self._check_microbatches(value.name, kernel)
+            self.known[key] = self._add(kernel)
+        return self.known[key]
+
     def _parameter(self, value: Value, blocks: Sequence[BlockProgram]) -> ParameterProgram:
         stored = self.strategy.supply(value)
         users = [i for i, b in enumerate(blocks) if value.index in b.interface.parameters]
@@ -237,11 +269,13 @@ class _Lowering:
             value=value.index,
             name=value.target or value.name,
             shape=value.shape,
-            dtype=value.dtype,
+            dtype=value.stored_dtype,
+            used_dtype=value.dtype,
+            reduced_dtype=value.reduced_dtype,
             stored=self._on_devices(stored),
             used=self._on_devices(used),
             trainable=value.differentiable,
-            kernel=self._move_kernel(value, stored, used, differentiable=value.differentiable),
+            kernel=self._fetch_kernel(value, stored, used),
         )
 
     def _buffers(self) -> tuple[BufferProgram, ...]:

@@ -88,13 +88,17 @@ class BlockInterface:
 class ParameterProgram:
     """One parameter: its placements in storage and in blocks, and the kernel between the two.
 
-    ``devices``: the devices of the pipeline that hold it, each a copy of its own.
+    It is stored in ``dtype``, blocks read it in ``used_dtype``, and their gradients are summed in
+    ``reduced_dtype``. ``devices``: the devices of the pipeline that hold it, each a copy of its
+    own.
     """
 
     value: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    used_dtype: torch.dtype
+    reduced_dtype: torch.dtype
     stored: Placements
     used: Placements
     trainable: bool

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from autopar.comm.coalesced import travels_alone
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.memory import Allocator, Category, allocator_of, device_bytes
+from autopar.cost_models.memory import Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
-from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.route import Route, routes_of
-from autopar.lowering.types import ParameterProgram, RankProgram, Role
+from autopar.lowering.types import RankProgram, Role
 from autopar.memory.kernel import InputGradient, KernelMemory, kernel_memory, made_bytes
+from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.memory.reductions import ReductionMemory
 from autopar.memory.tally import Tally
 from autopar.schedules.action import Kind
@@ -57,39 +57,13 @@ def program_memory(
     """
     allocator = allocator_of(device)
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
-    sizes = {p.value: _ParameterBytes.of(p, program, allocator) for p in program.parameters}
+    sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
     plays = [
         _Play(program, route, kernels, sizes, optimizer, device).run()
         for route in routes_of(program)
     ]
     most = max(plays, key=lambda memory: memory.peak_bytes)
     return replace(most, device_bytes=max(memory.device_bytes for memory in plays))
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterBytes:
-    """The bytes of one parameter on a device: as it is stored, and as blocks use it."""
-
-    stored: int
-    used: int
-
-    @staticmethod
-    def of(
-        parameter: ParameterProgram, program: RankProgram, allocator: Allocator
-    ) -> _ParameterBytes:
-        stored, used = (
-            allocator.rounded(
-                _part_bytes(program, parameter.shape, placements, parameter.dtype.itemsize)
-            )
-            for placements in (parameter.stored, parameter.used)
-        )
-        return _ParameterBytes(stored, used)
-
-
-def _part_bytes(
-    program: RankProgram, shape: tuple[int, ...], placements: Placements, itemsize: int
-) -> int:
-    return math.prod(local_shape(shape, placements, program.mesh)) * itemsize
 
 
 @dataclass(slots=True)
@@ -116,7 +90,7 @@ class _Play:
         program: RankProgram,
         route: Route,
         kernels: Sequence[KernelMemory],
-        parameter_bytes: Mapping[int, _ParameterBytes],
+        parameter_bytes: Mapping[int, ParameterBytes],
         optimizer: OptimizerSpec,
         device: DeviceSpec,
     ) -> None:
@@ -154,9 +128,7 @@ class _Play:
                 made = made_bytes(program.kernels[block.kernel].forward.graph, self.allocator)
                 self.live[Category.BUFFERS] += made
         for i in program.inputs:
-            size = self.allocator.rounded(
-                _part_bytes(program, i.shape, i.placements, i.dtype.itemsize)
-            )
+            size = self.allocator.rounded(part_bytes(program, i.shape, i.placements, i.dtype))
             self.live[Category.INPUTS] += size
         late = () if optimizer.is_joint else self.route.late_updates
         self.due = {v for a in late for v in self.route.parameters[a.stage]}
@@ -322,15 +294,20 @@ class _Play:
 
         Small ones travel joined, and are copied out when the block begins.
         """
-        joined = []
+        joined, cast_bytes = [], 0
         for value in self.program.blocks[position].interface.parameters:
             key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
             if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
                 continue
             size = self.parameter_bytes[value]
             self._hold(key, "env", size.used, Category.COMMUNICATION)
-            if not travels_alone(size.stored, is_sum=False):
+            if size.is_whole:
+                continue
+            cast_bytes += size.sent if size.is_cast else 0
+            if not travels_alone(size.sent, is_sum=False):
                 joined.append(size.used)
+        if cast_bytes:  # of what is sent
+            self.tally.check(f"F {self.program.blocks[position].name}", cast_bytes)
         if len(joined) > 1:
             self.joined[position] = sum(joined)
 
@@ -386,8 +363,12 @@ class _Play:
             communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
             self.rounds[0] += [v for v in complete if v not in communicated]
             self.rounds.append(communicated)
-            sizes = [self.parameter_bytes[v] for v in communicated]
-            self.reductions.start([(s.used, s.stored) for s in sizes], f"G {block.name}")
+            summed = {v for v in communicated if self.route.contributions[v] > 1}
+            self.reductions.start(
+                [self.parameter_bytes[v] for v in communicated],
+                [self.parameter_bytes[v] for v in communicated if v not in summed],
+                f"G {block.name}",
+            )
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Release outputs that the block had saved: after I, or after W those that W needs."""
@@ -398,11 +379,19 @@ class _Play:
                 self._release(key, (microbatch, position), Category.ACTIVATIONS)
 
     def _first_sums(self, values: Sequence[int]) -> int:
-        """Bytes held while second contributions are added to first ones, into new memory; later
-        ones are added in place."""
-        totals = self.route.contributions
-        sums = [self.parameter_bytes[v].used for v in values if self.remaining[v] == totals[v] - 1]
-        return sum(self.parameter_bytes[v].used for v in values) + max(sums) if sums else 0
+        """Bytes held while second contributions are added to first ones, into new memory of the
+        dtype of sums; later ones are added in place. On CPUs another dtype is added by a copy."""
+        totals, most, grown = self.route.contributions, 0, 0
+        for v in values:
+            size = self.parameter_bytes[v]
+            is_copied = size.summed > size.used and self.device.kind == "cpu"
+            added = size.summed if is_copied and self.remaining[v] < totals[v] else 0
+            if self.remaining[v] == totals[v] - 1:
+                added += size.summed
+            most = max(most, grown + added)
+            if self.remaining[v] == totals[v] - 1:
+                grown += size.summed - size.used
+        return sum(self.parameter_bytes[v].used for v in values) + most if most else 0
 
     def _contribute(self, value: int) -> bool:
         """Count a contribution to a gradient; whether it was the last.
@@ -411,14 +400,15 @@ class _Play:
         last.
         """
         total, size = self.route.contributions[value], self.parameter_bytes[value]
-        stored, used = size.stored, size.used
         if self.remaining[value] == total:
-            self.live[Category.GRADIENTS] += used if total > 1 else stored
+            self.live[Category.GRADIENTS] += size.used if total > 1 else size.stored
+        elif self.remaining[value] == total - 1:
+            self.live[Category.GRADIENTS] += size.summed - size.used
         self.remaining[value] -= 1
         if self.remaining[value]:
             return False
         if total > 1:
-            self.live[Category.GRADIENTS] += stored - used
+            self.live[Category.GRADIENTS] += size.stored - size.summed
         return True
 
     def _take(self, key: Key, size_bytes: int) -> _Buffer:

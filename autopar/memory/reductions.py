@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from autopar.comm.coalesced import MAX_SCATTERS
 from autopar.comm.footprint import Scatter, scatters
 from autopar.comm.transports.base import Traits
 from autopar.cost_models.memory import Category
+from autopar.memory.parameters import ParameterBytes
 from autopar.memory.tally import Tally
 
 
@@ -24,13 +25,32 @@ class ReductionMemory:
         self._traits = traits
         self._in_flight: deque[Scatter] = deque()
 
-    def start(self, sizes: Iterable[tuple[int, int]], where: str) -> None:
-        """Reduce some gradients, given the bytes of each as blocks use it and as it is stored."""
-        found = list(sizes)
-        copied = sum(used for used, stored in found if used <= stored)
-        groups = scatters([size for size in found if size[0] > size[1]], self._traits)
+    def start(
+        self, sizes: Sequence[ParameterBytes], fresh: Sequence[ParameterBytes], where: str
+    ) -> None:
+        """Reduce some gradients; ``fresh`` are those that are not in the dtype of sums yet."""
+        self._cast([size for size in fresh if size.is_cast and not size.is_moved], where)
+        cast = max((size.used for size in fresh if size.summed > size.used), default=0)
+        copied = sum(size.summed for size in sizes if size.is_moved and size.is_whole)
+        parts = [size for size in sizes if not size.is_whole]
+        groups = scatters([(size.summed, size.received) for size in parts], self._traits)
+        # Until they are cast behind the sums, which makes new memory, shards are in their dtype.
+        late = [size for size in parts if size.received != size.stored]
+        growth = sum(size.stored - size.received for size in late)
+        self._tally.live[Category.GRADIENTS] -= growth
         play = self._overlapped if self._traits.overlaps else self._in_turn
-        play(copied, groups, where)
+        play(max(copied, cast), groups, where)
+        self._tally.live[Category.GRADIENTS] += growth
+        self._tally.check(where, sum(size.received for size in late))
+
+    def _cast(self, sizes: Sequence[ParameterBytes], where: str) -> None:
+        """Gradients that are cast one by one while the others are not yet."""
+        left = sum(size.used for size in sizes)
+        to_come = sum(size.stored for size in sizes)
+        for size in sizes:
+            to_come -= size.stored
+            self._tally.check(where, left - to_come)
+            left -= size.used
 
     def _overlapped(self, copied: int, groups: Sequence[Scatter], where: str) -> None:
         live = self._tally.live

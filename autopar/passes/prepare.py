@@ -13,6 +13,7 @@ from typing import NamedTuple
 from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
 from autopar.passes.batch_norm import BatchNorm, with_batch_norm
+from autopar.passes.precision import with_stored_precision
 from autopar.sharding.microbatches import Microbatches, with_explicit_totals
 from autopar.sharding.strategy import Analysis
 
@@ -66,4 +67,4 @@ def prepare(
     """A capture behind every pass; what is prepared already stays as it is."""
     if isinstance(captured, Prepared):
         return captured
-    return Prepared(with_batch_norm(captured, batch_norm))
+    return Prepared(with_batch_norm(with_stored_precision(captured), batch_norm))

@@ -22,7 +22,14 @@ from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
 from autopar.passes.batch_norm import batch_norm_of
 from autopar.passes.prepare import prepare
-from autopar.plan.parts import GraphPlan, MeshPlan, PlanFields, Prediction, SearchReport
+from autopar.plan.parts import (
+    GraphPlan,
+    MeshPlan,
+    PlanFields,
+    PrecisionPlan,
+    Prediction,
+    SearchReport,
+)
 from autopar.plan.refusals import at, refused
 from autopar.plan.schedule_plan import MAX_DEVICES, SchedulePlan
 from autopar.plan.text import format_plan, plan_html
@@ -174,7 +181,7 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
         fingerprint=graph.fingerprint,
         num_ops=len(graph.ops),
         num_parameters=sum(_count(v.shape) for v in graph.parameters),
-        parameter_bytes=sum(v.size_bytes for v in graph.parameters),
+        parameter_bytes=sum(v.stored_bytes for v in graph.parameters),
         inputs={
             name: f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for name, shape, dtype in zip(
@@ -184,6 +191,7 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
             )
         },
         batch_norm=batch_norm_of(graph).value,
+        precision=None if captured.precision is None else PrecisionPlan.of(captured.precision),
     )
 
 
@@ -271,6 +279,7 @@ def _check_graph(plan: Plan, found: GraphPlan) -> None:
     """Raise PlanError with the first property in which the model differs from the plan's."""
     for name in (
         "batch_norm",
+        "precision",
         "inputs",
         "num_parameters",
         "num_ops",

@@ -8,6 +8,7 @@ import msgspec
 
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.plan.schedule_plan import SchedulePlan
 
 
@@ -22,10 +23,25 @@ class MeshPlan(_Struct, frozen=True):
     axis_sizes: tuple[int, ...]
 
 
+class PrecisionPlan(_Struct, frozen=True):
+    """What a plan computes and sums gradients in; see `autopar.ir.precision`."""
+
+    compute: Literal["bf16", "fp16"]
+    reduce: Literal["fp32", "bf16"]
+
+    @staticmethod
+    def of(precision: Precision) -> PrecisionPlan:
+        return PrecisionPlan(compute=precision.compute, reduce=precision.reduce)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.compute}, gradients summed in {self.reduce}"
+
+
 class GraphPlan(_Struct, frozen=True):
     """The graph that a plan was made for, identified by ``fingerprint``.
 
-    ``batch_norm``: which statistics it trains with, see `autopar.passes.batch_norm`.
+    ``batch_norm``: which statistics it trains with, see `autopar.passes.batch_norm`. ``precision``:
+    its mixed precision, None if it computes in the model's own dtypes.
     """
 
     fingerprint: str
@@ -34,6 +50,7 @@ class GraphPlan(_Struct, frozen=True):
     parameter_bytes: int
     inputs: dict[str, str]
     batch_norm: Literal["global", "local"]
+    precision: PrecisionPlan | None = None
 
 
 class Prediction(_Struct, frozen=True):

@@ -53,6 +53,7 @@ def _summary(plan: PlanFields) -> Rows:
         ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
         ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
         *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
+        *([] if graph.precision is None else [("precision", str(graph.precision))]),
         *_schedule(plan),
         (
             "search",

@@ -36,6 +36,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopar.base.errors import ConstraintError
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
@@ -316,8 +318,16 @@ def _needed(priced: PricedGraph, user: int, pick: int, value: Value) -> Placemen
     return table.needs[op.inputs.index(value.index)].at(pick)
 
 
-def _bytes(value: Value, placements: Placements, mesh: Mesh) -> int:
-    return math.prod(local_shape(value.shape, placements, mesh)) * value.dtype.itemsize
+def _bytes(value: Value, placements: Placements, mesh: Mesh, dtype: torch.dtype) -> int:
+    return math.prod(local_shape(value.shape, placements, mesh)) * dtype.itemsize
+
+
+def _sizes(parameter: _Parameter, mesh: Mesh) -> tuple[int, int, int]:
+    """Bytes of its part as it is stored, is gathered, and has its gradients summed."""
+    value, stored = parameter.value, parameter.stored
+    dtypes = value.stored_dtype, value.dtype, value.reduced_dtype
+    of_stored, of_gathered, of_reduced = (_bytes(value, stored, mesh, d) for d in dtypes)
+    return of_stored, of_gathered, of_reduced
 
 
 def _whole(placements: Placements, axes: Sequence[int]) -> Placements:
@@ -360,15 +370,15 @@ def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline
     kept = 1 / mesh.size(axes)
     changes, saved_bytes = dict[int, Change](), 0.0
     for p in _parameters(candidate):
-        size = _bytes(p.value, p.stored, mesh)
-        moved_s = seconds("reduce_scatter", size, _varying(p, axes))
+        stored, gathered, reduced = _sizes(p, mesh)
+        moved_s = seconds("reduce_scatter", reduced, _varying(p, axes))
         moved_s += _other_moves_s(candidate, p, axes)
         changes[p.value.index] = Change(
-            fetch_s=seconds("all_gather", size, axes) / candidate.num_microbatches,
+            fetch_s=seconds("all_gather", gathered, axes) / candidate.num_microbatches,
             move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
             update_s=-p.update_s * (1 - kept),
         )
-        saved_bytes += size * (1 - kept)
+        saved_bytes += stored * (1 - kept)
     searched = _searched(candidate)
     num_states = candidate.priced.pricing.optimizer.num_states
     zero1 = replace(
@@ -392,9 +402,10 @@ def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
             for axis in axes
             if p.stored[axis].state is State.SHARD and p.needed[axis].state is not State.SHARD
         )
-        size = _bytes(p.value, _whole(p.stored, split), mesh)
+        dtype = p.value.dtype
+        size = _bytes(p.value, _whole(p.stored, split), mesh, dtype)
         changes[p.value.index] = Change(move_s=num * seconds("all_gather", size, split))
-        saved_bytes += size - _bytes(p.value, p.stored, mesh)
+        saved_bytes += size - _bytes(p.value, p.stored, mesh, dtype)
         largest = max(largest, size)
     searched = _searched(candidate)
     return replace(
@@ -423,17 +434,17 @@ def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
     kept = 1 / num_parts
     changes, saved_bytes = dict[int, Change](), 0.0
     for p in _parameters(candidate):
-        size = _bytes(p.value, p.stored, candidate.mesh)
+        stored, gathered, reduced = _sizes(p, candidate.mesh)
         moved_s = _other_moves_s(candidate, p, (0,))
         if _varying(p, (0,)):
-            moved_s += seconds("reduce_scatter", size, (1,))
-            moved_s += seconds("all_reduce", -(-size // num_parts), (0,))
+            moved_s += seconds("reduce_scatter", reduced, (1,))
+            moved_s += seconds("all_reduce", -(-reduced // num_parts), (0,))
         changes[p.value.index] = Change(
-            fetch_s=seconds("all_gather", size, (1,)),
+            fetch_s=seconds("all_gather", gathered, (1,)),
             move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
             update_s=-p.update_s * (1 - kept),
         )
-        saved_bytes += size * (1 - kept)
+        saved_bytes += stored * (1 - kept)
     searched = _searched(candidate)
     num_states = candidate.priced.pricing.optimizer.num_states
     return replace(

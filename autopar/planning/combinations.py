@@ -71,7 +71,10 @@ class Combinations:
         self.batch = analysis.batch_size
         self.num_blocks = len(staged_blocks(analysis.graph))
         self.calls = counted_calls(analysis)
-        self.parameter_bytes = sum(v.size_bytes for v in analysis.graph.parameters)
+        parameters = analysis.graph.parameters
+        self.stored_bytes = sum(v.stored_bytes for v in parameters)
+        self.gathered_bytes = sum(v.size_bytes for v in parameters)
+        self.reduced_bytes = sum(v.reduced_bytes for v in parameters)
         self.boundary_bytes = _boundary_bytes(analysis)
         self.block_flops = _block_flops(analysis)
         self.kept_bytes = kept_bytes(analysis)
@@ -168,10 +171,13 @@ class Combinations:
         time_s *= 1 + (num_devices - 1) / (2 * num)
         if data > 1:
             ranks = tuple(range(0, data * tensor, tensor))
-            size_bytes = math.ceil(self.parameter_bytes / share)
-            time_s += self.communication.estimate("all_reduce", size_bytes, ranks).time_s
-            if size_bytes * (2 + self.optimizer.num_states) > 0.8 * self.budget_bytes:
-                gather = self.communication.estimate("all_gather", size_bytes, ranks)
+            reduced, gathered, stored = (
+                math.ceil(size_bytes / share)
+                for size_bytes in (self.reduced_bytes, self.gathered_bytes, self.stored_bytes)
+            )
+            time_s += self.communication.estimate("all_reduce", reduced, ranks).time_s
+            if stored * (2 + self.optimizer.num_states) > 0.8 * self.budget_bytes:
+                gather = self.communication.estimate("all_gather", gathered, ranks)
                 time_s += num * gather.time_s
         activations = self.kept_bytes / parts / tensor
         return time_s * self._without_memory(activations / self.budget_bytes, num_devices)

@@ -130,7 +130,7 @@ def _update_sources(best: Candidate) -> set[Source]:
     pricing = best.priced.pricing
     stored = best.priced.assignment(best.solution.assignment).stored
     return {
-        pricing.update(pricing.local_bytes(value, stored[value.index]), value.dtype).source
+        pricing.update(pricing.local_bytes(value, stored[value.index]), value.stored_dtype).source
         for value in pricing.graph.parameters
         if value.differentiable and value.index in stored
     }

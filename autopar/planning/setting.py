@@ -137,7 +137,7 @@ def stored_bytes(value: Value, shape: tuple[int, ...], optimizer: OptimizerSpec)
     if value.kind is not ValueKind.PARAMETER:
         return 0
     copies = 1 + optimizer.num_states if value.differentiable else 1
-    return copies * math.prod(shape) * value.dtype.itemsize
+    return copies * math.prod(shape) * value.stored_dtype.itemsize
 
 
 MIN_EXPOSED = 1e-3

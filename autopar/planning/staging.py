@@ -280,7 +280,7 @@ def _own_costs(
         parameter, move_s = strategy.graph.values[value], times.move_s.get(value, 0.0)
         if len(devices) > 1 and parameter.differentiable:
             local = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
-            size_bytes = math.prod(local) * parameter.dtype.itemsize
+            size_bytes = math.prod(local) * parameter.stored_dtype.itemsize
             ranks = tuple(device * size for device in devices)
             total = communication.estimate("all_reduce", size_bytes, ranks)
             move_s, sums = move_s + total.time_s, added(sums, total)

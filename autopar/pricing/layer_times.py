@@ -118,7 +118,7 @@ def _layer(
         forward_s=forward_s,
         input_grad_s=input_s,
         weight_grad_s=weight_s,
-        gradient_bytes=sum(values[i].size_bytes for i in own),
+        gradient_bytes=sum(values[i].reduced_bytes for i in own),
         activation_bytes=_activation_bytes(analysis, ops, calls),
         boundary_bytes=_boundary_bytes(analysis, layer.stop),
         forward_share=_share(sum(e.forward_s for e in filled), forward_s),

@@ -64,7 +64,7 @@ def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
         if value.differentiable:
             for placements in split_placements(value, mesh, (R,), ()):
                 num_elements = math.prod(local_shape(value.shape, placements, mesh))
-                yield update_call(num_elements, value.dtype)
+                yield update_call(num_elements, value.stored_dtype)
 
 
 def local_calls(

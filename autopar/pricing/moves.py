@@ -18,9 +18,9 @@ import numpy as np
 from autopar.comm.coalesced import travels_alone
 from autopar.cost_models import Cluster, CommunicationModel
 from autopar.cost_models.estimate import Estimate
-from autopar.ir.graph import Graph, Value, ValueKind
+from autopar.ir.graph import Graph, Mixed, Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Move, MoveKind, Placements, State, redistribute
+from autopar.ir.placement import Move, MoveKind, Placements, State, local_shape, redistribute
 from autopar.sharding.microbatches import Microbatches
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -108,7 +108,8 @@ class Moves:
         num_joined: int = 1,
     ) -> Array:
         """Seconds of redistributing ``value``, ``[choices of source, choices of target]``."""
-        what = (value.shape, value.dtype, value.differentiable, self.num_parts(value))
+        dtypes = value.dtype, value.mixed
+        what = (value.shape, dtypes, value.differentiable, self.num_parts(value))
         key = (what, stored, num_joined, source, target)
         if key not in self._matrices:
             small = np.array(
@@ -157,12 +158,15 @@ class Moves:
         """
         parts = self.num_parts(value)
         num_joined = self.num_joined if stored else num_joined
-        key = (value.shape, value.dtype, value.differentiable, parts, source, target, num_joined)
+        mixed = value.mixed if stored else None
+        dtypes = value.dtype, mixed
+        key = (value.shape, dtypes, value.differentiable, parts, source, target, num_joined)
         if key not in self._prices:
-            forward_s = backward_s = 0.0
+            forward_s, backward_s = self._casts_s(value, mixed, source, target)
+            widened = 1.0 if mixed is None else mixed.reduced.itemsize / value.dtype.itemsize
             collectives: Estimate | None = None
             for move in self.routes(source, target, value.shape, self.mesh):
-                found = self._move(value, move, parts, num_joined)
+                found = self._move(value, move, parts, num_joined, widened)
                 forward_s += found.forward_s
                 backward_s += found.backward_s
                 collectives = added(collectives, found.collectives)
@@ -171,7 +175,27 @@ class Moves:
             )
         return self._prices[key]
 
-    def _move(self, value: Value, move: Move, parts: int, num_joined: int) -> MovePrice:
+    def _casts_s(
+        self, value: Value, mixed: Mixed | None, source: Placements, target: Placements
+    ) -> tuple[float, float]:
+        """Seconds of the casts of a stored parameter, and of its gradient before or after the
+        reduction."""
+        if mixed is None:
+            return 0.0, 0.0
+        stored, used = (
+            math.prod(local_shape(value.shape, placements, self.mesh))
+            for placements in (source, target)
+        )
+        forward_s = self._pass_s(stored * (value.dtype.itemsize + mixed.stored.itemsize) / 2)
+        is_first = mixed.reduced is not value.dtype
+        cast = used if is_first else stored
+        backward_s = self._pass_s(cast * (value.dtype.itemsize + mixed.stored.itemsize) / 2)
+        return forward_s, backward_s if value.differentiable else 0.0
+
+    def _move(
+        self, value: Value, move: Move, parts: int, num_joined: int, widened: float
+    ) -> MovePrice:
+        """``widened``: by how much the gradient's elements are larger than the value's."""
         local = math.ceil(math.prod(move.shape) * value.dtype.itemsize / parts)
         num = self.mesh.size(move.axes)
         grown = local * num if move.kind in (MoveKind.ALL_GATHER, MoveKind.PAD) else local
@@ -183,9 +207,10 @@ class Moves:
             forward_s += 0.0 if there is None else there.time_s
             forward_s += copies * self._pass_s(grown)
         if value.differentiable and move.backward is not None:
-            back = self.collective(move.backward, grown, move.axes, num_joined)
+            wide = round(widened * grown)
+            back = self.collective(move.backward, wide, move.axes, num_joined)
             backward_s = 0.0 if back is None else back.time_s
-            backward_s += copies * self._pass_s(grown)
+            backward_s += copies * self._pass_s(wide)
         return MovePrice(forward_s=forward_s, backward_s=backward_s, collectives=added(there, back))
 
     def collective(
@@ -219,7 +244,7 @@ class Moves:
             return self._pass_s(size_bytes)
         return 0.0
 
-    def _pass_s(self, size_bytes: int) -> float:
+    def _pass_s(self, size_bytes: float) -> float:
         """Seconds of a kernel that reads and writes ``size_bytes``."""
         device = self.device
         return device.kernel_launch_s + 2 * size_bytes / device.memory_bandwidth_bytes_per_s

@@ -68,9 +68,8 @@ class NodeMemory:
             for position, share in kept.weights:
                 value = self.values[op.inputs[position]]
                 if value.differentiable and self.pricing.num_microbatches > 1:
-                    share *= (
-                        2  # gradients are accumulated in the placement in which they are computed
-                    )
+                    # Gradients are accumulated in the placement in which they are computed.
+                    share *= 1 + value.reduced_dtype.itemsize / value.dtype.itemsize
                 weights += share * self._bytes(value, table.needs[position])
             for position, share in kept.operands:
                 value = self.values[op.inputs[position]]

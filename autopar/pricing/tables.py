@@ -258,8 +258,9 @@ class Pricing:
         )
 
     def local_bytes(self, value: Value, placements: Placements) -> int:
+        """Of one device's part, as it is stored."""
         shape = local_shape(value.shape, placements, self.mesh)
-        return int(np.prod(shape, dtype=np.int64)) * value.dtype.itemsize
+        return int(np.prod(shape, dtype=np.int64)) * value.stored_dtype.itemsize
 
     def _timed_bytes(self, value: Value, placements: Placements) -> int:
         """Local bytes of one micro-batch."""
@@ -270,7 +271,8 @@ class Pricing:
         """The table of the placements in which a parameter or input may be stored."""
         digits, held = self._digits(value), self.held.get(value.index)
         first = None if self.microbatches is None else self.microbatches.states[value.index]
-        key = (value.kind, value.shape, value.dtype, value.differentiable, digits, first, held)
+        dtypes = value.dtype, value.mixed
+        key = (value.kind, value.shape, dtypes, value.differentiable, digits, first, held)
         if key not in self._value_tables:
             options = [held] if held else split_placements(value, self.mesh, (R,), digits)
             if (cut := self.microbatches) is not None:
@@ -289,7 +291,7 @@ class Pricing:
             return sizes * 2 / self.cluster.device.memory_bandwidth_bytes_per_s
         if not value.differentiable:
             return np.zeros_like(sizes)
-        times = {size: self.update(int(size), value.dtype).time_s for size in set(sizes)}
+        times = {size: self.update(int(size), value.stored_dtype).time_s for size in set(sizes)}
         return np.array([times[size] for size in sizes])
 
     def update(self, size_bytes: int, dtype: torch.dtype) -> Estimate:
@@ -314,12 +316,13 @@ class Pricing:
         """Bytes of a parameter's gradient and optimizer state, or of an input.
 
         The op that uses a parameter counts it, and its accumulated gradient with several
-        micro-batches.
+        micro-batches; a parameter that ops read in another dtype is stored besides.
         """
         if value.kind is ValueKind.PARAMETER:
+            own = 0 if value.mixed is None else 1
             gradients = 1 if self.num_microbatches == 1 else 0
             num_held = gradients + self.optimizer.num_states
-            return sizes * (num_held if value.differentiable else 0)
+            return sizes * (own + (num_held if value.differentiable else 0))
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:

@@ -42,6 +42,9 @@ class Runner(Protocol):
     @property
     def num_skipped_steps(self) -> int: ...
 
+    @property
+    def loss_scale(self) -> float: ...
+
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
     def watched(self, name: str) -> AbstractContextManager[None]: ...
@@ -130,6 +133,7 @@ class Compiled:
             max_grad_norm=options.max_grad_norm,
             nonfinite=NonFinite(options.nonfinite),
             array=options.array,
+            precision=captured.precision,
         )
         self._runner: Runner
         if is_spmd():
@@ -227,8 +231,14 @@ class Compiled:
 
     @property
     def num_skipped_steps(self) -> int:
-        """How many training steps were skipped with ``nonfinite="skip"``."""
+        """How many training steps were skipped: with ``nonfinite="skip"``, or because gradients in
+        float16 overflowed."""
         return self._runner.num_skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by; 1 but with ``precision="fp16"``."""
+        return self._runner.loss_scale
 
     @property
     def step_time_s(self) -> float | None:

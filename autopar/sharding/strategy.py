@@ -118,7 +118,7 @@ class Analysis:
         def describe(index: int) -> Any:
             v = values[index]
             is_parameter = v.kind is ValueKind.PARAMETER
-            return (v.shape, v.dtype, v.strides, v.differentiable, is_parameter, v.fixed)
+            return (v.shape, v.dtype, v.mixed, v.strides, v.differentiable, is_parameter, v.fixed)
 
         bases = tuple(self.bases[op.index].items())
         outputs = tuple(None if o is None else describe(o) for o in op.outputs)

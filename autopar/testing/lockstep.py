@@ -184,6 +184,9 @@ class LockstepMachine:
         for a, b in zip(left, right):
             a.add_(b)
 
+    def add_in(self, dtype: torch.dtype, left: Shards, right: Shards) -> Shards:
+        return [a.to(dtype) + b for a, b in zip(left, right)]
+
     def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
         scaled = [[x * weight for x in value] for weight, value in terms]
         return functools.reduce(self.add, scaled)

@@ -114,6 +114,12 @@ class ProbedService(RankService):
         """What a full disk is to one process: writes fail behind so many bytes (-1: no more)."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, -1))
 
+    def fsdp_steps(self, batches: list[tuple[Tensor, Tensor]]) -> Any:
+        """Training under ``fully_shard`` on this rank."""
+        from tests.runtime.test_precision import fsdp_steps
+
+        return fsdp_steps(self.rank, batches)
+
     def reload_as_dtensors(self) -> bool:
         """Whether loading its own DTensors leaves every number as it was."""
         runtime = self.running

@@ -217,7 +217,7 @@ def _fitting(
         rows //= 2
         smaller = _first_rows(call, rows)
         try:
-            captured = capture(model, smaller, loss_fn=loss_fn)
+            captured = capture(model, smaller, loss_fn=loss_fn, precision=captured.precision)
         except AutoparError as error:
             _log.info("a batch of %d rows cannot be captured for the check: %s", rows, error)
             break

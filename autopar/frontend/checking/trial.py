@@ -56,6 +56,7 @@ class Trial:
         checked: Sequence[str],
     ) -> None:
         self.graph, self.signature = captured.graph, captured.signature
+        self.precision = captured.precision
         self.model, self.loss_fn, self.call = model, loss_fn, call
         self.device, self.checked = device, tuple(checked)
         self.num_runs = 0
@@ -93,6 +94,7 @@ class Trial:
                 copy_with(make, self.loss_fn, memo),
                 targets,
                 with_loss=True,
+                precision=self.precision,
             )
             before = _seed_elsewhere(self.num_runs)
             self.num_runs += 1

@@ -43,14 +43,22 @@ from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Seeds, is_random, random_nodes, split_axes
 
+_CAST = torch.ops.aten._to_copy.default
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A collective over the axes of ``label``; ``digit`` says what it splits, if it does."""
+    """A graph that casts, communicates, and casts again, or less of it.
 
-    op: Any
-    label: str
-    digit: tuple[int, int]
+    The collective ``op`` is over the axes of ``label``, ``digit`` what it splits, where it splits;
+    ``before`` and ``after`` it are the dtypes of the casts, where there are any.
+    """
+
+    op: Any = None
+    label: str = ""
+    digit: tuple[int, ...] = ()
+    before: torch.dtype | None = None
+    after: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -60,11 +68,13 @@ class _Joined:
     places: list[int] = field(default_factory=list)
     operands: list[Tensor] = field(default_factory=list)
     digits: list[tuple[int, int]] = field(default_factory=list)
+    after: list[torch.dtype | None] = field(default_factory=list)
 
-    def add(self, place: int, operand: Tensor, digit: tuple[int, int]) -> None:
+    def add(self, place: int, operand: Tensor, call: _Call) -> None:
         self.places.append(place)
         self.operands.append(operand)
-        self.digits.append(digit)
+        self.digits.append(call.digit)  # type: ignore[arg-type]
+        self.after.append(call.after)
 
     def release(self) -> list[Tensor]:
         """Hand the operands over: from now on only the caller refers to them."""
@@ -126,6 +136,9 @@ class ProcessMachine:
     def add_to(self, left: Tensor, right: Tensor) -> None:
         left.add_(right)
 
+    def add_in(self, dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+        return left + right if left.dtype is dtype else left.to(dtype).add_(right)
+
     def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
         return functools.reduce(torch.add, [value * weight for weight, value in terms])
 
@@ -162,16 +175,21 @@ class ProcessMachine:
         for place in range(num_moves):
             module, operand = moves.pop(0)
             call = self._single_call(module)
+            if call is not None and call.op is None:
+                results[place] = _cast(operand, call.after)
+                del operand
+                continue
             if call is None or operand.dtype is torch.bool:
                 (result,) = self.run(module, [operand])
                 is_part = result.nbytes < result.untyped_storage().nbytes()
                 results[place] = result.clone() if own_memory and is_part else result
                 del operand, result
                 continue
+            operand = _cast(operand, call.before)
             size_bytes = operand.numel() * operand.element_size()
             is_alone = travels_alone(size_bytes, is_sum=call.op is ALL_REDUCE)
             key = (call.op, call.label, operand.dtype, place if is_alone else -1)
-            joined.setdefault(key, _Joined()).add(place, operand, call.digit)
+            joined.setdefault(key, _Joined()).add(place, operand, call)
             del operand
         pending = []
         for (op, label, _, _), together in joined.items():
@@ -186,13 +204,13 @@ class ProcessMachine:
                 wait = Once(wait)
                 self._scatters.append(wait)
             del operands
-            pending.append((together.places, wait))
+            pending.append((together.places, together.after, wait))
         while len(self._scatters) > MAX_SCATTERS:
             self._scatters.popleft()()
 
         def finish() -> Sequence[Tensor]:
-            for places, wait in pending:
-                results.update(zip(places, wait()))
+            for places, after, wait in pending:
+                results.update(zip(places, map(_cast, wait(), after)))
                 if wait in self._scatters:
                     self._scatters.remove(wait)
             return [results[place] for place in range(num_moves)]
@@ -200,14 +218,9 @@ class ProcessMachine:
         return finish
 
     def _single_call(self, module: fx.GraphModule) -> _Call | None:
-        """The collective of a graph that consists of it alone; None for other graphs."""
+        """The collective of a graph that consists of it and casts alone; None for other graphs."""
         if module not in self._calls:
-            calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-            found = None
-            if len(calls) == 1 and calls[0].target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
-                _, label, _, *digit = calls[0].args
-                found = _Call(calls[0].target, str(label), tuple(digit))
-            self._calls[module] = found
+            self._calls[module] = _found_call(module)
         return self._calls[module]
 
     def _bind(self, module: fx.GraphModule) -> fx.GraphModule:
@@ -259,6 +272,28 @@ class ProcessMachine:
             generator.manual_seed(seeds.seed_of_model(model, block, place, axes, rank))
 
         return rows_dropped(x, models, p, begin)
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def _found_call(module: fx.GraphModule) -> _Call | None:
+    calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    casts = [n.target is _CAST for n in calls]
+    dtypes = [n.kwargs["dtype"] if is_cast else None for n, is_cast in zip(calls, casts)]
+    if casts == [True]:
+        return _Call(after=dtypes[0])
+    if casts not in ([False], [True, False], [False, True], [True, False, True]):
+        return None
+    collective = calls[casts.index(False)]
+    if collective.target not in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
+        return None
+    _, label, _, *digit = collective.args
+    return _Call(
+        op=collective.target, label=str(label), digit=tuple(digit),
+        before=dtypes[0], after=dtypes[-1],
+    )  # fmt: skip
 
 
 def labels_of(program: RankProgram) -> set[str]:

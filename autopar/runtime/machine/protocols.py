@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import fx
 
 from autopar.lowering.types import TensorMeta
@@ -44,6 +45,10 @@ class Machine(Protocol[T]):
 
     def add_to(self, left: T, right: T) -> None:
         """Add in place to a value that has no other reader."""
+        ...
+
+    def add_in(self, dtype: torch.dtype, left: T, right: T) -> T:
+        """The sum, as new memory of a dtype that is at least as wide."""
         ...
 
     def weighted_sum(self, terms: Sequence[tuple[float, T]]) -> T:

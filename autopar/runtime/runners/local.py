@@ -101,6 +101,9 @@ class RankService:
             loss=loss, refused=refused, grad_norm=norm, num_skipped_steps=runtime.num_skipped_steps
         )
 
+    def loss_scale(self) -> float:
+        return self.running.updates.loss_scale
+
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
 
@@ -237,6 +240,11 @@ class LocalRunner:
             raise error_of_step(step.refused, self.program)
         assert step.loss is not None
         return step.loss
+
+    @property
+    def loss_scale(self) -> float:
+        found: float = self.group.call("loss_scale")[0]
+        return found
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack(program))

@@ -132,6 +132,10 @@ class SpmdRunner:
         return self.runtime.num_skipped_steps
 
     @property
+    def loss_scale(self) -> float:
+        return self.runtime.updates.loss_scale
+
+    @property
     def grad_norm(self) -> Tensor | None:
         return self.runtime.grad_norm
 

@@ -1,10 +1,10 @@
 """Checkpoints of a rank runtime: one folder of safetensors files and plain JSON.
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
-``trainer`` (steps done, seed, learning-rate schedule). It can be read on any mesh and any number of
-ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`; checkpoints that
-this module wrote can be read here. A checkpoint that is overwritten stays complete until the new
-one is, whatever dies meanwhile. Loading runs no code, and loads everything or nothing.
+``trainer`` (steps done, seed, loss scale, learning-rate schedule). It can be read on any mesh and
+any number of ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`;
+checkpoints that this module wrote can be read here. A checkpoint that is overwritten stays complete
+until the new one is, whatever dies meanwhile. Loading runs no code, and loads all or nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
 from autopar.runtime.state.optimizer_state import refused_by_all
 from autopar.runtime.state.plain import from_plain, to_plain
+from autopar.runtime.step.loss_scale import is_state
 from autopar.runtime.step.rank import RankRuntime
 
 Path = str | os.PathLike[str]
@@ -115,7 +116,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
     runtime.load_state_dict(model)
     if optimizer is not None:
         runtime.load_optimizer_state_dict(optimizer)
-    runtime.take_progress(trainer.get("num_steps"), trainer.get("seed"))
+    runtime.take_progress(trainer.get("num_steps"), trainer.get("seed"), trainer.get("loss_scale"))
     if runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
@@ -175,6 +176,8 @@ def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plain data, and this rank's entries of optimizer state in it. Collective."""
     trainer: dict[str, Any] = {"num_steps": runtime.num_steps, "seed": runtime.seed}
     plain: dict[str, Any] = {"trainer": trainer}
+    if runtime.updates.scale is not None:
+        trainer["loss_scale"] = runtime.updates.scale.state()
     scalars: dict[str, Any] = {}
     state = runtime.optimizer_state_dict() if runtime.options.optimizer is not None else None
     if runtime.lr_scheduler is not None:
@@ -417,6 +420,8 @@ def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) ->
         value = trainer.get(key)
         if key in trainer and (type(value) is not int or not 0 <= value < 2**63):
             raise damaged(place, f"has {key} = {str(value)[:40]}")
+    if "loss_scale" in trainer and not is_state(trainer["loss_scale"]):
+        raise damaged(place, f"has loss_scale = {str(trainer['loss_scale'])[:40]}")
     if runtime.lr_scheduler is not None:
         if "lr_scheduler" not in trainer:
             raise InputError(

@@ -72,11 +72,11 @@ class Agreement:
         """Reset, also after a step that was interrupted."""
         self._norms.clear()
 
-    def inspect(self, gradient: Tensor) -> None:
-        """Examine a complete gradient of this rank."""
+    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Examine a complete gradient of this rank, which will be reduced in ``dtype``."""
         precise = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient, dtype=precise)
-        self._norms.setdefault(gradient.dtype, []).append(norm)
+        self._norms.setdefault(dtype, []).append(norm)
 
     def refuse(self) -> None:
         """Refuse the step on this rank, whatever its gradients are."""

@@ -67,6 +67,7 @@ class Computation(Generic[T]):
 
     Communication of the loss, of next buffers and of the next block's parameters overlaps with the
     computation that follows. With ``keeps_loss`` summing the loss over ranks is left to the caller.
+    Gradients are those of the loss times ``loss_scale``.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Computation(Generic[T]):
         fixed: Mapping[int, T],
         given: Sequence[Mapping[int, T]],
         keeps_loss: bool = False,
+        loss_scale: float = 1.0,
     ) -> None:
         self.program = program
         self.keeps_loss = keeps_loss
+        self.loss_scale = loss_scale
         self.route = route
         self.machine = machine
         self.stored = parameters
@@ -322,7 +325,7 @@ class Computation(Generic[T]):
             value = block.interface.outputs[index]
             cotangent = flight.cotangents.pop(value, None)
             if value == loss:
-                cotangent = self.machine.filled(kernel.output_metas[index], 1.0)
+                cotangent = self.machine.filled(kernel.output_metas[index], self.loss_scale)
             if cotangent is None:
                 cotangent = self.machine.filled(kernel.output_metas[index], 0.0)
             taken.append(self.machine.contiguous(cotangent))
@@ -365,13 +368,15 @@ class Computation(Generic[T]):
 
     def _add_gradient(self, value: int, gradient: T) -> None:
         """Add to a gradient. The first sum is new memory, as one tensor may be the gradient of two
-        parameters; later contributions are added in place."""
+        parameters, in the dtype of reductions; later contributions are added in place."""
         if value in self._own_sums:
             self.machine.add_to(self.partial[value], gradient)
-            return
-        if value in self.partial:
+        elif value in self.partial:
             self._own_sums.add(value)
-        self.accumulate(self.partial, value, gradient)
+            dtype = self._parameter_of[value].reduced_dtype
+            self.partial[value] = self.machine.add_in(dtype, self.partial[value], gradient)
+        else:
+            self.partial[value] = gradient
 
     def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient

@@ -107,7 +107,8 @@ class Executor(Generic[T]):
         assert self.program.loss is not None
         self._fix(buffers)
         agrees = updater is not None and updater.agrees
-        run = self._computation(parameters, buffers, self._early(buffers, batches), agrees)
+        scale = 1.0 if updater is None else updater.loss_scale
+        run = self._computation(parameters, buffers, self._early(buffers, batches), agrees, scale)
         play = _Play(self, run, updater)
         play.run()
         report(_REDUCED)
@@ -143,6 +144,7 @@ class Executor(Generic[T]):
         buffers: Mapping[int, T],
         given: Sequence[Mapping[int, T]],
         keeps_loss: bool = False,
+        loss_scale: float = 1.0,
     ) -> Computation[T]:
         return Computation(
             self.program,
@@ -153,6 +155,7 @@ class Executor(Generic[T]):
             fixed=self.fixed,
             given=given,
             keeps_loss=keeps_loss,
+            loss_scale=loss_scale,
         )
 
     def _fix(self, buffers: Mapping[int, T]) -> None:

@@ -78,6 +78,7 @@ class ForwardPrograms:
         runner: ForwardRunner,
     ) -> None:
         self._signature = captured.signature
+        self._precision = captured.precision
         self._own_key = captured.signature.key()
         self._program = program
         self._was_training = model.training
@@ -137,6 +138,7 @@ class ForwardPrograms:
                 Arguments(*self._without_targets(*call)),
                 training=None if training == self._was_training else training,
                 differentiable=False,
+                precision=self._precision,
             )
             signature = captured.signature
             program = self._lower_other(captured, self._held(captured, with_inputs=is_own))

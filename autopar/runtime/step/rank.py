@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopar.base.accelerators import kept_generators
 from autopar.base.errors import InputError, OptimizerError
 from autopar.comm.groups import Communicator
+from autopar.ir.precision import Precision
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.faults.progress import encoded, report
@@ -36,6 +37,7 @@ from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor
+from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.updates import Updates
 
@@ -51,6 +53,7 @@ class RankOptions:
     program (tied parameters share one). ``seed`` is for random operators. Gradients are clipped to
     ``max_grad_norm`` before each update. ``nonfinite`` says what to do with a step whose loss or
     gradients are not finite. ``array`` says how each model trains if the program is one of several.
+    ``precision`` says how the loss of a program in mixed precision is scaled.
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -60,6 +63,7 @@ class RankOptions:
     max_grad_norm: float | None = None
     nonfinite: NonFinite = NonFinite.RAISE
     array: ArrayOptions | None = None
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +150,7 @@ class RankRuntime:
 
     def _make_updates(self) -> Updates:
         program, options, clipper, agreement = self.program, self.options, None, None
+        precision = options.precision
         if options.max_grad_norm is not None:
             trained = [p for p in program.parameters if p.trainable]
             clipper = Clipper(options.max_grad_norm, trained, self.communicator)
@@ -160,6 +165,8 @@ class RankRuntime:
             agreement=agreement,
             nonfinite=options.nonfinite,
             is_late=has_late_updates(program),
+            scale=None if precision is None or not precision.is_scaled else LossScale(precision),
+            cast={p.value for p in self._trainable() if p.used_dtype is not p.dtype},
         )
 
     @property
@@ -220,7 +227,7 @@ class RankRuntime:
             self.updates.begin_step()
             self.updates.grad_norm = norm_before
             raise StepRefused(failed)
-        elif self.options.nonfinite is NonFinite.SKIP:
+        elif self.updates.backs_off(loss) or self.options.nonfinite is NonFinite.SKIP:
             self.num_skipped_steps += 1
         else:
             del reductions, buffers
@@ -401,10 +408,14 @@ class RankRuntime:
         """The seed of the random operators."""
         return self.machine.seeds.seed
 
-    def take_progress(self, num_steps: int | None, seed: int | None) -> None:
-        """Continue after so many steps with this seed; None leaves either as it is."""
+    def take_progress(
+        self, num_steps: int | None, seed: int | None, loss_scale: Mapping[str, Any] | None
+    ) -> None:
+        """Continue after so many steps with this seed and scale; None leaves each as it is."""
         self.num_steps = self.num_steps if num_steps is None else num_steps
         self.machine.seeds.seed = self.seed if seed is None else seed
+        if self.updates.scale is not None and loss_scale is not None:
+            self.updates.scale.load(loss_scale)
 
     # --- optimizer state -------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
 from autopar.ir.placement import local_shape
 from autopar.lowering.route import Route
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
@@ -45,7 +47,7 @@ class Reductions(Generic[T]):
         links: Links[T],
         partial: dict[int, T],
         *,
-        inspect: Callable[[T], None] | None = None,
+        inspect: Callable[[T, torch.dtype], None] | None = None,
     ) -> None:
         self.program = program
         self.route = route
@@ -116,7 +118,7 @@ class Reductions(Generic[T]):
             parameter = self._parameter_of[value]
             gradient = self.machine.contiguous(self.partial.pop(value))
             if self._inspect is not None:
-                self._inspect(gradient)
+                self._inspect(gradient, parameter.reduced_dtype)
             if parameter.kernel is None:
                 self._ready[value] = gradient
                 continue
@@ -164,8 +166,13 @@ class Updater(Protocol[T]):
     @property
     def agrees(self) -> bool: ...
 
-    def inspect(self, gradient: T) -> None:
-        """Look at a gradient that is complete on this device and not reduced yet."""
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward pass; gradients are divided by it."""
+        ...
+
+    def inspect(self, gradient: T, dtype: torch.dtype) -> None:
+        """Look at a gradient that is complete on this device and will be reduced in ``dtype``."""
         ...
 
     def total_loss(self, part: T | None) -> T:

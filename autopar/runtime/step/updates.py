@@ -10,7 +10,7 @@ whoever reads parameters must call `settle`, which waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.state.optimizers import is_elementwise, update
 from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
 from autopar.runtime.step.clipping import Clipper
+from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.reductions import Reductions
 
 _LATE = encoded("the last step's reductions and updates")
@@ -32,7 +33,8 @@ class Updates:
     before that. With ``is_late`` the schedule runs the last step's updates. Unless ``nonfinite`` is
     to ignore it, the ``agreement`` says whether a step is finite before anything is updated; with
     clipping the global norm, equal on all ranks, says it. ``is_void`` refuses this rank's step as
-    one that is not finite.
+    one that is not finite. Gradients of a loss that was multiplied by a ``scale`` are divided by it
+    when they are complete; ``cast`` are the parameters that are used in another dtype.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Updates:
         agreement: Agreement | None,
         nonfinite: NonFinite,
         is_late: bool,
+        scale: LossScale | None = None,
+        cast: Collection[int] = (),
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -54,6 +58,9 @@ class Updates:
         self.clipper = clipper
         self.agreement = agreement
         self.nonfinite = nonfinite
+        self.scale = scale
+        self.cast = cast
+        self._scaled_by = 1.0
         self.grad_norm: Tensor | None = None
         self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
@@ -75,9 +82,13 @@ class Updates:
     def agrees(self) -> bool:
         return self.agreement is not None
 
-    def inspect(self, gradient: Tensor) -> None:
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
+
+    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
         if self.agreement is not None:
-            self.agreement.inspect(gradient)
+            self.agreement.inspect(gradient, dtype)
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         assert self.agreement is not None
@@ -109,6 +120,17 @@ class Updates:
         False, and nothing is updated, if the step is not finite; the same on all ranks.
         """
         self.settle()
+        self._scaled_by = self.loss_scale
+        is_updated = self._end(gradients, loss)
+        if is_updated and self.scale is not None:
+            self.scale.grow()
+        return is_updated
+
+    def backs_off(self, loss: Tensor) -> bool:
+        """Whether a step that was not finite was so by the scale of its loss, which is halved."""
+        return self.scale is not None and bool(loss.isfinite()) and self.scale.back_off()
+
+    def _end(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
         is_sure = self.agreement is None or self.agreement.verdict is Verdict.FINITE
         if not self.by_stage or not is_sure:
             return self._end_at_once(gradients, loss)
@@ -170,6 +192,10 @@ class Updates:
 
     def _keep(self, gradients: Mapping[int, Tensor]) -> None:
         for value, gradient in gradients.items():
+            if self._scaled_by != 1:
+                # In place where the cast of it made it; two others may share their memory.
+                is_own, factor = value in self.cast, 1 / self._scaled_by
+                gradient = gradient.mul_(factor) if is_own else gradient * factor
             self.trained[value].grad = gradient
 
     def _apply(self, gradients: Mapping[int, Tensor]) -> None:

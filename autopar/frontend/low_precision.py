@@ -1,0 +1,81 @@
+"""A call of a model in mixed precision: the casts that its graph is captured with.
+
+In: a model, its arguments and a `Precision`. Out: what the model returns on parameters and inputs
+in the low precision, so that whatever its code makes of their dtypes is captured too. The casts of
+parameters are derivatives' border: gradients arrive in the parameters' own dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.base.torch_private import pytree
+from autopar.ir.precision import Precision
+
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+
+def call_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision | None
+) -> Any:
+    """The model's output, computed as `autopar.ir.precision` says."""
+    if precision is None:
+        return model(*args, **kwargs)
+    dtype = precision.dtype
+
+    def low(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    parameters = {name: low(p) for name, p in _cast_parameters(model).items()}
+    args, kwargs = pytree.tree_map_only(Tensor, low, (args, kwargs))
+    with _LossesInSingle(precision):
+        return torch.func.functional_call(model, parameters, args, kwargs)
+
+
+def _cast_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that are not a batch norm's: its kernels take them in float32 alone, as statistics."""
+    norms = (m for m in model.modules() if isinstance(m, BATCH_NORMS))
+    kept = {id(p) for norm in norms for p in norm.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in kept}
+
+
+_LOSSES = frozenset(
+    {
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss,
+        F.cross_entropy, F.ctc_loss, F.gaussian_nll_loss, F.hinge_embedding_loss, F.huber_loss,
+        F.kl_div, F.l1_loss, F.margin_ranking_loss, F.mse_loss, F.multi_margin_loss,
+        F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss, F.poisson_nll_loss,
+        F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss,
+    }
+)  # fmt: skip
+
+
+class _LossesInSingle(TorchFunctionMode):
+    """PyTorch's own losses compute in float32 while it is entered: a sum of thousands of terms has
+    no digits left in a low precision."""
+
+    def __init__(self, precision: Precision) -> None:
+        super().__init__()
+        self.precision = precision
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            args, kwargs = in_single((args, kwargs), self.precision)
+        return func(*args, **kwargs)
+
+
+def in_single(output: Any, precision: Precision | None) -> Any:
+    """What a loss is computed from, or a loss: tensors of the low precision in float32."""
+    if precision is None:
+        return output
+
+    def single(x: Tensor) -> Tensor:
+        return x.float() if x.dtype is precision.dtype else x
+
+    return pytree.tree_map_only(Tensor, single, output)

@@ -1,0 +1,61 @@
+"""The bytes of parameters and their gradients on one device, in each dtype that they have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cost_models.memory import Allocator
+from autopar.ir.placement import Placements, local_shape
+from autopar.lowering.printing import collective_nodes
+from autopar.lowering.types import ParameterProgram, RankProgram, graphs_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBytes:
+    """The bytes of one parameter on a device: as it is ``stored``, as blocks use it (``used``), as
+    its gradient is ``summed``, and of its shard in the dtype that blocks use (``sent``) and in that
+    of the sums (``received``).
+
+    ``is_whole``: blocks use no more elements than are stored. ``is_cast``: they use another dtype.
+    ``is_moved``: something is communicated between the two.
+    """
+
+    stored: int
+    used: int
+    summed: int
+    sent: int
+    received: int
+    is_whole: bool
+    is_cast: bool
+    is_moved: bool
+
+    @staticmethod
+    def of(
+        parameter: ParameterProgram, program: RankProgram, allocator: Allocator
+    ) -> ParameterBytes:
+        p, kernel = parameter, parameter.kernel
+
+        def size(placements: Placements, dtype: torch.dtype) -> int:
+            return allocator.rounded(part_bytes(program, p.shape, placements, dtype))
+
+        graphs = () if kernel is None else graphs_of(program.kernels[kernel])
+        return ParameterBytes(
+            stored=size(p.stored, p.dtype),
+            used=size(p.used, p.used_dtype),
+            summed=size(p.used, p.reduced_dtype),
+            sent=size(p.stored, p.used_dtype),
+            received=size(p.stored, p.reduced_dtype),
+            is_whole=size(p.used, p.used_dtype) <= size(p.stored, p.used_dtype),
+            is_cast=p.used_dtype is not p.dtype,
+            is_moved=any(next(collective_nodes(m), None) is not None for _, m in graphs),
+        )
+
+
+def part_bytes(
+    program: RankProgram, shape: tuple[int, ...], placements: Placements, dtype: torch.dtype
+) -> int:
+    """Of one device's shard."""
+    return math.prod(local_shape(shape, placements, program.mesh)) * dtype.itemsize
