@@ -338,7 +338,13 @@ def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:
     return [example_inputs] * num, True
 
 
-_NOT_OF_ARRAYS = ("num_microbatches", "num_stages", "schedule", "cuts", "recompute")
+_OF_ARRAYS = frozenset(
+    {
+        "mesh", "constraints", "batch_norm", "plan", "check_gradients", "profile_limit_s",
+        "start_timeout_s", "call_timeout_s",
+    }
+)  # fmt: skip
+"""Keywords of `autopar.compile` that an array takes as one model does."""
 
 
 def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[str, Any]) -> None:
@@ -357,12 +363,13 @@ def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[st
             "an array is compiled at once: pass example_inputs=, a batch for all models or a list "
             "with a batch for each"
         )
-    given = [name for name in _NOT_OF_ARRAYS if keywords.get(name) not in (None, 1)]
-    if given:
-        raise InputError(
-            f"{given[0]}={keywords[given[0]]!r}: an array of models has no pipeline and no "
-            "micro-batches; leave it out, and the models and their batches are split over devices"
-        )
+    for name, given in keywords.items():
+        if name not in _OF_ARRAYS and given is not None and given != 1:
+            raise InputError(
+                f"{name}={given!r} is not for an array of models, which has no pipeline, no "
+                "micro-batches and no precision but its models' own; leave it out, or compile the "
+                "models one by one"
+            )
 
 
 def members_of(

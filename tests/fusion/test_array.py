@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar.base.errors import InputError, NonFiniteError
 from autopar.fusion.array import members_of
 from autopar.runtime.step.agreement import NonFinite
@@ -231,6 +232,9 @@ def test_what_cannot_be_an_array_is_refused(groups: Groups) -> None:
         )  # fmt: skip
     with pytest.raises(InputError, match="no scalar loss"):
         array_of(groups, models_of(2), (batch[0],), optimizer=OPTIMIZERS[0])
+    for own in ({"num_stages": 2}, {"schedule": "1f1b"}, {"num_microbatches": 4}):
+        with pytest.raises(InputError, match=r"is not for an array of models"):
+            autopar.compile(models_of(2), 1, example_inputs=batch, optimizer=OPTIMIZERS[0], **own)
     array = array_of(groups, models_of(2), batch, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0])
     with pytest.raises(InputError, match="compiled for one batch that all models share"):
         array.train_step([batch, batch])
