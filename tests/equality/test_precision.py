@@ -161,8 +161,12 @@ def check_distances(case: Trial, got: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compute", "reduce"), [*((*case, "fp32") for case in CASES), ("mlp", "bf16", "bf16")]
-)
+    ("kind", "compute", "reduce"),
+    [
+        ("mlp", "bf16", "fp32"), ("mlp", "bf16", "bf16"), ("gpt2", "bf16", "fp32"),
+        ("gpt2", "fp16", "fp32"), ("resnet", "bf16", "fp32"),
+    ],
+)  # fmt: skip
 def test_any_plan_is_as_exact_as_eager_in_that_precision(
     kind: str, compute: str, reduce: str
 ) -> None:

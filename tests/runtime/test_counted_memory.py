@@ -203,6 +203,22 @@ def test_counted_is_held(case: str, optimizer: Any) -> None:
     assert 0.97 * held <= own <= 1.03 * held
 
 
+@pytest.mark.parametrize("case", ["deep, data parallel", "deep, ZeRO-3"])
+def test_mixed_precision_is_counted(case: str) -> None:
+    """Parameters twice, in both dtypes, and gradients while they are cast and summed."""
+    make_model, make_batch, num_processes, constraints = CASES[case]
+    torch.manual_seed(0)
+    compiled = autopar.compile(
+        make_model(), num_processes, example_inputs=make_batch(), constraints=constraints,
+        optimizer=AdamW, profile_limit_s=0.001, precision="bf16",
+    )  # fmt: skip
+    with compiled:
+        held = max(compiled.peak_tensor_bytes(**make_batch()))
+        counted = compiled.plan.prediction.memory_bytes
+    own = sum(counted.values()) - counted["inputs"]
+    assert 0.99 * held <= own <= 1.01 * held
+
+
 STAGED = {
     "pipeline": {"num_microbatches": 2},
     "pipeline, clipped": {"num_microbatches": 2, "max_grad_norm": 1.0},
