@@ -58,14 +58,15 @@ def _tensors(sample: Any) -> list[Tensor]:
 
 def fit(value: Tensor, shape: Sequence[int], scale: float) -> Tensor:
     """The elements of a value, bounded, in another shape."""
-    flat = as_real(value).reshape(-1)
-    index = torch.arange(math.prod(shape)) % flat.numel()
-    return torch.tanh(flat[index] * scale).reshape(list(shape))
+    flat, needed = as_real(value).reshape(-1), math.prod(shape)
+    if needed > flat.numel():
+        flat = flat.repeat(-(-needed // flat.numel()))
+    return torch.tanh(flat[:needed] * scale).reshape(list(shape))
 
 
 def as_real(value: Tensor) -> Tensor:
     real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-    return real.to(DTYPE)
+    return real if real.dtype == DTYPE else real.to(DTYPE)
 
 
 Step = Callable[["Drawn", list[Tensor]], Any]
@@ -85,7 +86,8 @@ class Drawn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Told] = []
-        self.scales: list[float] = []
+        self.register_buffer("scales", None)
+        self.register_buffer("weights", None)
         self.start = nn.Parameter(torch.linspace(-1, 1, 24, dtype=DTYPE).reshape(2, 3, 4))
 
     def hold(self, tensor: Tensor, *, trained: bool) -> str:
@@ -105,12 +107,19 @@ class Drawn(nn.Module):
         return pool
 
     def forward(self, x: Tensor) -> Tensor:
-        total = x.sum() * 0
-        for value, scale in zip(self.values(x), self.scales):
-            real = as_real(value).reshape(-1)
-            weights = torch.cos(torch.arange(real.numel(), dtype=DTYPE))
-            total = total + (torch.tanh(real * scale) * weights).sum()
-        return total
+        every = torch.cat([as_real(value).reshape(-1) for value in self.values(x)])
+        return (torch.tanh(every * self.scales) * self.weights).sum()
+
+    def scale(self) -> bool:
+        """Weigh all elements in the loss, so that none saturates; False if one is not finite."""
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            values = [as_real(value).reshape(-1) for value in self.values(INPUT)]
+        self.scales = torch.cat(
+            [torch.full_like(v, 1 / (1 + float(v.abs().max()))) for v in values]
+        )
+        self.weights = torch.cos(torch.arange(self.scales.numel(), dtype=DTYPE))
+        return all(bool(v.isfinite().all()) for v in values)
 
     def __str__(self) -> str:
         return "; ".join(step.text for step in self.steps)
@@ -147,8 +156,7 @@ def _attempt(generator: random.Random, first: str | None) -> Drawn | None:
     for _ in range(generator.randint(1, 3)):
         kind = generator.choice([_operator, _operator, _views, _write, _write_operator])
         _extend(model, functools.partial(kind, model, generator))
-    model.scales = _scales(model)
-    if not model.scales:
+    if not model.scale():
         return None
     try:
         loss = model(INPUT)
@@ -159,14 +167,6 @@ def _attempt(generator: random.Random, first: str | None) -> Drawn | None:
     is_finite = all(bool(g.isfinite().all()) for g in grads)
     model.zero_grad(set_to_none=True)
     return model if is_finite and bool(loss.isfinite()) else None
-
-
-def _scales(model: Drawn) -> list[float]:
-    """Scales so that no value saturates; empty where one is not finite."""
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = [float(as_real(v).abs().max()) for v in model.values(INPUT)]
-    return [1 / (1 + size) for size in sizes] if all(map(math.isfinite, sizes)) else []
 
 
 def _extend(model: Drawn, make: Callable[[], Told | None]) -> bool:
