@@ -241,7 +241,7 @@ def test_a_bound_is_below_every_price() -> None:
         ({"recompute": "yes"}, r"recompute is 'yes'"),
         ({"cuts": ["transformer.h.1"]}, r"the search cuts the stages itself"),
         ({"num_stages": "four"}, r"num_stages is 'four'"),
-        ({"mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
+        ({"mesh": {"pipeline": 2}}, r"'pipeline' are reserved"),
         ({"constraints": 5}, r"constraints holds 5"),
         ({"num_microbatches": 0}, r"num_microbatches is 0; it must be a whole number"),
         ({"num_microbatches": -2}, r"num_microbatches is -2"),

@@ -62,7 +62,11 @@ def without_backward(document: Any) -> None:
 
 
 PLACES: list[tuple[str, Callable[[Any], None], str]] = [
-    ("two axes", put("schema_version", value=4), r"at \$\.schema_version: .*4; this autopar reads"),
+    (
+        "two axes",
+        put("schema_version", value=4),
+        r"at \$\.schema_version: .*4; this version of autopar reads",
+    ),
     ("two axes", put("graph", "num_ops", value="x"), r"at \$\.graph\.num_ops: Expected `int`"),
     ("two axes", put("ops", "linear_1", value=3), r"at \$\.ops\.linear_1: Expected `str`"),
     ("two axes", put("ops", "linear_1", value="h/0 -"), r"at \$\.ops\.linear_1: .*at least 1"),
@@ -166,7 +170,7 @@ def changed_text(old: str, new: str) -> str:
         (lambda: changed_text('"gap": 0.0', '"gap": [' + "0," * 2_000_000), "more than 1,000,000"),
         (lambda: "{" + " " * (MAX_BYTES + 1), "the limit is"),
         (lambda: "{" * 1000, "not JSON"),
-        (lambda: b"{\xff}", "byte 1 is no UTF-8"),
+        (lambda: b"{\xff}", "byte 1 is not valid UTF-8"),
         (lambda: "{\ud800", "not JSON"),
         (lambda: b"", "not JSON"),
         (lambda: "\0", "cannot read"),
@@ -197,7 +201,7 @@ def test_what_is_no_plans_file_is_refused_at_once(tmp_path: Path, kind: str) -> 
                 file.truncate(1 << 40)
     says = {"huge": "has 1,099,511,627,776 bytes", "missing": "No such file"}
     for read, error in ((Plan.from_json, PlanError), (Cluster.from_json, ClusterError)):
-        with pytest.raises(error, match=says.get(kind, "no regular file")):
+        with pytest.raises(error, match=says.get(kind, "not a regular file")):
             read(path)
 
 

@@ -346,7 +346,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cuts": "transformer.h.1"}, r"give a list of block names: cuts=\['transformer.h.1'\]"),
     ({"cuts": ["nowhere"]}, r"cuts names 'nowhere', which is no block"),
     ({"num_stages": 2, "mesh": {"x": 4}}, r"has 4 devices, each of 2 pipeline ranks 2"),
-    ({"num_stages": 2, "mesh": {"pipeline": 2}}, r"'pipeline' that of num_stages"),
+    ({"num_stages": 2, "mesh": {"pipeline": 2}}, r"'pipeline' are reserved"),
     (
         {"num_stages": 8, "schedule": "zb_v", "num_microbatches": 2},
         r"can begin at 4 places of this model",
