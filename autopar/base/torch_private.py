@@ -40,6 +40,7 @@ __all__ = [
     "canonical_call",
     "custom_op_function",
     "default_store",
+    "has_backward_hooks",
     "has_gradient_hooks",
     "has_several_outputs",
     "has_step_hooks",
@@ -177,6 +178,12 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """
     found = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
     return any(found)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something runs in its backward pass: ``Module._backward_hooks``,
+    ``._backward_pre_hooks`` (2.11 to 2.13)."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 # --- memory --------------------------------------------------------------------------------

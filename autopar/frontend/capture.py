@@ -29,7 +29,6 @@ from autopar.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    has_gradient_hooks,
     keyed_leaves,
     pytree,
     without_generated_code,
@@ -47,7 +46,7 @@ from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline
 from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_writes import index_strided_writes
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
-from autopar.frontend.untraced import UntracedCalls
+from autopar.frontend.untraced import UntracedCalls, refuse_averages_over_all_batches, refuse_hooks
 from autopar.ir.graph import Graph, verify
 from autopar.ir.precision import Precision
 
@@ -329,9 +328,9 @@ def capture(
     # A call under no_grad or inference_mode must give the same graph as any other.
     with torch.inference_mode(False), torch.enable_grad():
         step = stepped(fake)
-        _check_batch_norms(step.model)
+        refuse_averages_over_all_batches(step.model)
         if differentiable:
-            _check_hooks(model)
+            refuse_hooks(model)
         fake_args, fake_kwargs = pytree.tree_map(
             lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
@@ -347,30 +346,6 @@ def capture(
     verify(graph)
     signature = _signature(step, graph, args, kwargs)
     return Captured(graph=graph, signature=signature, precision=precision)
-
-
-def _check_batch_norms(model: nn.Module) -> None:
-    """Raise CaptureError for running averages over all batches: their weight is read from a count
-    of batches."""
-    for name, part in model.named_modules():
-        is_averaging = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
-        if is_averaging and part.momentum is None:
-            raise CaptureError(
-                f"{type(part).__name__} {name!r} has momentum=None: the weight of a batch in its "
-                "running averages is read from a tensor, which cannot be captured. Give it one, "
-                f"such as momentum=0.1, or call eval() of {name!r}"
-            )
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Raise CaptureError for parameters whose gradients a hook changes or takes."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and has_gradient_hooks(parameter):
-            raise CaptureError(
-                f"parameter {name!r} has a hook on its gradient, which a compiled step does not "
-                "run. Remove it (handle.remove()), and scale or clip by the optimizer, by "
-                "max_grad_norm=, or in the model by an autograd function"
-            )
 
 
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:

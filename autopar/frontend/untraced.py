@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import CaptureError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
+from autopar.base.torch_private import has_backward_hooks, has_gradient_hooks
 
 _READ_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -42,6 +43,36 @@ class UntracedCalls(TorchFunctionMode):
                 "Leave the backward pass to train_step, and write a derivative out as operators",
             )
         return func(*args, **(kwargs or {}))
+
+
+def refuse_averages_over_all_batches(model: nn.Module) -> None:
+    """Raise CaptureError for running averages over all batches: their weight is read from a count
+    of batches."""
+    for name, part in model.named_modules():
+        is_averaging = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
+        if is_averaging and part.momentum is None:
+            raise CaptureError(
+                f"{type(part).__name__} {name!r} has momentum=None: the weight of a batch in its "
+                "running averages is read from a tensor, which cannot be captured. Give it one, "
+                f"such as momentum=0.1, or call eval() of {name!r}"
+            )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise CaptureError for parameters and modules with hooks on their gradients."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_gradient_hooks(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its gradient, which a compiled step does not "
+                "run. Remove it (handle.remove()), and scale or clip by the optimizer, by "
+                "max_grad_norm=, or in the model by an autograd function"
+            )
+    for name, part in model.named_modules():
+        if has_backward_hooks(part):
+            raise CaptureError(
+                f"module {name!r} has a backward hook, which a compiled step does not run. Remove "
+                "it (handle.remove()), or change the gradient by an autograd function"
+            )
 
 
 def _refuse(what: str, fix: str) -> None:

@@ -101,6 +101,15 @@ def test_hooks_on_gradients_are_refused():
         check(model, torch.randn(4, 4))
 
 
+def test_backward_hooks_of_modules_are_refused():
+    model = odd.Odd(lambda model, x: model.linear(x).square().mean())
+    handle = model.linear.register_full_backward_hook(lambda module, given, got: None)
+    with pytest.raises(CaptureError, match="module 'linear' has a backward hook"):
+        check(model, torch.randn(4, 4))
+    handle.remove()
+    check(model, torch.randn(4, 4))
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
 def test_a_model_that_draws_outside_of_torch_is_refused_where_it_matters(draw):
     model, x = odd.Odd(lambda model, x: (model.linear(x) * draw()).sum()), torch.randn(4, 4)
