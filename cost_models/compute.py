@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.cost_models.efficiency import TABLES, EfficiencyTable, kernel_time_s
+from autopar.cost_models.efficiency import EfficiencyTable, kernel_time_s, table_of
 from autopar.cost_models.estimate import OpEstimate, Source
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.matrix_work import ATTENTION_CAUSAL_AT
@@ -48,7 +48,7 @@ class RooflineModel:
 
     def __init__(self, device: DeviceSpec, efficiency: EfficiencyTable | None = None) -> None:
         self.device = device
-        self.efficiency = efficiency or TABLES[device.kind]
+        self.efficiency = efficiency or table_of(device)
         self._known: dict[OpCall, OpEstimate] = {}
 
     def estimate(self, call: OpCall) -> OpEstimate:
@@ -65,7 +65,7 @@ class RooflineModel:
 
         def seconds(direction: Work) -> float:
             done = replace(direction, flops=round(direction.flops * part))
-            return kernel_time_s(done, todo.family, peak, self.device, self.efficiency)
+            return kernel_time_s(done, todo.family, peak, self.device, self.efficiency, todo.dtype)
 
         found = OpEstimate(
             seconds(todo.forward) or self.device.dispatch_s,

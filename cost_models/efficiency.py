@@ -8,8 +8,22 @@ Everything else is bound by memory or by element-wise arithmetic.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
+import torch
+
+from autopar.cost_models.gpu_curves import (
+    Chip,
+    Curves,
+    ProductCurve,
+    chip_of,
+    convolution_s,
+    curve_file,
+    product_s,
+    traffic_s,
+)
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, MatrixShape, Work
 
@@ -43,12 +57,14 @@ class FamilyEfficiency:
 class EfficiencyTable:
     """The families of one kind of device; ``default`` for those not listed.
 
-    ``tile`` is the side of the square tile of a matrix product's output (0: no tiles).
+    ``tile`` is the side of the square tile of a matrix product's output (0: no tiles). ``curves``
+    are a CUDA chip's, which price the families that were measured on CUDA devices.
     """
 
     default: FamilyEfficiency
     families: Mapping[Family, FamilyEfficiency] = field(default_factory=dict)
     tile: int = 0
+    curves: Chip | None = None
 
     def of(self, family: Family) -> FamilyEfficiency:
         return self.families.get(family, self.default)
@@ -116,13 +132,127 @@ CPU = EfficiencyTable(
 
 TABLES = {"cuda": CUDA, "cpu": CPU}
 
+_FITTED = {
+    Family.MATMUL: ("linear", "batched"),
+    Family.CONVOLUTION: ("convolution",),
+    Family.POINTWISE: ("pointwise",),
+    Family.NORMALIZATION: ("normalization",),
+    Family.SOFTMAX: ("softmax",),
+}
+# What tensor cores reach in convolutions over products, as in the table of published ranges.
+_TENSOR_CONVOLUTION = 0.55 / 0.72
+
+
+@lru_cache(maxsize=256)
+def table_of(device: DeviceSpec) -> EfficiencyTable:
+    """The table of one device: a CUDA device's with its chip's curves and their spreads.
+
+    The error of a chip that was not measured is that of chips left out of the fit.
+    """
+    if device.kind != "cuda":
+        return TABLES[device.kind]
+    chip = chip_of(device.name)
+    families = dict(CUDA.families)
+    for family, names in _FITTED.items():
+        spreads = [
+            spread.median if curves.source == "fitted" else spread.left_out_median
+            for precision, curves in (("float32", chip.float32), ("float16", chip.float16))
+            for name, spread in curve_file().spread[precision].items()
+            if name in names
+        ]
+        families[family] = replace(CUDA.of(family), error_factor=1 + max(spreads))
+    return replace(CUDA, families=families, curves=chip)
+
 
 def kernel_time_s(
-    work: Work, family: Family, peak_flops_per_s: float, device: DeviceSpec, table: EfficiencyTable
+    work: Work,
+    family: Family,
+    peak_flops_per_s: float,
+    device: DeviceSpec,
+    table: EfficiencyTable,
+    dtype: torch.dtype = torch.float32,
 ) -> float:
     """Seconds of one direction of a call: the roofline at the fractions of the peaks it reaches."""
     if work.num_kernels == 0:
         return 0.0
+    if table.curves is not None:
+        return _curve_s(work, family, peak_flops_per_s, device, table, dtype)
+    return _roofline_s(work, family, peak_flops_per_s, device, table, 0.0)
+
+
+def _curve_s(
+    work: Work,
+    family: Family,
+    peak: float,
+    device: DeviceSpec,
+    table: EfficiencyTable,
+    dtype: torch.dtype,
+) -> float:
+    """By the chip's curves; families without one keep the table's, with the chip's fixed time."""
+    assert table.curves is not None
+    on_tensor_cores = peak > device.vector_flops_per_s
+    is_half = on_tensor_cores or dtype.itemsize < 4
+    curves = table.curves.float16 if is_half else table.curves.float32
+    bound_s = work.size_bytes / device.memory_bandwidth_bytes_per_s
+    if family in (Family.MATMUL, Family.CONVOLUTION) and work.matrix and work.matrix.flops:
+        gain = 2.25 if work.matrix.winograd_m and not on_tensor_cores else 1.0
+        bound_s = max(bound_s, work.flops / (peak * gain))
+        time_s, fixed_s = _product_s(work, family, peak, device, curves, dtype, on_tensor_cores)
+    elif family in (Family.POINTWISE, Family.NORMALIZATION, Family.SOFTMAX):
+        curve = getattr(curves, family.value)
+        arithmetic_s = work.flops / (peak * table.of(family).compute)
+        time_s = max(float(traffic_s(work.size_bytes, device, curve)), arithmetic_s)
+        fixed_s = curve.fixed_s
+    else:
+        return _roofline_s(work, family, peak, device, table, curves.pointwise.fixed_s)
+    return work.num_kernels * max(device.kernel_launch_s, fixed_s) + max(time_s, bound_s)
+
+
+def _product_s(
+    work: Work,
+    family: Family,
+    peak: float,
+    device: DeviceSpec,
+    curves: Curves,
+    dtype: torch.dtype,
+    on_tensor_cores: bool,
+) -> tuple[float, float]:
+    """Seconds of a product or a convolution with what its kernels move besides, and fixed ones."""
+    shape = work.matrix
+    assert shape is not None
+    sizes = (shape.m, shape.n, shape.k)
+    common: Any = {"item_bytes": dtype.itemsize, "peak": peak, "device": device}
+    if family == Family.CONVOLUTION and not on_tensor_cores and curves.convolution:
+        curve = curves.convolution
+        each_s = float(
+            convolution_s(*sizes, shape.batch, winograd_m=shape.winograd_m, curve=curve, **common)
+        )
+    else:
+        part = _TENSOR_CONVOLUTION if family == Family.CONVOLUTION else 1.0
+        curve = curves.batched if shape.batch > 1 else curves.linear
+
+        def products_s(curve: ProductCurve, batch: int) -> float:
+            part_of_peak = curve.compute * part
+            return float(product_s(*sizes, batch, curve=curve, compute=part_of_peak, **common))
+
+        # A batch takes no less than one product alone, whose curve was fitted apart.
+        each_s = max(products_s(curve, shape.batch), products_s(curves.linear, 1))
+        curve = max(curve, curves.linear, key=lambda of: of.fixed_s)
+    m, n, k = sizes
+    operands = shape.batch * dtype.itemsize * (m * k + k * n + m * n)
+    besides_s = float(traffic_s(max(0, work.size_bytes - operands), device, curves.pointwise))
+    # A complex product is four; a contraction of many operands counts by its largest product.
+    return each_s * max(1.0, work.flops / shape.flops) + besides_s, curve.fixed_s
+
+
+def _roofline_s(
+    work: Work,
+    family: Family,
+    peak_flops_per_s: float,
+    device: DeviceSpec,
+    table: EfficiencyTable,
+    least_kernel_s: float,
+) -> float:
     curve = table.of(family)
     compute_part = curve.compute * _matrix_part(work.matrix, curve, device, table)
     compute_s = work.flops / (peak_flops_per_s * compute_part)
@@ -130,7 +260,8 @@ def kernel_time_s(
     if work.size_bytes / work.num_kernels <= device.cache_bytes:
         bandwidth = max(bandwidth, device.cache_bandwidth_bytes_per_s)
     memory_s = work.size_bytes / (bandwidth * curve.memory)
-    fixed_s = work.num_kernels * (device.kernel_launch_s + curve.kernel_s)
+    launch_s = max(device.kernel_launch_s, least_kernel_s)
+    fixed_s = work.num_kernels * (launch_s + curve.kernel_s)
     return fixed_s + max(compute_s, memory_s)
 
 

@@ -1,5 +1,6 @@
 """The work of operations that are matrix products."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -134,7 +135,31 @@ def _convolution(call: OpCall) -> OpWork:
             input_grad=replace(dense.input_grad, matrix=None),
             weight_grad=replace(dense.weight_grad, matrix=None),
         )
-    return replace(dense, family=Family.CONVOLUTION)
+    dense = replace(dense, family=Family.CONVOLUTION)
+    plain = not transposed and groups == 1 and len(weight.shape) == 4
+    if plain and tuple(weight.shape[2:]) == (3, 3) and _is_one(call, 3, 1) and _is_one(call, 5, 1):
+        return _with_winograd(dense, target, channels_in)
+    return dense
+
+
+def _is_one(call: OpCall, index: int, default: int) -> bool:
+    """Whether the stride (argument 3) or the dilation (5) is 1 in each dimension."""
+    given = call.argument(index, "stride" if index == 3 else "dilation", default)
+    return all(size == 1 for size in (given if isinstance(given, tuple) else (given,)))
+
+
+def _with_winograd(dense: OpWork, out: TensorSpec, channels_in: int) -> OpWork:
+    """The gradient of the input is a convolution of the same kind; that of the weight is not."""
+    shape = dense.forward.matrix
+    assert shape is not None
+    rows, columns = (2 * math.ceil(side / 2) for side in out.shape[-2:])
+    tiled = prod(out.shape[:-3]) * rows * columns
+    input_grad = dense.input_grad
+    if input_grad.matrix is not None:
+        back = MatrixShape(m=shape.m, n=channels_in, k=9 * shape.n, winograd_m=tiled)
+        input_grad = replace(input_grad, matrix=back)
+    forward = replace(dense.forward, matrix=replace(shape, winograd_m=tiled))
+    return replace(dense, forward=forward, input_grad=input_grad)
 
 
 def _time_batch_channel_convolution(call: OpCall) -> OpWork:

@@ -5,6 +5,7 @@ total that vendors publish. Figures that vendors do not publish (latencies, the 
 that collectives reach, reserves) say what they are derived from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -254,6 +255,101 @@ def _rtx2080ti() -> _Preset:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """A card by its datasheet: rates in TFLOP/s, GB/s, GiB, multiprocessors, MiB of L2."""
+
+    name: str
+    float32: float
+    bandwidth: float
+    memory: int
+    units: int
+    cache: int
+    source: str
+    half: float = 0.0
+    bfloat16: float = 0.0
+    tensor_float32: float = 0.0
+    float64: float = 0.0
+
+
+def _card(card: _Card, inner: Level) -> _Preset:
+    peaks = PeakFlops(
+        float64=card.float64 * _TERA,
+        float32=card.float32 * _TERA,
+        tensor_float32=card.tensor_float32 * _TERA,
+        float16=card.half * _TERA,
+        bfloat16=card.bfloat16 * _TERA,
+        vector=card.float32 * _TERA,
+    )
+    device = DeviceSpec(
+        name=card.name,
+        kind="cuda",
+        peak_flops_per_s=peaks,
+        memory_bandwidth_bytes_per_s=card.bandwidth * _GIGA,
+        memory_bytes=card.memory * _GIB,
+        kernel_launch_s=_CUDA_LAUNCH_S,
+        num_units=card.units,
+        cache_bytes=card.cache * _MIB,
+        source=card.source,
+    )
+    return _Preset(device=device, inner=inner, outer=_infiniband(1, 100, 8, "one EDR adapter"))
+
+
+def _pcie4(source: str) -> Level:
+    link = 16 * 16e9 * 128 / 130 / 8
+    return structs.replace(
+        _pcie3(source), name="pcie4", bandwidth_bytes_per_s=link,
+        total_bandwidth_bytes_per_s=4 * link, source=f"PCI Express 4.0, 16 lanes; {source}",
+    )  # fmt: skip
+
+
+def _pcie_cards() -> dict[str, _Card]:
+    """Cards without NVLink between them, all by NVIDIA's datasheets."""
+    sheet = "NVIDIA {} datasheet; multiprocessors and L2 from the architecture's whitepaper"
+    cards = {
+        "p4": _Card(
+            name="Tesla P4", float32=5.7, bandwidth=192, memory=8, units=20, cache=2,
+            float64=0.178, source=sheet.format("P4"),
+        ),
+        "p100": _Card(
+            name="Tesla P100-PCIE-16GB", float32=9.5, bandwidth=732, memory=16, units=56, cache=4,
+            half=0, float64=4.7, source=sheet.format("P100 PCIe"),
+        ),
+        "v100-pcie": _Card(
+            name="Tesla V100-PCIE-32GB", float32=14.0, bandwidth=900, memory=32, units=80,
+            cache=6, half=112, float64=7.0, source=sheet.format("V100 PCIe"),
+        ),
+        "t4": _Card(
+            name="Tesla T4", float32=8.1, bandwidth=320, memory=16, units=40, cache=4, half=65,
+            float64=0.25, source=sheet.format("T4"),
+        ),
+        "l4": _Card(
+            name="NVIDIA L4", float32=30.3, bandwidth=300, memory=24, units=58, cache=48,
+            half=121, bfloat16=121, tensor_float32=60, float64=0.47, source=sheet.format("L4"),
+        ),
+        "l40s": _Card(
+            name="NVIDIA L40S", float32=91.6, bandwidth=864, memory=48, units=142, cache=96,
+            half=362, bfloat16=362, tensor_float32=183, float64=1.4, source=sheet.format("L40S"),
+        ),
+        "a40": _Card(
+            name="NVIDIA A40", float32=37.4, bandwidth=696, memory=48, units=84, cache=6,
+            half=149.7, bfloat16=149.7, tensor_float32=74.8, float64=0.58,
+            source=sheet.format("A40"),
+        ),
+        "a100-40-pcie": _Card(
+            name="NVIDIA A100-PCIE-40GB", float32=19.5, bandwidth=1555, memory=40, units=108,
+            cache=40, half=312, bfloat16=312, tensor_float32=156, float64=19.5,
+            source=sheet.format("A100 PCIe, 40 GB"),
+        ),
+        "a100-80-pcie": _Card(
+            name="NVIDIA A100 80GB PCIe", float32=19.5, bandwidth=1935, memory=80, units=108,
+            cache=40, half=312, bfloat16=312, tensor_float32=156, float64=19.5,
+            source=sheet.format("A100 PCIe, 80 GB"),
+        ),
+    }  # fmt: skip
+    return cards
+
+
 def _cpu() -> _Preset:
     device = DeviceSpec(
         name="cpu (one core with 256-bit vectors)",
@@ -301,7 +397,7 @@ def _cpu() -> _Preset:
     )
 
 
-_PRESETS = {
+_PRESETS: dict[str, Callable[[], _Preset]] = {
     "v100": _v100,
     "a100-40": lambda: _a100(40 * _GIB, 1555 * _GIGA, "NVIDIA A100-SXM4-40GB"),
     "a100-80": lambda: _a100(80 * _GIB, 2039 * _GIGA, "NVIDIA A100-SXM4-80GB"),
@@ -319,6 +415,17 @@ _PRESETS = {
     "1080ti": _gtx1080ti,
     "2080ti": _rtx2080ti,
     "cpu": _cpu,
+}
+
+
+def _of_card(card: _Card, old: bool) -> Callable[[], _Preset]:
+    source = "cards under two root complexes"
+    return lambda: _card(card, _pcie3(source) if old else _pcie4(source))
+
+
+_PRESETS |= {
+    name: _of_card(card, name in ("p4", "p100", "v100-pcie", "t4"))
+    for name, card in _pcie_cards().items()
 }
 
 PRESET_NAMES = tuple(_PRESETS)

@@ -37,12 +37,17 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixShape:
-    """``batch`` products of an m x k with a k x n matrix."""
+    """``batch`` products of an m x k with a k x n matrix.
+
+    ``winograd_m`` counts the outputs of a 3x3 convolution of stride 1 in whole tiles of 2 x 2, as
+    Winograd's products compute them (0: not such a convolution).
+    """
 
     m: int
     n: int
     k: int
     batch: int = 1
+    winograd_m: int = 0
 
     @property
     def flops(self) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 
 import autopar
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
-from autopar.cost_models.efficiency import TABLES
+from autopar.cost_models.efficiency import TABLES, table_of
+from autopar.cost_models.work import Family
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, R, S, V
@@ -78,4 +79,6 @@ def test_the_uncertainty_is_that_of_the_roofline_that_was_used() -> None:
         ).prediction.analytical_factor
         for efficiency in (None, sure)
     ]  # fmt: skip
-    assert factors == [2.0, 1.1]
+    # Left out, it is that of the chip's fitted products.
+    assert factors == [table_of(A100.device).of(Family.MATMUL).error_factor, 1.1]
+    assert 1.0 < factors[0] < 1.3

@@ -100,11 +100,12 @@ def test_a_thin_product_is_bound_by_memory():
 
 
 def test_a_few_tiles_more_than_a_wave_cost_more_than_their_share():
-    # 11 x 12 tiles are one wave of 132 multiprocessors, 12 x 12 are one and a bit.
+    # 11 x 12 tiles are one wave of 132 multiprocessors, 12 x 12 are one and a bit. Measured waves
+    # cost a few percent of it: libraries take smaller tiles where the last wave would be short.
     model = RooflineModel(H100)
     full = model.estimate(_product(128 * 11, 128 * 12, 1 << 14)).forward_s
     more = model.estimate(_product(128 * 12, 128 * 12, 1 << 14)).forward_s
-    assert more > 1.2 * 12 / 11 * full
+    assert more > 1.04 * 12 / 11 * full
 
 
 def test_a_causal_kernel_does_half_of_the_work():

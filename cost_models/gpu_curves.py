@@ -1,0 +1,171 @@
+"""Times of CUDA kernels as curves of shape and size, with parameters fitted to measurements.
+
+A matrix product is computed in tiles by blocks; the tile and the number of parts that the inner
+dimension is split into are the fastest of those that libraries have. Each block runs for as long as
+its inner dimension and a start-up lasts; what the blocks read goes through the second-level cache.
+A 3x3 convolution is the same product, or Winograd's, with 2.25 times fewer multiplications.
+Everything else moves bytes, some of them more than once. Each kernel also has a fixed time.
+
+No curve goes below the device's peaks, and none falls with size. The functions take numbers or
+arrays, so that the fit (`benchmarks/fit_gpu_prices.py`) and the planner ask the same code.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from autopar.cost_models.hardware import DeviceSpec
+
+_TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (16, 16))
+_SPLITS = (1, 2, 4, 8, 16, 32)
+_CONFIGS = np.array([(m, n, s) for m, n in _TILES for s in _SPLITS], dtype=float).T
+# Libraries choose among tiles for the last wave, which wins back half of its idle units.
+_WAVE = 0.5
+# How arithmetic and traffic overlap: 1 would be one after the other, infinity the larger alone.
+_OVERLAP = 4.0
+_ACCUMULATOR_BYTES = 4
+
+
+class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Matrix products of one kind on one chip.
+
+    ``compute`` and ``memory`` are the parts of the peaks that large products reach. ``cache`` is
+    the rate at which blocks read their operands, over the memory's. ``start_up`` is the inner
+    dimension that a block's start and end cost. ``fixed_s`` is what any call takes. ``winograd`` is
+    the part of the peak that Winograd's products reach (0: there are none).
+    """
+
+    compute: float
+    memory: float
+    cache: float
+    start_up: float
+    fixed_s: float
+    winograd: float = 0.0
+
+
+class TrafficCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Kernels that are bound by memory: the part of the bandwidth that large ones reach.
+
+    ``again`` is the part of the bytes that is moved a second time, as it has left the cache.
+    """
+
+    memory: float
+    fixed_s: float
+    again: float = 0.0
+
+
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Relative errors of a curve's predictions on calls that its fit did not see.
+
+    ``left_out_median`` is the median over chips that the fit did not see at all.
+    """
+
+    median: float
+    mean: float
+    p90: float
+    left_out_median: float
+
+
+class Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The curves of one chip in one precision. ``source`` is predicted where none was measured."""
+
+    source: Literal["fitted", "predicted"]
+    linear: ProductCurve
+    batched: ProductCurve
+    pointwise: TrafficCurve
+    normalization: TrafficCurve
+    softmax: TrafficCurve
+    convolution: ProductCurve | None = None
+
+
+class Chip(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A chip by the names of its devices, with curves of single and of half precision."""
+
+    names: tuple[str, ...]
+    float32: Curves
+    float16: Curves
+
+
+class CurveFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fitted file: what it was fitted to, the chips, and the spread of each family."""
+
+    provenance: dict[str, str]
+    spread: dict[str, dict[str, Spread]]
+    chips: dict[str, Chip]
+    other: Chip
+
+
+@lru_cache(maxsize=1)
+def curve_file() -> CurveFile:
+    """The fitted curves that come with the package."""
+    text = Path(__file__).with_name("gpu_curves.json").read_bytes()
+    return msgspec.json.decode(text, type=CurveFile)
+
+
+@lru_cache(maxsize=256)
+def chip_of(name: str) -> Chip:
+    """The curves of the device called ``name``; predicted ones for names that are not known."""
+    found = curve_file()
+    return next((chip for chip in found.chips.values() if name in chip.names), found.other)
+
+
+def product_s(
+    m: Any, n: Any, k: Any, batch: Any, *, item_bytes: int, peak: float, device: DeviceSpec,
+    curve: ProductCurve, compute: float,
+) -> Any:  # fmt: skip
+    """Seconds of ``batch`` products m x k by k x n without the fixed time, at a part ``compute``.
+
+    Sizes are numbers or arrays of one shape.
+    """
+    m, n, k, batch = (np.asarray(size, dtype=float)[..., None] for size in (m, n, k, batch))
+    tile_m, tile_n, splits = _CONFIGS
+    blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * splits
+    depth = k / splits
+    waves = blocks / device.num_units
+    lasting = np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
+    unit_rate = peak * compute / device.num_units
+    compute_s = lasting * 2 * tile_m * tile_n * (depth + curve.start_up) / unit_rate
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    partial_bytes = np.where(splits > 1, 2 * splits * batch * m * n * _ACCUMULATOR_BYTES, 0.0)
+    moved = batch * item_bytes * (m * k + k * n + m * n) + partial_bytes
+    memory_s = moved / (bandwidth * curve.memory)
+    read = blocks * (tile_m + tile_n) * depth * item_bytes
+    cache_s = read / (bandwidth * curve.cache)
+    largest = np.maximum(np.maximum(compute_s, memory_s), cache_s)
+    parts = sum((part / largest) ** _OVERLAP for part in (compute_s, memory_s, cache_s))
+    return (largest * parts ** (1 / _OVERLAP)).min(axis=-1)
+
+
+def convolution_s(
+    m: Any, n: Any, k: Any, batch: Any, *, item_bytes: int, peak: float, device: DeviceSpec,
+    curve: ProductCurve, winograd_m: Any,
+) -> Any:  # fmt: skip
+    """Seconds of a convolution as a product, or by Winograd's where that is faster.
+
+    ``winograd_m`` counts the outputs in whole tiles of 2 x 2 (0: no 3 x 3 kernel of stride 1).
+    """
+    common: Any = {"item_bytes": item_bytes, "device": device, "curve": curve}
+    direct_s = product_s(m, n, k, batch, peak=peak, compute=curve.compute, **common)
+    if not (np.any(winograd_m) and curve.winograd):
+        return direct_s
+    tiles, channels = np.asarray(winograd_m, dtype=float) / 4, np.asarray(k, dtype=float) / 9
+    # Sixteen products over the input channels, one for each place in a 4 x 4 tile.
+    products_s = product_s(
+        tiles, n, channels, 16 * np.asarray(batch), peak=peak, compute=curve.winograd, **common
+    )
+    # Inputs, outputs and weights are written and read once more, in tiles of 4 x 4.
+    numbers = batch * 16 * (tiles * (channels + n) + channels * n)
+    bandwidth = device.memory_bandwidth_bytes_per_s * curve.memory
+    faster_s = products_s + 2 * item_bytes * numbers / bandwidth
+    return np.minimum(direct_s, faster_s)
+
+
+def traffic_s(size_bytes: Any, device: DeviceSpec, curve: TrafficCurve) -> Any:
+    """Seconds of a kernel that moves ``size_bytes``, without the fixed time."""
+    moved = size_bytes * (1 + curve.again)
+    return moved / (device.memory_bandwidth_bytes_per_s * curve.memory)
