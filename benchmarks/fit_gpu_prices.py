@@ -95,6 +95,9 @@ HALF_PEAKS = {  # device of the half-precision rows: name, dense rate, bytes/s, 
     "H100": ("NVIDIA H100 80GB HBM3", 989.4e12, 3350e9, 132),
 }
 
+# Where the list of devices counts multiprocessors otherwise than the makers do.
+UNITS = {"Tesla P4": 20, "NVIDIA L4": 58}
+
 _READS = {
     **dict.fromkeys(("add", "mul", "div", "pow"), 3),
     **dict.fromkeys(("addu", "mulu", "divu", "powu", "gelu", "relu", "tanh"), 2),
@@ -125,8 +128,9 @@ def devices(folder: Path) -> dict[str, DeviceSpec]:
     found = {}
     for name, facts in json.loads((folder / "devices.json").read_text()).items():
         if not name.endswith("_TP"):
+            units = UNITS.get(facts["Device"], facts["Num_Sm"])
             found[facts["Device"]] = _device(
-                facts["Device"], facts["SingleFLOPs"] * 1e9, facts["Mem_Bw"] * 1e9, facts["Num_Sm"]
+                facts["Device"], facts["SingleFLOPs"] * 1e9, facts["Mem_Bw"] * 1e9, units
             )
     for chip, facts in HALF_PEAKS.items():
         found[chip] = _device(*facts)

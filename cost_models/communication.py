@@ -11,6 +11,7 @@ The analytical time of a collective is ``launch + steps * latency + bytes / band
   at each level of fan-out f for an all-gather or reduce-scatter of S bytes, and twice that for an
   all-reduce. The levels process different chunks concurrently, as NCCL's pipelined rings do, so the
   slowest level determines the time.
+- *ramp*: links reach their rate with large buffers only; ``ramp_bytes`` of a level says how large.
 - *steps*: rings take ``f - 1`` steps per level, trees ``ceil(log2 f)``; the better one is used.
 
 Times measured on a process group take precedence.
@@ -24,6 +25,13 @@ from enum import StrEnum
 
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.estimate import CostError, Estimate, Source
+
+# A message's launch over that of a collective, which sets up rings among all: 7 of 27 us on H100,
+# 14 of 33 us on A100 (Vidur's measurements, microsoft/vidur).
+_SEND_LAUNCH = 1 / 3
+# Fits both all-reduces of 10 kB to 64 MiB on A100 nodes (the same source) and what nccl-tests
+# report at 1 GiB.
+_RAMP_POWER = 0.3
 
 
 class Collective(StrEnum):
@@ -210,8 +218,14 @@ class CommunicationModel:
             if level.total_bandwidth_bytes_per_s:
                 everything = span.sharing * crossing * span.num_units
                 medium_s = everything / level.total_bandwidth_bytes_per_s
-            transfer_s = max(transfer_s, max(unit_s, device_s, medium_s) / level.efficiency)
-        return self.cluster.collective_launch_s + min(latency_s, tree_latency_s) + transfer_s
+            level_s = max(unit_s, device_s, medium_s) / level.efficiency
+            if kind != Collective.SEND_RECV:
+                level_s *= 1 + (level.ramp_bytes / size_bytes) ** _RAMP_POWER
+            transfer_s = max(transfer_s, level_s)
+        launch_s = self.cluster.collective_launch_s
+        if kind == Collective.SEND_RECV and self.cluster.backend == "nccl":
+            launch_s *= _SEND_LAUNCH
+        return launch_s + min(latency_s, tree_latency_s) + transfer_s
 
 
 def _spans_of(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Span, ...]:

@@ -136,8 +136,9 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     unit's link in one direction: at the second level, of a whole node. A single device can use at
     most ``device_bandwidth_bytes_per_s`` of it (0: all of it). ``total_bandwidth_bytes_per_s`` is
     that of all units together if they share a medium, such as a bus or the memory of a host (0:
-    every unit has its own link). ``efficiency`` is the fraction of these bandwidths that
-    collectives reach.
+    every unit has its own link). ``efficiency`` is the fraction of these bandwidths that large
+    collectives reach; one of ``ramp_bytes`` takes twice as long as at that rate (0: the rate holds
+    for all sizes).
     """
 
     name: str
@@ -147,6 +148,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     device_bandwidth_bytes_per_s: float = 0.0
     total_bandwidth_bytes_per_s: float = 0.0
     efficiency: float = 1.0
+    ramp_bytes: float = 0.0
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
@@ -165,6 +167,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 "latency_s": self.latency_s,
                 "device_bandwidth_bytes_per_s": self.device_bandwidth_bytes_per_s,
                 "total_bandwidth_bytes_per_s": self.total_bandwidth_bytes_per_s,
+                "ramp_bytes": self.ramp_bytes,
             },
         )
         if self.efficiency > 1:

@@ -19,12 +19,13 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 
 # Rounded from the per-step hardware latencies in NCCL's tuning table (src/graph/tuning.cc, LL and
-# LL128 protocols): 0.6-1.9 us over NVLink, 1.0-1.9 us over PCIe, 2.7-4 us over a network, and a
-# base of 6.6 us for each ring collective.
-_NVLINK_STEP_S = 1.0e-6
+# LL128 protocols): 0.6-1.9 us over NVLink, 1.0-1.9 us over PCIe, 2.7-4 us over a network. Measured
+# steps over NVLink take less (Vidur's all-reduces on DGX nodes, microsoft/vidur): 0.2 us, and each
+# collective of torch.distributed starts for 27 us (H100) to 34 us (A100).
+_NVLINK_STEP_S = 0.2e-6
 _PCIE_STEP_S = 1.5e-6
 _NETWORK_STEP_S = 4.0e-6
-_NCCL_LAUNCH_S = 6.6e-6
+_NCCL_LAUNCH_S = 27e-6
 
 # A kernel launched from eager PyTorch takes about 5 us of host time; the launch itself takes about
 # 2.5 us. The host runs ahead in a training step, so the lower figure applies.
@@ -39,8 +40,12 @@ _CUDA_RESERVE_BYTES = _GIB
 _CUDA_OVERLAP_SLOWDOWN = 1.15
 
 # All-reduce bus bandwidth over the link's own: nccl-tests on 8 devices report about 230 of
-# 300 GB/s (A100), 360 of 450 GB/s (H100) and 130 of 150 GB/s (V100).
+# 300 GB/s (A100), 360 of 450 GB/s (H100) and 130 of 150 GB/s (V100). Of the A100's links up to
+# 64 MiB, fitted to Vidur's all-reduces on 2 to 8 devices: 0.89 with a ramp of 7.7 MB.
 _NVLINK_EFFICIENCY = 0.8
+_A100_NVLINK_EFFICIENCY = 0.89
+_A100_NVLINK_RAMP_BYTES = 7.7e6
+_A100_LAUNCH_S = 34e-6
 _INFINIBAND_EFFICIENCY = 0.9
 _PCIE_EFFICIENCY = 0.8
 _NO_OVERLAP_SLOWDOWN = 1e3
@@ -146,8 +151,13 @@ def _a100(memory_bytes: int, bandwidth: float, name: str) -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=_nvlink(300, "NVIDIA A100 datasheet, 600 GB/s"),
+        inner=structs.replace(
+            _nvlink(300, "NVIDIA A100 datasheet, 600 GB/s"),
+            efficiency=_A100_NVLINK_EFFICIENCY,
+            ramp_bytes=_A100_NVLINK_RAMP_BYTES,
+        ),
         outer=_infiniband(8, 200, 8, _DGXA100),
+        collective_launch_s=_A100_LAUNCH_S,
     )
 
 

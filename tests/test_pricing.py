@@ -62,7 +62,7 @@ def test_a_step_waits_for_the_slowest_group_of_an_axis() -> None:
         communication.estimate("all_reduce", size_bytes, group).time_s
         for group in mesh.groups((1,))
     ]
-    assert forward_s == max(times_s) > 2 * min(times_s)
+    assert forward_s == max(times_s) > 1.5 * min(times_s)
 
 
 def test_the_uncertainty_is_that_of_the_roofline_that_was_used() -> None:

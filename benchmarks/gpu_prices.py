@@ -1,0 +1,125 @@
+"""GPU prices held against measurements: kernels, collectives inside a node, published errors.
+
+Run: ``python benchmarks/gpu_prices.py FOLDER``, about a minute on one core. Kernels are priced by
+fits that did not see them: over five folds of the shapes, and over each chip left out; beside them
+the plain roofline and the errors that NeuSight's authors published on this data. Collectives are
+priced by the presets. Printed and written to ``benchmarks/results/gpu_prices.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fit_gpu_prices import Result, devices, errors, read, run
+from setting import setting
+
+from autopar.cost_models import Cluster, CommunicationModel
+
+RESULT = Path(__file__).parent / "results" / "gpu_prices.json"
+ASKED = {
+    "kernels": "median 10, p90 30; a chip left out: median 20",
+    "collectives": "median 10, p90 25",
+}
+# Mean errors in percent that NeuSight's authors report, the least of the methods they compare.
+PUBLISHED = {"batched": 14, "linear": 14, "pointwise": 14, "softmax": 14, "normalization": 20}
+NODES = {"a100_dgx": "a100-80", "h100_dgx": "h100-sxm"}
+
+
+def summary(off: Any) -> dict[str, float]:
+    return {
+        "median": round(100 * float(np.median(off)), 1),
+        "mean": round(100 * float(np.mean(off)), 1),
+        "p90": round(100 * float(np.quantile(off, 0.9)), 1),
+        "rows": len(off),
+    }
+
+
+def roofline(folder: Path, precision: str, family: str) -> Any:
+    """Errors of the larger of arithmetic and traffic at the datasheet's peaks."""
+    known = devices(folder)
+    rows = [r for r in read(folder, f"kernels_{precision}.csv") if r["family"] == family]
+    item_bytes = 2 if precision == "float16" else 4
+    predicted = []
+    for row in rows:
+        device = known[row["device"]]
+        if family in ("linear", "batched"):
+            m, n, k, batch = row["M"], row["N"], row["K"], row.get("B", 1)
+            flops, numbers = 2 * batch * m * n * k, batch * (m * k + k * n + m * n)
+        elif family == "convolution":
+            outputs = row["B"] * row["H"] ** 2
+            flops = 2 * outputs * row["O"] * row["C"] * row["k"] ** 2
+            numbers = outputs * (row["C"] + row["O"]) + row["C"] * row["O"] * row["k"] ** 2
+        else:
+            flops, numbers = 0, 2 * row["B"] * row["H"]
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        arithmetic_s = flops / device.peak_flops_per_s.float32
+        predicted.append(max(arithmetic_s, numbers * item_bytes / bandwidth))
+    return errors(rows, np.array(predicted))
+
+
+def kernels(folder: Path, results: dict[tuple[str, str], Result]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (precision, family), result in results.items():
+        found[f"{precision} {family}"] = {
+            "unseen shapes": summary(np.concatenate(list(result.by_device.values()))),
+            "roofline": summary(roofline(folder, precision, family)),
+            "best published mean": PUBLISHED.get(family) if precision == "float32" else None,
+            "by device": {name: summary(off) for name, off in result.by_device.items()},
+            "chip left out": {name: summary(off) for name, off in result.left_out.items()},
+        }
+    return found
+
+
+def collectives(folder: Path) -> dict[str, Any]:
+    """Errors of the presets' prices, for nodes that a preset describes."""
+    groups: dict[str, list[float]] = {}
+    with (folder / "collectives.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    models: dict[tuple[str, int, int], CommunicationModel] = {}
+    for row in rows:
+        preset = NODES.get(row["node"])
+        count, each = int(row["num_devices"]), int(row["devices_per_node"])
+        if preset is None:
+            continue
+        key = (preset, count // each, each)
+        if key not in models:
+            cluster = Cluster.preset(preset, nodes=key[1], devices_per_node=8)
+            models[key] = CommunicationModel(cluster)
+        ranks = tuple(8 * node + i for node in range(key[1]) for i in range(each))
+        found = models[key].estimate(row["collective"], int(row["bytes"]), ranks)
+        where = "inside a node" if key[1] == 1 else "between nodes"
+        name = f"{row['collective']} {row['node']} {where}, {count} devices"
+        groups.setdefault(name, []).append(abs(found.time_s / (float(row["ms"]) / 1e3) - 1))
+    return {name: summary(np.array(off)) for name, off in groups.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the measurements lie")
+    folder = parser.parse_args().folder
+    results = run(folder, say=lambda line: None)
+    found = {
+        "setting": setting("numpy", "scipy"),
+        "asked, in percent": ASKED,
+        "kernels": kernels(folder, results),
+        "collectives": collectives(folder),
+    }
+    for name, of in found["kernels"].items():
+        print(f"{name}: unseen {of['unseen shapes']}, roofline {of['roofline']}, ", end="")
+        print(f"best published mean {of['best published mean']}")
+        for device, numbers in of["by device"].items():
+            print(f"    {device}: {numbers}")
+        for chip, numbers in of["chip left out"].items():
+            print(f"    {chip} left out: {numbers}")
+    for name, numbers in found["collectives"].items():
+        print(f"{name}: {numbers}")
+    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
