@@ -1,0 +1,102 @@
+"""Whole models planned on one GPU, held against measured steps in float32.
+
+Run: ``python benchmarks/gpu_models.py FOLDER``. The folder holds ``models_float32.csv`` and
+``model_configs.json`` (NeuSight, sitar-lab/NeuSight, MIT licence: transformers with eager
+attention, forward, or forward with backward, no optimizer). Each model is made on the meta device
+and planned with the presets' prices and nothing else; rows of ``torch.compile`` are left out, as
+are mixtures of experts. Printed and written to ``benchmarks/results/gpu_models.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from msgspec import structs
+from setting import setting
+
+import autopar
+
+RESULT = Path(__file__).parent / "results" / "gpu_models.json"
+PRESETS = {
+    "NVIDIA_A100-PCIE-40GB": "a100-40-pcie", "NVIDIA_A100_80GB_PCIe": "a100-80-pcie",
+    "NVIDIA_L4": "l4", "Tesla_P100-PCIE-16GB": "p100", "Tesla_P4": "p4", "Tesla_T4": "t4",
+}  # fmt: skip
+ASKED = "median 7, worst 20"
+# Enough for every model: whether one fits is not the question here.
+MEMORY_BYTES = 1 << 41
+
+
+def model_of(config: dict[str, Any], sequence: int) -> torch.nn.Module:
+    """The model of a configuration, on the meta device, with eager attention."""
+    name = config["architectures"][0]
+    kind = getattr(transformers, name)
+    known = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    made = kind.config_class(**{**known, "use_cache": False, "attn_implementation": "eager"})
+    if name == "BertLMHeadModel":
+        made.is_decoder = True
+    if name == "GPT2LMHeadModel":
+        made.n_positions = max(made.n_positions, sequence)
+    with torch.device("meta"):
+        model: torch.nn.Module = kind(made)
+    return model
+
+
+@cache
+def predicted(folder: Path, name: str, preset: str, mode: str, sequence: int, batch: int) -> float:
+    """Seconds of the forward pass, or of both passes, as the plan on one device predicts them."""
+    config = json.loads((folder / "model_configs.json").read_text())[name]
+    model = model_of(config, sequence).train(mode == "train")
+    cluster = autopar.Cluster.preset(preset, devices_per_node=1)
+    device = structs.replace(cluster.device, memory_bytes=MEMORY_BYTES)
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    plan = autopar.plan(
+        model, structs.replace(cluster, device=device), {"input_ids": ids, "labels": ids.clone()}
+    )
+    found = plan.prediction
+    return found.forward_s + (found.backward_s if mode == "train" else 0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the measurements lie")
+    parser.add_argument(
+        "--only", default="", help="rows whose device or model has this in its name"
+    )
+    arguments = parser.parse_args()
+    with (arguments.folder / "models_float32.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if not row["variant"]]
+    found = []
+    for row in rows:
+        if row["model"].startswith("switch") or arguments.only not in row["device"] + row["model"]:
+            continue
+        sizes = (int(row["sequence"]), int(row["batch"]))
+        time_s = predicted(
+            arguments.folder, row["model"], PRESETS[row["device"]], row["mode"], *sizes
+        )
+        ratio = 1e3 * time_s / float(row["total_ms"])
+        found.append({**row, "predicted_ms": round(1e3 * time_s, 1), "ratio": round(ratio, 3)})
+        print(*(found[-1][k] for k in ("device", "model", "mode", "sequence", "batch")), end=" ")
+        print(found[-1]["total_ms"], found[-1]["predicted_ms"], found[-1]["ratio"], flush=True)
+    off = np.abs(np.array([row["ratio"] for row in found]) - 1)
+    summary = {
+        "asked, in percent": ASKED,
+        "median": round(100 * float(np.median(off)), 1),
+        "mean": round(100 * float(off.mean()), 1),
+        "worst": round(100 * float(off.max()), 1),
+    }
+    print(summary)
+    if not arguments.only:
+        document = {**setting("torch", "transformers", "numpy"), **summary, "rows": found}
+        RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
