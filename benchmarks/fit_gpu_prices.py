@@ -42,6 +42,8 @@ OUT = Path(__file__).parents[1] / "cost_models" / "gpu_curves.json"
 NUM_FOLDS = 5
 MAX_ROWS = 300
 MAX_FIXED_S = 1e-4
+RAGGED_AT_MOST = 0.95
+"""A smaller loss than this is not worth prices that fall from one size to the next."""
 HOLD = 0.1
 """How firmly a parameter is held at its start, against one row's logarithm of the error."""
 
@@ -108,7 +110,7 @@ _FAMILY = {
     "norm": "normalization", "softmax": "softmax",
 }  # fmt: skip
 
-PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0])
+PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0, 0.05])
 TRAFFIC_START = np.array([1.7, -10.3, -1.5])
 
 
@@ -159,6 +161,7 @@ def curve_of(family: str, x: Params) -> ProductCurve | TrafficCurve:
         compute=_part(x[0]), memory=_part(x[1]), cache=float(np.exp(x[2])),
         start_up=float(np.exp(x[3])), fixed_s=fixed_s,
         winograd=_part(x[5]) if family == "convolution" else 0.0,
+        ragged=1.0 if family == "convolution" else min(1.0, float(np.exp(-x[6]))),
     )  # fmt: skip
 
 
@@ -243,6 +246,8 @@ def energy_part(chip: str, fits: dict[str, Params]) -> float:
 def expected(chip: str, family: str, precision: str, fits: dict[str, Params]) -> Params:
     """Parameters of a chip from those of the others."""
     middle = np.median([x for name, x in fits.items() if name != chip], axis=0)
+    if family in ("linear", "batched", "convolution"):
+        middle[6] = 0.0  # a matter of each library's kernels, not of chips
     if precision == "float32" and family in ("linear", "batched", "convolution"):
         part = energy_part(chip, fits)
         middle[0] = np.log(part / (1 - part))
@@ -320,7 +325,10 @@ def curves(chip: str, results: dict[tuple[str, str], Result], precision: str) ->
 
 
 def _rounded(curve: Any) -> Any:
-    return type(curve)(**{k: _digits(v) for k, v in msgspec.structs.asdict(curve).items()})
+    found = {k: _digits(v) for k, v in msgspec.structs.asdict(curve).items()}
+    if found.get("ragged", 0.0) > RAGGED_AT_MOST:
+        found["ragged"] = 1.0
+    return type(curve)(**found)
 
 
 def _digits(value: Any) -> float:

@@ -1,8 +1,9 @@
 """Efficiency of each family of operations: the fraction of a device's peaks that it reaches.
 
-A matrix product on a GPU is computed in tiles, and a wave of tiles takes as long as its slowest:
-the efficiency is the fraction of full waves times a factor that grows with the inner dimension. On
-a CPU core the efficiency grows with each dimension towards that of the library's inner kernel.
+Families that were measured on CUDA devices have curves of their own (`gpu_curves`). Elsewhere a
+matrix product on a GPU is computed in tiles, and a wave of tiles takes as long as its slowest: the
+efficiency is the fraction of full waves times a factor that grows with the inner dimension. On a
+CPU core the efficiency grows with each dimension towards that of the library's inner kernel.
 Everything else is bound by memory or by element-wise arithmetic.
 """
 
@@ -30,8 +31,11 @@ from autopar.cost_models.work import Family, MatrixShape, Work
 NOT_FITTED_FACTOR = 2.0
 """The assumed error factor of families that are not fitted to measurements.
 
-It is the widest of the published ranges behind the table of CUDA devices: depthwise convolutions at
-0.3 to 0.6 of the bandwidth.
+Families that were measured on CUDA devices have curves of their own (`gpu_curves`). Elsewhere a
+matrix product on a GPU is computed in tiles, and a wave of tiles takes as long as its slowest: the
+efficiency is the fraction of full waves times a factor that grows with the inner dimension. On a
+CPU core the efficiency grows with each dimension towards that of the library's inner kernel.
+Everything else is bound by memory or by element-wise arithmetic.
 """
 
 

@@ -6,7 +6,8 @@ its inner dimension and a start-up lasts; what the blocks read goes through the 
 A 3x3 convolution is the same product, or Winograd's, with 2.25 times fewer multiplications.
 Everything else moves bytes, some of them more than once. Each kernel also has a fixed time.
 
-No curve goes below the device's peaks, and none falls with size. The functions take numbers or
+No curve goes below the device's peaks. None falls with size, but for products from a side that is
+no multiple of 8 to one that is, on chips where that was measured. The functions take numbers or
 arrays, so that the fit (`benchmarks/fit_gpu_prices.py`) and the planner ask the same code.
 """
 
@@ -37,7 +38,8 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ``compute`` and ``memory`` are the parts of the peaks that large products reach. ``cache`` is
     the rate at which blocks read their operands, over the memory's. ``start_up`` is the inner
     dimension that a block's start and end cost. ``fixed_s`` is what any call takes. ``winograd`` is
-    the part of the peak that Winograd's products reach (0: there are none).
+    the part of the peak that Winograd's products reach (0: there are none). Products with a side
+    that is no multiple of 8 reach the part ``ragged`` of ``compute``.
     """
 
     compute: float
@@ -46,6 +48,7 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     start_up: float
     fixed_s: float
     winograd: float = 0.0
+    ragged: float = 1.0
 
 
 class TrafficCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,7 +131,8 @@ def product_s(
     depth = k / splits
     waves = blocks / device.num_units
     lasting = np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
-    unit_rate = peak * compute / device.num_units
+    is_ragged = (m % 8 > 0) | (n % 8 > 0)
+    unit_rate = peak * compute * np.where(is_ragged, curve.ragged, 1.0) / device.num_units
     compute_s = lasting * 2 * tile_m * tile_n * (depth + curve.start_up) / unit_rate
     bandwidth = device.memory_bandwidth_bytes_per_s
     partial_bytes = np.where(splits > 1, 2 * splits * batch * m * n * _ACCUMULATOR_BYTES, 0.0)

@@ -22,7 +22,7 @@ from autopar.cost_models import (
     RooflineModel,
 )
 from autopar.cost_models.communication import MeasuredCurve
-from autopar.cost_models.efficiency import CPU, NOT_FITTED_FACTOR
+from autopar.cost_models.efficiency import CPU, table_of
 from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family
 from autopar.frontend.capture import capture
@@ -237,7 +237,11 @@ def test_prices_of_too_large_a_spread_are_counted(captured):
     [
         ("cpu", nn.Linear(1024, 1024), CPU.of(Family.MATMUL).error_factor),
         ("cpu", nn.LayerNorm(1024), CPU.of(Family.NORMALIZATION).error_factor),
-        ("a100-80", nn.Linear(1024, 1024), NOT_FITTED_FACTOR),
+        (
+            "a100-80",
+            nn.Linear(1024, 1024),
+            table_of(Cluster.preset("a100-80").device).of(Family.MATMUL).error_factor,
+        ),
     ],
 )
 def test_a_plan_states_the_error_of_what_most_time_is_spent_on(preset, layer, factor):

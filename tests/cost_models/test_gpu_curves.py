@@ -49,13 +49,16 @@ def test_no_batched_product_beats_the_peaks_of_its_device(preset, dtype, batch, 
 
 
 @given(
-    presets, dtypes, st.tuples(*(st.integers(1, 500) for _ in range(4))), st.integers(0, 3),
-    st.integers(1, 200),
+    presets, dtypes, st.tuples(*(st.integers(1, 60) for _ in range(4))), st.integers(0, 3),
+    st.integers(1, 30),
 )  # fmt: skip
 def test_a_larger_batched_product_never_takes_less_time(preset, dtype, sizes, axis, more):
+    # Sides in eights: older chips' libraries are measurably slower on others.
     larger = [size + more * (i == axis) for i, size in enumerate(sizes)]
-    once = _price(preset, _batched(*sizes, dtype))
-    assert _price(preset, _batched(*larger, dtype)) >= once * (1 - 1e-9)
+    (batch, m, n, k), (more_batch, more_m, more_n, more_k) = sizes, larger
+    once = _price(preset, _batched(batch, 8 * m, 8 * n, 8 * k, dtype))
+    then = _price(preset, _batched(more_batch, 8 * more_m, 8 * more_n, 8 * more_k, dtype))
+    assert then >= once * (1 - 1e-9)
 
 
 @given(
