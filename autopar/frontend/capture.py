@@ -35,7 +35,7 @@ from autopar.base.torch_private import (
 )
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of
-from autopar.frontend.low_precision import BATCH_NORMS, call_model, in_single
+from autopar.frontend.low_precision import call_model, in_single
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import CaptureError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
 from autopar.base.torch_private import has_backward_hooks, has_gradient_hooks
+from autopar.frontend.low_precision import BATCH_NORMS
 
 _READ_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
