@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
@@ -46,18 +43,16 @@ from autopar.planning.setting import Progress
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
-from autopar.runtime.host.devices import resolve_devices
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
 from autopar.runtime.options import RunOptions
+from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.runtime.step.loss_scale import check_scaled
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
-
-Devices: TypeAlias = int | str | Sequence[str | torch.device] | DeviceMesh | Cluster
 
 
 def plan(
@@ -335,10 +330,10 @@ class _Compiler:
     ) -> None:
         self.model = model
         self.cluster = devices if isinstance(devices, Cluster) else None
-        self.devices, mesh = _resolve(devices, options.planning.mesh)
+        self.devices, sizes = given_devices(devices)
         refuse_autocast(self.devices[0].type, "autopar.compile was called")
         self.options = options
-        self.planning = options.planning.with_mesh(mesh)
+        self.planning = options.planning.with_mesh(options.planning.mesh or sizes)
         self.space = self.planning.space(len(self.devices))
         self.progress = progress
 
@@ -473,39 +468,6 @@ class _Compiler:
             model=self.model,
             options=self.options.running,
         )
-
-
-def _resolve(
-    devices: Devices, mesh: MeshSizes | None
-) -> tuple[list[torch.device], MeshSizes | None]:
-    """The list of devices, and the mesh: the one given, or that of a `DeviceMesh`."""
-    if isinstance(devices, DeviceMesh):
-        names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
-        sizes: MeshSizes = {name: devices.size(i) for i, name in enumerate(names)}
-        return _repeated(devices.device_type, devices.size()), mesh or sizes
-    if isinstance(devices, Cluster):
-        return _repeated(devices.device.kind, devices.num_devices), mesh
-    if is_spmd() and isinstance(devices, str):
-        return _repeated(torch.device(devices).type, _world_size()), mesh
-    if is_spmd() and isinstance(devices, int):
-        if devices != _world_size():
-            raise InputError(
-                f"devices={devices}, but torchrun started {_world_size()} processes; "
-                f"pass devices={_world_size()}"
-            )
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return _repeated(kind, devices), mesh
-    return resolve_devices(devices), mesh
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-
-
-def _repeated(kind: str, count: int) -> list[torch.device]:
-    if kind == "cpu" or is_spmd():
-        return [torch.device(kind)] * count
-    return resolve_devices([f"{kind}:{i}" for i in range(count)])
 
 
 def _agreed(make: Callable[[], Plan]) -> Plan:
