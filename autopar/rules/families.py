@@ -5,11 +5,10 @@ So a new family is one new file.
 
 import importlib
 import pkgutil
-
-from autopar import rules
+from pathlib import Path
 
 MODULES = tuple(
-    importlib.import_module(f"{rules.__name__}.{module.name}")
-    for module in pkgutil.iter_modules(rules.__path__)
+    importlib.import_module(f"{__package__}.{module.name}")
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)])
     if module.name != "families"
 )
