@@ -1,7 +1,8 @@
-"""Horizontal fusion: many models trained as one, each as if it were alone.
+"""Horizontal fusion: many models trained as one program, each with the result of training alone.
 
-`autopar.compile` makes an `Array` of a list of models; `sweep` packs the trials of a search into
-arrays, and `largest_array` says how many models fit.
+`autopar.compile` turns a list of models into an `Array`; `sweep` packs the trials of a search into
+arrays, and `largest_array` computes how many models fit one device. The idea is that of HFTA (Wang
+et al., MLSys 2021).
 """
 
 from autopar.fusion.array import Array

@@ -1,9 +1,9 @@
-"""Which ops of several models are computed as one.
+"""Alignment: which ops of several models are computed as one.
 
-Ops are alike where operator, arguments, and shapes and kinds of their operands are. The models'
-sequences of ops are merged one after the other by a longest common subsequence, so the order of
-each model is kept, and ops that no other model has stand alone. Whatever is merged wrongly costs
-time (values are stacked and taken apart again), never a result.
+Two ops are alike if operator, arguments, and shapes and kinds of their operands are equal. The op
+sequences of the models are merged one after another by a longest common subsequence, which keeps
+the order of each model; an op that no other model has gets a row of its own. A poor alignment costs
+time (values are stacked and unstacked again), never correctness.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Key = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Ops that are computed as one: of each of ``models``, the op at that place in ``ops``."""
+    """Ops computed as one: for each of ``models``, the op at the same position in ``ops``."""
 
     models: tuple[int, ...]
     ops: tuple[int, ...]
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Row, ...]:
-    """The ops of all graphs, each in one row; rows are in an order that every graph allows."""
+    """The ops of all graphs, each in one row, in an order that is valid for every graph."""
     keys = [_keys(graph) for graph in graphs]
     rows = [Row((0,), (i,)) for i in range(len(keys[0]))]
     row_keys = list(keys[0])
@@ -56,7 +56,7 @@ def _merged(
 
 
 def _common(left: Sequence[Key], right: Sequence[Key]) -> list[tuple[int, int]]:
-    """Places of a longest common subsequence; equal ends are taken as they are."""
+    """Index pairs of a longest common subsequence; equal ends are matched directly."""
     start = 0
     while start < min(len(left), len(right)) and left[start] == right[start]:
         start += 1

@@ -1,9 +1,9 @@
-"""``Array``: several models that are trained as one, each as if it were alone.
+"""``Array``: several models trained as one, each with the result of training alone.
 
-In: the models, what each trains with, and example inputs. Out: a handle that trains all of them in
-one step and gives each one back. The graph of all models (`autopar.fusion.fuse`) is planned,
-lowered and run as that of any model; a model that leaves is taken out of it, and the rest go on in
-a smaller one.
+Input: the models, how each is trained, and example inputs. Output: a handle that trains all of them
+in one step and returns each one separately. The graph of all models (`autopar.fusion.fuse`) is
+planned, lowered and run like that of a single model; when a model leaves, the rest are compiled as
+a smaller array.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAVE = "leave"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One model of an array, and what it trains with."""
+    """One model of an array, and how it is trained."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -45,7 +45,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One model's weights and buffers by name, and what its training holds beside them."""
+    """The state of one model: weights and buffers by name, and the state of its training."""
 
     state: Mapping[str, Tensor]
     training: ModelState
@@ -56,10 +56,15 @@ Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayO
 
 
 class Array:
-    """Models that train together; number ``i`` is the place of a model among those given.
+    """Models that train together, each with the result of training alone.
 
-    Made by ``autopar.compile([model_0, ..., model_n], ...)``. A model that has left keeps its
-    number and its last state; ``active`` are the numbers of those that still train.
+    Made by ``autopar.compile([model_0, ..., model_n], ...)``. A model's number is its position in
+    that list, from 0. A model that has left keeps its number and its last state.
+
+    Attributes: ``active``, the numbers of the models that still train; ``num_skipped_steps``, for
+    every model the steps skipped for a loss or gradient that was not finite; ``grad_norms``, the
+    2-norm of the last step's gradients of each active model, ``[num_active]``, None before the
+    first step.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Array:
         self._compiled = self._made(dict(enumerate(states)))
 
     def _made(self, states: Mapping[int, Mapping[str, Tensor]]) -> Compiled:
-        """The active models as one, from these states."""
+        """Compile the active models, starting from these states."""
         active = self.active
         captures = [self._captures[i] for i in active]
         models = [self.members[i].model for i in active]
@@ -134,14 +139,20 @@ class Array:
     # --- training ------------------------------------------------------------------------------
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One step of every active model: its loss, in the order of ``active``.
+        """Run one training step of every active model; returns their losses, ``[num_active]``.
 
-        Called with a batch, as a model is, all models train on it; called with one list that has a
-        batch for each active model (a tuple of arguments, or a mapping), each trains on its own.
-        A model whose loss or gradients are not finite holds up no other: with ``nonfinite="skip"``
-        its step has not happened, with ``"leave"`` it leaves the array with the weights that it had
-        before. With ``"raise"``, the default, the step has not happened for any, and NonFiniteError
-        names the models.
+        Losses are in the order of ``active`` as it was before the step. With one batch, passed as
+        to a model, all models train on it. With a single list that has a batch for each active
+        model (a tuple of arguments, or a mapping), each model trains on its own.
+
+        A model whose loss or gradients are not finite does not hold up the others: with
+        ``nonfinite="skip"`` its update is skipped; with ``"leave"`` it leaves the array with the
+        weights it had before the step. With ``"raise"``, the default, no model is updated, and
+        NonFiniteError names those models.
+
+        Raises InputError where every model has left, for a list of batches where the array was
+        compiled for a shared batch, and for inputs that differ from the example in structure, shape
+        or dtype.
         """
         if not self.active:
             raise InputError("every model has left this array, so there is nothing to train")
@@ -183,7 +194,7 @@ class Array:
         return self._tensors(args[0])
 
     def _tensors(self, batches: Sequence[Any]) -> list[Tensor]:
-        """The array's inputs from a batch for each active model."""
+        """The inputs of the array, from a batch for each active model."""
         signatures = [self._captures[i].signature for i in self.active]
         if self.shares_batch:
             return signatures[0].flatten(*split_inputs(batches[0]))
@@ -191,9 +202,10 @@ class Array:
         return [torch.stack(list(tensors)) for tensors in zip(*flat)]
 
     def leave(self, *numbers: int) -> None:
-        """Let models leave, done or diverged: each keeps its state, the others go on as they are.
+        """Remove models from training; each keeps its state, and the others continue unchanged.
 
-        What the models held is given back; the rest are compiled as a smaller array.
+        The memory of the removed models is freed: the rest are compiled as a smaller array. Raises
+        InputError for a model that is not active.
         """
         for index in numbers:
             self._check_active(index)
@@ -210,13 +222,16 @@ class Array:
     # --- state ---------------------------------------------------------------------------------
 
     def _state(self, index: int) -> dict[str, Tensor]:
-        """A model's tensors by the names in its graph."""
+        """A model's tensors, by their names in its graph."""
         held = self._compiled.full_state_dict()
         rows = rows_of(self.fused.slices[self.active.index(index)], held)
         return {name: tensor.clone() for name, tensor in rows.items()}
 
     def state_dict(self, index: int) -> dict[str, Tensor]:
-        """A model's present weights and buffers, under the keys of its own ``state_dict()``."""
+        """A model's current weights and buffers, under the keys of its own ``state_dict()``.
+
+        Raises InputError for a number that is not in the array.
+        """
         self._check(index)
         state = self._state(index) if index in self.active else self._states[index]
         aliases = dict(self._captures[index].graph.aliases)
@@ -224,14 +239,20 @@ class Array:
         return {key: state[aliases.get(key, key)] for key in own if aliases.get(key, key) in state}
 
     def model(self, index: int) -> nn.Module:
-        """A copy of a model with its present weights and buffers."""
+        """A copy of a model with its current weights and buffers.
+
+        Raises InputError for a number that is not in the array.
+        """
         state = self.state_dict(index)
         model = copy.deepcopy(self.members[index].model)
         model.load_state_dict(state)
         return model
 
     def optimizer_state_dict(self, index: int) -> dict[str, Any]:
-        """What ``state_dict()`` of the model's own optimizer would give, alone."""
+        """The state of a model's optimizer, as its own ``state_dict()`` would return it.
+
+        Raises InputError for a number that is not in the array.
+        """
         self._check(index)
         if index in self.active:
             training = self._compiled.model_states()[self.active.index(index)]
@@ -240,7 +261,10 @@ class Array:
         return training.optimizer
 
     def snapshot(self, index: int) -> Snapshot:
-        """All that a model's training goes on from, for `restore` of this array or another."""
+        """All state needed to resume a model's training, for `restore` in this array or another.
+
+        Raises InputError for a number that is not in the array.
+        """
         self._check(index)
         if index not in self.active:
             return Snapshot(state=self._states[index], training=self._training[index])
@@ -248,7 +272,11 @@ class Array:
         return Snapshot(state=self._state(index), training=training)
 
     def restore(self, snapshots: Mapping[int, Snapshot]) -> None:
-        """Let models that train here go on from what `snapshot` gave of models like them."""
+        """Set active models to states from `snapshot`, by number.
+
+        Raises InputError for a model that is not active, and for a snapshot of a model with other
+        tensors.
+        """
         for index in snapshots:
             self._check_active(index)
         held = self._compiled.full_state_dict()
@@ -282,24 +310,25 @@ class Array:
 
     @property
     def num_models(self) -> int:
-        """Of those that were compiled, those that have left included."""
+        """The number of models compiled, including those that have left."""
         return len(self.members)
 
     @property
     def compiled(self) -> Compiled:
-        """The program of the active models, with its plan."""
+        """The compiled program of the active models."""
         return self._compiled
 
     @property
     def plan(self) -> Any:
+        """The plan of the active models."""
         return self._compiled.plan
 
     def report(self) -> str:
-        """What is fused, the plan, and what was measured since."""
+        """A text with the fused ops, the plan, and measurements so far."""
         return f"{self.fused.describe()}\n{self._compiled.report()}"
 
     def close(self) -> None:
-        """End the workers, or leave the process group if it was joined here."""
+        """Stop the workers, or leave the process group if it was joined here."""
         self._compiled.close()
 
     def __enter__(self) -> Self:
@@ -323,7 +352,10 @@ def _step_of(member: Member, inputs: Any) -> Step:
 
 
 def _is_list_of_batches(inputs: Any, num: int) -> bool:
-    """A batch for each model; a list of tensors is one batch's positional arguments."""
+    """Whether the input is a list with a batch per model.
+
+    A list of tensors is not: it is the positional arguments of one batch.
+    """
     return (
         isinstance(inputs, list)
         and len(inputs) == num
@@ -332,7 +364,7 @@ def _is_list_of_batches(inputs: Any, num: int) -> bool:
 
 
 def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:
-    """A batch for each model, and whether it is the same for all."""
+    """A batch for each model, and whether all models share it."""
     if _is_list_of_batches(example_inputs, num):
         return list(example_inputs), False
     return [example_inputs] * num, True
@@ -381,7 +413,11 @@ def members_of(
     max_grad_norm: Any,
     seed: Any,
 ) -> list[Member]:
-    """Each model with its own of what is given as a list, or with what is given for all."""
+    """The members of an array; an option given as a list has one entry per model.
+
+    An option that is not a list applies to all models. Raises InputError for lists of another
+    length and for a missing optimizer.
+    """
     num = len(models)
     default_seed = torch.initial_seed() & (2**63 - 1)
     columns = {

@@ -1,6 +1,7 @@
-"""A graph that is written op by op; shapes, dtypes and strides come from fake tensors.
+"""A builder that writes a graph op by op, with shapes, dtypes and strides from fake tensors.
 
-In: operators with `Ref` where a tensor goes. Out: a `Graph` with fixed ops first, cut into blocks.
+Input: operators, with a `Ref` in place of each tensor. Output: a `Graph` with fixed ops first, cut
+into blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where an op comes from: its name, module path and line, and whether a gradient may flow."""
+    """The origin of an op: name, module path and line, and whether a gradient may flow."""
 
     name: str = "fused"
     module_path: str = ""
@@ -46,7 +47,7 @@ class GraphBuilder:
 
     @contextmanager
     def origin_of(self, op: Op, *, differentiable: bool) -> Iterator[None]:
-        """Let what is emitted within come from ``op``."""
+        """A context in which emitted ops get ``op`` as their origin."""
         before = self.origin
         self.origin = Origin(
             name=op.name,
@@ -70,7 +71,7 @@ class GraphBuilder:
         fixed: bool = False,
         data: Tensor | None = None,
     ) -> Ref:
-        """A parameter, buffer, input or constant."""
+        """Add a parameter, buffer, input or constant."""
         with self.mode:
             fake = torch.empty(tuple(shape), dtype=dtype)
         has_target = kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
@@ -82,7 +83,9 @@ class GraphBuilder:
         return ref
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call; the `Ref` of its result, a tuple with None for what is no tensor."""
+        """Record one call; returns the `Ref` of its result, or a tuple with None for
+        non-tensors.
+        """
         frozen = _tuples(args)
         frozen_kwargs = tuple((k, _tuples(v)) for k, v in kwargs.items())
         with self.mode:
@@ -155,7 +158,7 @@ class GraphBuilder:
         return self._values[ref.index].shape
 
     def set_differentiable(self, ref: Ref, differentiable: bool) -> None:
-        """Whether a gradient flows through an op's result, where its model says otherwise."""
+        """Set whether a gradient flows through the result of an op, where the model differs."""
         value = self._values[ref.index]
         self._values[ref.index] = replace(value, differentiable=differentiable)
 
@@ -166,7 +169,7 @@ class GraphBuilder:
         mutations: Sequence[tuple[Ref, Ref]],
         outputs: Sequence[Ref],
     ) -> Graph:
-        """What was written and is read: dead code goes, fixed ops come first."""
+        """The finished graph: dead code is removed, and fixed ops come first."""
         roots = {loss.index, *(new.index for _, new in mutations), *(o.index for o in outputs)}
         live = set(roots)
         kept: list[Op] = []
@@ -220,7 +223,7 @@ class GraphBuilder:
         return fixed
 
     def _reached(self, loss: int, ops: Sequence[Op]) -> set[int]:
-        """What the loss depends on by gradients."""
+        """The values through which the loss's gradient flows."""
         reached = {loss}
         for op in reversed(ops):
             if any(
@@ -232,7 +235,7 @@ class GraphBuilder:
 
 
 def replay(builder: GraphBuilder, function: Callable[..., Any], *operands: Ref) -> Any:
-    """Emit what a traced ``function`` calls of ATen; None where it holds tensors of its own.
+    """Emit the ATen calls of a traced ``function``; None where it holds tensors of its own.
 
     The result is a `Ref`, or a tuple of them.
     """

@@ -1,11 +1,11 @@
-"""The pass: captured graphs of several models become one graph with a dimension of models.
+"""The fusion pass: the captured graphs of several models become one graph with a model dimension.
 
-In: a capture of each model. Out: `Fused`, one capture that every later stage takes as any other.
-Ops are aligned (`autopar.fusion.align`); each row of them is computed once where all its operands
-are shared, by a fused form where its family has one (`autopar.fusion.forms`), under ``torch.vmap``
-where that has a rule, and model by model where there is none of these. The loss is the sum of the
-models' losses, so each gradient is its own model's; the losses themselves are what the buffer
-`LOSSES` becomes in a step.
+Input: a capture of each model. Output: `Fused`, whose capture every later stage treats as any
+other. Ops of different models are aligned into rows (`autopar.fusion.align`). A row is computed
+once where all its operands are shared; otherwise by a fused form where the op family has one
+(`autopar.fusion.forms`), else under ``torch.vmap`` where the operator has a batching rule, else
+model by model. The loss is the sum of the models' losses, so each gradient is that of its own
+model; the losses themselves are written to the buffer `LOSSES` in each step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ ONCE = "once for all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One tensor of a model's state: the name of the array's tensor, and its row there.
+    """One tensor of a model's state, as a row of a tensor of the array.
 
-    ``row`` is None where the array's tensor is this model's alone, or the same for all.
+    ``target``: the tensor's name in the model's graph. ``name``: the array's tensor. ``row``: its
+    row there; None where the array's tensor belongs to this model alone, or is the same for all.
     """
 
     target: str
@@ -50,7 +51,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOp:
-    """How one row of aligned ops is computed, for whom."""
+    """How one row of aligned ops is computed, and for which models."""
 
     target: str
     models: tuple[int, ...]
@@ -62,8 +63,8 @@ class FusedOp:
 class Fused:
     """The graph of all models, and where each model's state lies in it.
 
-    ``slices`` has one tuple a model. ``shares_batch``: all models read the same inputs; otherwise
-    inputs are stacked along a first dimension of models.
+    ``slices``: one tuple per model. ``shares_batch``: whether all models read the same inputs;
+    otherwise inputs are stacked along a leading model dimension.
     """
 
     captured: Captured
@@ -76,7 +77,7 @@ class Fused:
         return len(self.slices)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Models that share fused ops, largest group first: connected by any op of several."""
+        """Models connected by fused ops, directly or through others, largest group first."""
         group = list(range(self.num_models))
         for op in self.ops:
             if op.form not in (LOOP, ONCE):
@@ -89,7 +90,7 @@ class Fused:
         return tuple(sorted((tuple(m) for m in members.values()), key=lambda m: (-len(m), m)))
 
     def describe(self) -> str:
-        """How many ops are fused, in which forms, and which are not."""
+        """A text that lists how many ops are fused, in which forms, and which ops are not."""
         kinds = Counter(op.form for op in self.ops)
         lines = [f"{self.num_models} models, {len(self.ops)} aligned ops"]
         for models in self.groups():
@@ -103,15 +104,17 @@ class Fused:
 
 @in_turn()
 def fuse(captures: Sequence[Captured], models: Sequence[nn.Module], *, shares_batch: bool) -> Fused:
-    """The graph of all models; raises InputError where they cannot be one.
+    """Fuse the graphs of several models into one.
 
-    ``models`` hold the data of buffers that are the same for all of them.
+    ``models`` supply the data of buffers that are the same for all of them. ``shares_batch``:
+    whether all models read the same inputs. Raises InputError where the models cannot share one
+    graph.
     """
     return _Fusion(captures, models, shares_batch).run()
 
 
 class _Fusion:
-    """One run of the pass."""
+    """One run of the fusion pass."""
 
     def __init__(
         self, captures: Sequence[Captured], models: Sequence[nn.Module], shares_batch: bool
@@ -173,7 +176,9 @@ class _Fusion:
                 self.lanes[model][value.index] = Lane(ref, dim, 0 if dim is None else model)
 
     def _place(self, models: Sequence[int], values: Sequence[Value]) -> None:
-        """Put stored values of several models into the array: as one where they are alike."""
+        """Put stored values of several models into the array, as one tensor where they
+        are alike.
+        """
         if all(v.index in self.lanes[m] for m, v in zip(models, values)):
             return
         missing = [(m, v) for m, v in zip(models, values) if v.index not in self.lanes[m]]
@@ -218,7 +223,7 @@ class _Fusion:
                 )
 
     def _same_for_all(self, models: Sequence[int], values: Sequence[Value]) -> bool:
-        """Whether these are constants, or buffers that never change, of the same numbers."""
+        """Whether the values are constants, or buffers that never change, with the same numbers."""
         if values[0].kind is ValueKind.PARAMETER:
             return False
         if any(v.index in self.mutated[m] for m, v in zip(models, values)):
@@ -232,7 +237,7 @@ class _Fusion:
         return all(torch.equal(x.cpu(), found[0].cpu()) for x in found)
 
     def _unread(self) -> None:
-        """State that no op reads is kept all the same."""
+        """Keep state that no op reads."""
         for model, graph in enumerate(self.graphs):
             for value in (*graph.parameters, *graph.buffers):
                 if value.index not in self.lanes[model]:
@@ -279,7 +284,7 @@ class _Fusion:
             self.lanes[model][value] = lane
 
     def _computed(self, row: Row, ops: Sequence[Op]) -> tuple[str, Any]:
-        """The name of the form, and per result an `Operand`, or a list of lanes."""
+        """The name of the form, and for each result an `Operand` or a list of lanes."""
         first = ops[0]
         lanes = [
             [self.lanes[m][v] for m, v in zip(row.models, values)]
@@ -343,7 +348,7 @@ class _Fusion:
         return self.builder.emit(aten.select.int, lane.ref, lane.dim, lane.row)
 
     def _joined(self, lanes: Sequence[Lane]) -> Operand:
-        """One operand of values that may lie anywhere."""
+        """One operand made of values that may lie anywhere."""
         first = lanes[0]
         size = None if first.dim is None else self.builder.shape(first.ref)[first.dim]
         found = as_operand(lanes, size)
@@ -352,13 +357,13 @@ class _Fusion:
         picked = [self._picked(lane) for lane in lanes]
         return Operand(self.builder.emit(aten.stack.default, tuple(picked), 0), 0)
 
-    # --- the whole -----------------------------------------------------------------------------
+    # --- result --------------------------------------------------------------------------------
 
     def _captured(self) -> Captured:
         builder = self.builder
         losses = [self.lanes[m][g.loss] for m, g in enumerate(self.graphs) if g.loss is not None]
         joined = self._joined(losses)
-        if joined.dim is None:  # one model, or models that are the same
+        if joined.dim is None:  # one model, or identical models
             ones = [joined.ref] * self.num
             joined = Operand(builder.emit(aten.stack.default, tuple(ones), 0), 0)
         vector = builder.emit(aten.reshape.default, joined.ref, [self.num])
@@ -374,7 +379,7 @@ class _Fusion:
         return Captured(graph=graph, signature=signature)
 
     def _mutations(self) -> list[tuple[Ref, Ref]]:
-        """What each buffer of the array becomes, from what its models' own become."""
+        """The new value of each buffer of the array, from the new values of its models' buffers."""
         following: dict[int, dict[int, Lane]] = {}
         place: dict[int, Lane] = {}
         for model, graph in enumerate(self.graphs):
@@ -406,7 +411,9 @@ class _Fusion:
 
 
 def _draws(graph: Graph) -> dict[int, Draw]:
-    """The random ops of a model that draw, with their place among those of its block."""
+    """The ops of a model that draw random numbers, each with its position among those
+    of its block.
+    """
     found: dict[int, Draw] = {}
     for block in graph.blocks:
         place = 0
@@ -418,7 +425,7 @@ def _draws(graph: Graph) -> dict[int, Draw]:
 
 
 def _drops(op: Op) -> bool:
-    """Whether a random op draws: dropout of nothing does not."""
+    """Whether a random op draws random numbers; dropout with probability 0 does not."""
     schema = op.target._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= {**dict(zip((a.name for a in schema), op.args)), **dict(op.kwargs)}

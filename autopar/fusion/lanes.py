@@ -1,8 +1,8 @@
-"""Where the values of each model lie in the graph of all of them.
+"""Where the values of each model lie in the fused graph.
 
-An array's graph has one value for what several models have alike: stacked along a dimension of the
-models, or shared where it is the same for all. A `Lane` says where one model's value is; an
-`Operand` what one argument of several models' ops is together.
+The graph of an array has one value for what several models compute alike: stacked along a model
+dimension, or shared where it is the same for all. A `Lane` locates the value of one model; an
+`Operand` is one argument of the ops of several models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from autopar.ir.graph import Ref
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One model's value: row ``row`` of dimension ``dim`` of ``ref``, or all of it (dim None)."""
+    """One model's value: row ``row`` of dimension ``dim`` of ``ref``, or all of it if
+    dim is None.
+    """
 
     ref: Ref
     dim: int | None = None
@@ -24,15 +26,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One argument of all models: stacked along ``dim`` of ``ref``, or shared (dim None)."""
+    """One argument of all models: stacked along ``dim`` of ``ref``, or shared if dim is None."""
 
     ref: Ref
     dim: int | None = None
 
 
 def as_operand(lanes: Sequence[Lane], size: int | None) -> Operand | None:
-    """The lanes as they lie, where they are all of one value in its order; ``size`` is that of its
-    dimension of models."""
+    """The lanes as one operand without copying, if they are all rows of one value in its order.
+
+    ``size``: the size of that value's model dimension, None for a shared value.
+    """
     first = lanes[0]
     if any(lane.ref != first.ref or lane.dim != first.dim for lane in lanes):
         return None

@@ -1,7 +1,8 @@
-"""Which configurations a sweep trains, and for how long: random search and Hyperband.
+"""Searchers: which configurations a sweep trains, and for how many steps.
 
-A searcher is asked for a round of trials and told the value of each; it needs no knowledge of how
-they are trained. Anything with `Searcher`'s two methods will do, another library's sampler too.
+A searcher is asked for a round of trials and told the value of each; it does not know how they are
+trained. Any object with the two methods of `Searcher` works, so samplers of other libraries can be
+wrapped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ Configuration: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform:
-    """A number between ``low`` and ``high``; with ``log``, its logarithm is uniform."""
+    """A float drawn uniformly from [``low``, ``high``]; log-uniformly with ``log=True``.
+
+    Raises InputError where ``low`` exceeds ``high``, or is not positive with ``log=True``.
+    """
 
     low: float
     high: float
@@ -33,6 +37,7 @@ class Uniform:
             )
 
     def draw(self, generator: random.Random) -> float:
+        """One value."""
         if self.log:
             return math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         return generator.uniform(self.low, self.high)
@@ -40,7 +45,10 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
-    """A whole number from ``low`` to ``high``, both included."""
+    """An integer drawn uniformly from ``low`` to ``high``, both included.
+
+    Raises InputError where ``low`` exceeds ``high``.
+    """
 
     low: int
     high: int
@@ -52,12 +60,13 @@ class Integers:
             )
 
     def draw(self, generator: random.Random) -> int:
+        """One value."""
         return generator.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of some values."""
+    """One of ``values``, all equally likely. Raises InputError for no values."""
 
     values: Sequence[Any]
 
@@ -66,6 +75,7 @@ class Choice:
             raise InputError("Choice([]) has nothing to choose from; give at least one value")
 
     def draw(self, generator: random.Random) -> Any:
+        """One value."""
         return generator.choice(list(self.values))
 
 
@@ -74,7 +84,7 @@ Space: TypeAlias = Mapping[str, Uniform | Integers | Choice]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Train trial ``number``, of this configuration, until it has made ``num_steps`` in all."""
+    """A request to train trial ``number`` until it has done ``num_steps`` steps in total."""
 
     number: int
     configuration: Configuration
@@ -82,24 +92,27 @@ class Request:
 
 
 class Searcher(Protocol):
-    """Rounds of trials. A trial that a round lacks is over."""
+    """A source of rounds of trials. A trial that is missing from a round is finished."""
 
     def ask(self) -> Sequence[Request]:
-        """The next round, trials that go on and new ones; nothing when the search is over."""
+        """The next round, of continued and new trials; empty when the search is over."""
         ...
 
     def tell(self, number: int, value: float) -> None:
-        """The value of a trial of this round: the less the better."""
+        """Report the value of a trial of this round; lower is better."""
         ...
 
 
 def drawn(space: Space, generator: random.Random) -> dict[str, Any]:
-    """One configuration at random."""
+    """One random configuration."""
     return {name: distribution.draw(generator) for name, distribution in space.items()}
 
 
 class RandomSearch:
-    """So many configurations at random, each trained for as many steps."""
+    """Random search: ``num_trials`` random configurations, each trained for ``num_steps`` steps.
+
+    ``seed`` fixes the configurations. Raises InputError for counts below 1.
+    """
 
     def __init__(self, space: Space, *, num_trials: int, num_steps: int, seed: int = 0) -> None:
         _check_counts(num_trials=num_trials, num_steps=num_steps)
@@ -112,15 +125,16 @@ class RandomSearch:
         ]
 
     def ask(self) -> Sequence[Request]:
+        """All trials in the first round, then none."""
         return self._rounds.pop() if self._rounds else []
 
     def tell(self, number: int, value: float) -> None:
-        """Random search learns nothing."""
+        """Ignore the value: random search does not adapt."""
 
 
 @dataclass(slots=True)
 class _Bracket:
-    """Successive halving: trials of one start, and the rungs that the best of them climb."""
+    """One run of successive halving: its surviving trials, and the steps of each remaining rung."""
 
     trials: list[Request]
     rungs: list[int]
@@ -130,9 +144,11 @@ class _Bracket:
 class Hyperband:
     """Hyperband (Li et al., JMLR 2018, algorithm 1): brackets of successive halving.
 
-    Bracket ``s``, of ``s_max`` down to 0, starts ``n = ceil((s_max + 1) eta**s / (s + 1))``
-    configurations with ``max_steps / eta**s`` steps each; of each rung the best ``1 / eta`` go on
-    with ``eta`` times as many.
+    Bracket ``s``, from ``s_max`` down to 0, starts ``n = ceil((s_max + 1) eta**s / (s + 1))``
+    configurations with ``max_steps / eta**s`` steps each; from each rung the best ``1 / eta``
+    continue with ``eta`` times as many steps. A value of NaN ranks last.
+
+    Raises InputError for ``max_steps`` below 1 or ``eta`` below 2.
     """
 
     def __init__(self, space: Space, *, max_steps: int, eta: int = 3, seed: int = 0) -> None:
@@ -159,6 +175,10 @@ class Hyperband:
         self._current: _Bracket | None = None
 
     def ask(self) -> Sequence[Request]:
+        """The next rung of this bracket, or the first of the next; empty after the last bracket.
+
+        Raises InputError while a trial of the round has no value yet.
+        """
         current = self._current
         if current is not None and len(current.rungs) > 1:
             missing = [t.number for t in current.trials if t.number not in current.values]
@@ -181,6 +201,7 @@ class Hyperband:
         return [] if self._current is None else list(self._current.trials)
 
     def tell(self, number: int, value: float) -> None:
+        """Report the value of a trial; raises InputError for one that is not in this round."""
         if self._current is None or number not in {t.number for t in self._current.trials}:
             raise InputError(f"trial {number} is not in this round; tell what ask() has asked for")
         self._current.values[number] = math.inf if math.isnan(value) else value

@@ -1,7 +1,7 @@
-"""How many models of a kind fit one device as an array, and how many pay best: no trial runs.
+"""How many models of a kind fit one device as an array, and which number is fastest per model.
 
-In: a model, a cluster of one device, example inputs. Out: the largest array by the bytes that its
-lowered program holds, and the price of a step a model at every size that was looked at.
+Input: a model, a cluster of one device, and example inputs. Output: the largest array, by the bytes
+that its lowered program holds, and the predicted step time of every size tried. No model is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySize:
-    """An array of ``num_models`` on one device: bytes of tensors, and seconds of a step."""
+    """Predicted memory and time of an array of ``num_models`` models on one device.
+
+    ``peak_bytes``: peak memory of the device's tensors. ``step_time_s``: seconds of one training
+    step of all models.
+    """
 
     num_models: int
     peak_bytes: int
@@ -33,13 +37,17 @@ class ArraySize:
 
     @property
     def time_of_a_model_s(self) -> float:
+        """Seconds of a step divided by the number of models."""
         return self.step_time_s / self.num_models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestArray:
-    """The ``largest`` array that fits, and that of those looked at which ``pays_best``: the one
-    with the least time of a step a model."""
+    """The result of `largest_array`.
+
+    ``largest``: the largest array that fits. ``pays_best``: the array with the least step time per
+    model among those tried. ``looked_at``: every size tried that fits, in ascending order.
+    """
 
     largest: ArraySize
     pays_best: ArraySize
@@ -57,10 +65,21 @@ def largest_array(
     memory_bytes: int | None = None,
     at_most: int = 1024,
 ) -> LargestArray:
-    """The largest array of models like ``model`` on the cluster's one device.
+    """Find the largest array of models like ``model`` that fits the cluster's one device.
 
-    ``memory_bytes``: a budget for tensors below the device's own memory. ``model`` may live on the
-    meta device. Raises InputError for a cluster of several devices, and where not even one fits.
+    Arguments:
+
+    * ``model``: the model; it may be on the meta device.
+    * ``cluster``: a cluster of one device.
+    * ``example_inputs``: one batch, shared by all models: a tuple of the model's arguments, or a
+      mapping.
+    * ``loss_fn``: the loss, where the model does not return it.
+    * ``optimizer``: the optimizer of every model, whose states count as memory.
+    * ``compute``: the cost model of ops; by default that of the cluster's device.
+    * ``memory_bytes``: a budget for tensors in bytes, below the memory of the device.
+    * ``at_most``: the largest number of models tried.
+
+    Raises InputError for a cluster of several devices, and where not even one model fits.
     """
     if cluster.num_devices != 1:
         raise InputError(
@@ -101,14 +120,14 @@ def largest_array(
 
 
 class _Search:
-    """Doubles while it fits, then halves the gap between what fits and what does not."""
+    """Doubles the number of models while they fit, then bisects between fitting and not fitting."""
 
     def __init__(self, sized: Callable[[int], ArraySize | None], at_most: int) -> None:
         self.sized, self.at_most = sized, at_most
         self.fitting: dict[int, ArraySize] = {}
 
     def run(self) -> dict[int, ArraySize]:
-        """Every size that was tried and fits, the largest one among them."""
+        """Every size that was tried and fits, including the largest one."""
         num, too_many = 1, self.at_most + 1
         while num < too_many and self._fits(num):
             num *= 2

@@ -1,7 +1,7 @@
-"""The models of an array as one module in eager mode: what the array's graph must compute.
+"""The models of an array as one eager module, which defines what the array's graph must compute.
 
 Its parameters and buffers are the array's tensors, under the array's names; its forward pass runs
-the models themselves, one after the other, on their rows of these.
+the models themselves, one after another, on their rows of these tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from autopar.fusion.fuse import LOSSES, Fused, Slice
 
 
 class _Calls:
-    """The models themselves, and how each is called: the same in every copy of what holds them,
-    which has all their tensors itself."""
+    """The models, and how each is called.
+
+    All copies of a `StackedModels` share it, as they hold every tensor of the models themselves.
+    """
 
     def __init__(self, steps: Sequence[Step], signatures: Sequence[Signature]) -> None:
         self.steps, self.signatures = tuple(steps), tuple(signatures)
@@ -30,7 +32,7 @@ class _Calls:
 
 
 class StackedModels(nn.Module):
-    """B models over stacked tensors; returns the sum of their losses."""
+    """B models over stacked tensors, whose forward pass returns the sum of their losses."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class StackedModels(nn.Module):
         signatures: Sequence[Signature],
         states: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        """``states``: each model's tensors by the names that its graph has for them."""
+        """``states``: the tensors of each model, by their names in its graph."""
         super().__init__()
         self.fused_slices = fused.slices
         self.shares_batch = fused.shares_batch
@@ -68,7 +70,7 @@ class StackedModels(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the array's names."""
+        """The parameters, under the array's names."""
         for key, value in self._parameters.items():
             assert value is not None
             yield self._names[key], value
@@ -76,13 +78,13 @@ class StackedModels(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Under the array's names."""
+        """The buffers, under the array's names."""
         for key, value in self._buffers.items():
             assert value is not None
             yield self._names[key], value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Under the array's names."""
+        """The parameters and buffers, under the array's names."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ class StackedModels(nn.Module):
 
 
 def rows_of(slices: Sequence[Slice], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One model's tensors by the model's own names: views of the array's."""
+    """One model's tensors under the model's own names, as views of the array's tensors."""
     return {
         part.target: held[part.name] if part.row is None else held[part.name][part.row]
         for part in slices
@@ -112,7 +114,7 @@ def rows_of(slices: Sequence[Slice], held: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def state_of(step: Step) -> dict[str, Tensor]:
-    """A model's tensors, and those of its loss function, by the names that a graph has for them."""
+    """The tensors of a model and its loss function, by their names in the graph."""
     state: dict[str, Tensor] = {}
     for owner, name_of in ((step.model, str), (step.loss_fn, loss_fn_name)):
         if isinstance(owner, nn.Module):
@@ -132,7 +134,7 @@ def _named_for(step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _rows_of(
     slices: Sequence[Sequence[Slice]],
 ) -> dict[str, list[tuple[int, Slice]]]:
-    """Per tensor of the array, the models that have rows of it, in the order of the rows."""
+    """The models with rows in each tensor of the array, in row order."""
     found: dict[str, list[tuple[int, Slice]]] = {}
     for model, own in enumerate(slices):
         for part in own:

@@ -1,8 +1,8 @@
-"""Sweeps: trials that are packed into arrays and trained together.
+"""Sweeps: the trials of a search, packed into arrays and trained together.
 
-In: a searcher, a function that makes the model of a configuration, and one that compiles a list of
-models. Out: the value of every trial. Trials whose models are alike share an array, in each round
-anew, so that those that go on fill it; one that diverges leaves it.
+Input: a searcher, a function that makes the model of a configuration, and one that compiles a list
+of models. Output: the value of every trial. Trials with models alike share an array. Each round is
+packed anew, so that the surviving trials fill their arrays; a trial that diverges leaves its array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a configuration means: a model, and what it trains with."""
+    """The model of a configuration, and how it is trained.
+
+    ``optimizer`` makes its optimizer and ``lr_scheduler`` its scheduler. ``max_grad_norm``: the
+    2-norm to which its gradients are clipped, None for no clipping. ``seed``: the seed of its
+    random numbers.
+    """
 
     model: nn.Module
     optimizer: MakeOptimizer
@@ -33,7 +38,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One configuration, how many steps it has made, and its value then: the less the better."""
+    """The result of one trial: its configuration, the number of its steps, and its value.
+
+    Lower values are better; a trial that diverged has the value ``inf``.
+    """
 
     number: int
     configuration: Configuration
@@ -42,7 +50,7 @@ class Trial:
 
 
 class TrainedArray(Protocol):
-    """What a sweep needs of an array."""
+    """The part of the interface of an array that a sweep uses."""
 
     @property
     def active(self) -> tuple[int, ...]: ...
@@ -70,21 +78,24 @@ def sweep(
     evaluate: Callable[[nn.Module], float] | None = None,
     array_size: int = 32,
 ) -> list[Trial]:
-    """Train the searcher's trials in arrays, one array after the other; all trials, best first.
+    """Train the trials of a searcher in arrays, one array after another.
 
     Arguments:
 
-    * ``make``: the model of a configuration and what it trains with.
-    * ``batch_of``: the batch of step ``n``, the same for all trials: a tuple of the model's
-      arguments, or a mapping.
-    * ``compile``: makes the array of a list of models, such as
+    * ``make``: returns the model of a configuration and how it is trained.
+    * ``searcher``: the source of trials, such as `Hyperband`.
+    * ``batch_of``: returns the batch of step ``n`` (from 0), the same for all trials: a tuple of
+      the model's arguments, or a mapping.
+    * ``compile``: makes an array of a list of models, such as
       ``functools.partial(autopar.compile, devices=1, example_inputs=batch, loss_fn=loss_fn)``; it
-      is also given ``optimizer``, ``lr_scheduler``, ``max_grad_norm`` and ``seed``, each a list,
-      and ``nonfinite="leave"``.
-    * ``evaluate``: the value of a trained model, the less the better; by default the loss of its
-      last step.
-    * ``array_size``: how many trials train together at most, such as
+      is also given ``optimizer``, ``lr_scheduler``, ``max_grad_norm`` and ``seed`` as lists, and
+      ``nonfinite="leave"``.
+    * ``evaluate``: returns the value of a trained model, lower is better; by default the value is
+      the loss of the trial's last step.
+    * ``array_size``: the largest number of trials trained together, such as
       ``autopar.fusion.largest_array(...).largest.num_models``.
+
+    Returns all trials, best first. Raises InputError for an ``array_size`` below 1.
     """
     if array_size < 1:
         raise InputError(f"array_size is {array_size}; it must be at least 1")
@@ -97,7 +108,9 @@ def sweep(
 
 
 class _Sweep:
-    """Trains rounds of trials; between rounds each lies in ``snapshots``, on the host."""
+    """Trains rounds of trials; between rounds their states are kept in ``snapshots``,
+    on the host.
+    """
 
     def __init__(
         self,
@@ -113,7 +126,7 @@ class _Sweep:
         self.snapshots: dict[int, Snapshot] = {}
 
     def train(self, requests: Sequence[Request]) -> None:
-        """One round. Trials that it lacks are over."""
+        """Train one round. Trials that are missing from it are finished."""
         numbers = {r.number for r in requests}
         self.snapshots = {n: s for n, s in self.snapshots.items() if n in numbers}
         going = [r for r in requests if r.number not in self.found or r.number in self.snapshots]
@@ -178,10 +191,10 @@ def _packed(
     steps_of: Callable[[int], int],
     array_size: int,
 ) -> Iterator[tuple[list[Request], list[Candidate]]]:
-    """Trials that share an array: of models alike, with as many steps before and after.
+    """Groups of trials that share an array: models alike, and the same steps done and to do.
 
-    Models are told apart by what they print and by the shapes of their state: where that misses a
-    difference, an array of unlike models computes them one by one where they differ.
+    Models are compared by their repr and the shapes of their state. Where that misses a difference,
+    the array computes the differing ops model by model.
     """
     groups: dict[Any, list[tuple[Request, Candidate]]] = {}
     for request in requests:

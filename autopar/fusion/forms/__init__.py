@@ -1,1 +1,1 @@
-"""Fused forms of operators, one file an op family."""
+"""Fused forms of operators, one file per op family."""

@@ -1,4 +1,4 @@
-"""Attention: the models are further rows of the batch; with dropout, of products by model."""
+"""Attention: the models extend the batch; with dropout, attention is written out in products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 @form("rows of all models", _ATTENTION)
 def attention_form(call: Call) -> Results | None:
-    """``[B n, h, s, d]`` at once, where nothing is dropped."""
+    """One attention over ``[B n, h, s, d]``, where nothing is dropped."""
     if call.draw is not None or any(rank != 4 for rank in call.ranks[:3]):
         return None
     query, key, value = (call.fold(call.at(place, 0), 0) for place in range(3))
@@ -38,7 +38,7 @@ def attention_form(call: Call) -> Results | None:
 
 
 def _mask(call: Call) -> Ref | None:
-    """The mask: shared where it is the same for all models, and for all rows of the batch."""
+    """The mask, shared where it is the same for all models and all rows of the batch."""
     place = call.operand_of("attn_mask")
     if place is None:
         return None
@@ -52,7 +52,7 @@ def _mask(call: Call) -> Ref | None:
 
 @form("products, dropout by model", _ATTENTION)
 def dropped_attention_form(call: Call) -> Results | None:
-    """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes it where it drops."""
+    """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes attention with dropout."""
     if call.draw is None or call.argument("enable_gqa"):
         return None
     query, key, value = (call.at(place, 0) for place in range(3))

@@ -1,7 +1,7 @@
-"""What a fused form gets and gives: one op of several models becomes ops on stacked values.
+"""The interface of fused forms: one op of several models becomes ops on stacked values.
 
 A form takes a `Call` and returns where its results lie, or None where it does not apply; then the
-next form is asked, and where there is none the op is computed model by model.
+next form is tried, and where none applies the op is computed model by model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Results: TypeAlias = tuple[Operand | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which draw of a model's own an op is: the place of its block, and its place there."""
+    """Which random op of a model this is: the index of its block, and its position there."""
 
     block: int
     place: int
@@ -33,8 +33,8 @@ class Draw:
 class Call:
     """One op of ``num`` models: ``op`` is that of the first, ``operands`` are those of all.
 
-    ``ranks`` are the numbers of dimensions of operands as one model has them, ``out_ranks`` those
-    of its results. ``draw`` is given for random ops.
+    ``ranks``: the number of dimensions of each operand in a single model; ``out_ranks``: those of
+    the results. ``draw`` is given for random ops.
     """
 
     builder: GraphBuilder
@@ -56,7 +56,7 @@ class Call:
         return self.builder.shape(ref)
 
     def at(self, place: int, dim: int) -> Ref:
-        """An operand with the models along ``dim``."""
+        """An operand with the model dimension at ``dim``."""
         operand = self.operands[place]
         if operand.dim is None:
             size = (*self.shape(operand.ref)[:dim], self.num, *self.shape(operand.ref)[dim:])
@@ -65,7 +65,7 @@ class Call:
         return self.moved(operand, dim)
 
     def moved(self, operand: Operand, dim: int) -> Ref:
-        """A stacked operand with the models along ``dim``."""
+        """A stacked operand with the model dimension at ``dim``."""
         if operand.dim == dim or operand.dim is None:
             return operand.ref
         order = list(range(len(self.shape(operand.ref))))
@@ -81,17 +81,17 @@ class Call:
         return self.emit(aten.reshape.default, ref, list(size))
 
     def fold(self, ref: Ref, dim: int) -> Ref:
-        """Dimensions ``dim`` and ``dim + 1`` as one."""
+        """Dimensions ``dim`` and ``dim + 1`` merged into one."""
         size = self.shape(ref)
         return self.reshape(ref, (*size[:dim], size[dim] * size[dim + 1], *size[dim + 2 :]))
 
     def unfold(self, ref: Ref, dim: int, outer: int) -> Ref:
-        """Dimension ``dim`` as two, the first of ``outer``."""
+        """Dimension ``dim`` split into two, the first of size ``outer``."""
         size = self.shape(ref)
         return self.reshape(ref, (*size[:dim], outer, size[dim] // outer, *size[dim + 1 :]))
 
     def argument(self, name: str) -> Any:
-        """What the op is given as ``name``, or its default; a `Ref` for a tensor."""
+        """The argument ``name`` of the op, or its default; a `Ref` for a tensor."""
         schema = self.op.target._schema.arguments
         kwargs = dict(self.op.kwargs)
         for place, argument in enumerate(schema):
@@ -102,7 +102,7 @@ class Call:
         raise KeyError(name)
 
     def operand_of(self, name: str) -> int | None:
-        """The place among the operands of the tensor that the op is given as ``name``."""
+        """The index among the operands of the tensor passed as ``name``."""
         given = self.argument(name)
         if not isinstance(given, Ref):
             return None
@@ -131,7 +131,7 @@ FORMS: dict[str, list[tuple[str, Form]]] = {}
 
 
 def form(name: str, *targets: str) -> Callable[[Form], Form]:
-    """Register a form of these operators; the first that applies is taken."""
+    """Register a form of these operators; the first one that applies is used."""
 
     def registered(function: Form) -> Form:
         for target in targets:

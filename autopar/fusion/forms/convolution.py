@@ -1,7 +1,7 @@
-"""Convolutions: the models are groups of channels, or further output channels of a shared input.
+"""Convolutions: models become groups of channels, or more output channels of a shared input.
 
-Images have the models in front of the channels, ``[n, B, c, ...]``, so that ``[n, B c, ...]`` is
-the same memory.
+Images have the model dimension before the channels, ``[n, B, c, ...]``, so that ``[n, B c, ...]``
+is a view.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def grouped_convolution_form(call: Call) -> Results | None:
     "aten.upsample_bilinear2d.vec",
 )
 def pooling_form(call: Call) -> Results | None:
-    """Pooling and resizing of all models' channels alike, wherever the models lie."""
+    """Pooling and resizing of all models' channels at once, wherever the model dimension is."""
     (operand,) = call.operands
     spatial = int(next(c for c in call.op.target_name if c.isdigit()))
     if call.ranks[0] != spatial + 2 or operand.dim is None or operand.dim > 1:

@@ -1,4 +1,4 @@
-"""Dropout: each model draws from its own stream, as it does alone."""
+"""Dropout: each model draws from its own stream, as it does when trained alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.ir.model_dropout import MODEL_DROPOUT
 
 
 def dropped(call: Call, x: Ref, p: float) -> tuple[Ref, Ref]:
-    """``x``, with the models along dimension 0, dropped model by model; and what was kept."""
+    """Dropout of ``x`` model by model, models first: the result, and the mask of kept elements."""
     assert call.draw is not None
     models = call.builder.add(
         ValueKind.CONSTANT, "models", (call.num,), torch.int64, fixed=True,
@@ -23,7 +23,7 @@ def dropped(call: Call, x: Ref, p: float) -> tuple[Ref, Ref]:
 
 @form("dropout by model", "aten.native_dropout.default")
 def dropout_form(call: Call) -> Results | None:
-    """The dropout of each model, seeded by itself; what drops nothing stays as it is."""
+    """The dropout of each model with its own seed; dropout with probability 0 returns its input."""
     if call.draw is None:
         ones = call.emit(aten.ones_like.default, call.operands[0].ref, dtype=torch.bool)
         return call.operands[0], Operand(ones, call.operands[0].dim)

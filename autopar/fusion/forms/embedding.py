@@ -1,4 +1,4 @@
-"""Embeddings: one table with the rows of all models, and indices that begin where a model's do."""
+"""Embeddings: one table with the rows of all models, and indices offset per model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopar.ir.graph import ValueKind
 
 @form("one table", "aten.embedding.default")
 def embedding_form(call: Call) -> Results | None:
-    """``w [B v, h]`` looked up at ``index + v i``.
+    """``w [B v, h]`` looked up at ``index + v i`` for model i.
 
-    The row of ``padding_idx`` is one of each model, where the operator knows of one row alone: what
-    is looked up there passes no gradient on.
+    Each model has its own ``padding_idx`` row, but the operator takes only one such index; so
+    gradients of the padding rows are stopped explicitly.
     """
     if call.argument("scale_grad_by_freq"):
         return None

@@ -1,4 +1,4 @@
-"""Any operator that ``torch.vmap`` has a batching rule for: what that calls of ATen."""
+"""Any operator with a batching rule of ``torch.vmap``: the ATen calls that the rule makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.rules.local import call_op
 
 
 def vmap_form(call: Call) -> Results | None:
-    """The operator under ``torch.vmap`` along the models; None where it has no rule of its own."""
+    """The operator under ``torch.vmap`` over the models; None where it has no batching rule."""
 
     def one(*operands: Tensor) -> Any:
         args, kwargs = call.op.bind(list(operands))

@@ -1,4 +1,4 @@
-"""Losses: one number a model, each a mean or a sum over that model's rows alone."""
+"""Losses: one number per model, the mean or sum over the rows of that model alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 @form("rows of all models", "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
 def cross_entropy_form(call: Call) -> Results | None:
-    """The loss of each row of all models, summed model by model; a mean is divided by the number
-    of rows that count."""
+    """The per-row losses of all models, summed per model; a mean divides by the rows that count."""
     weight, reduction = call.argument("weight"), call.argument("reduction")
     if weight is not None or len(call.operands) != 2:
         return None
@@ -54,7 +53,7 @@ def _as(call: Call, ref: Ref, dtype: Any) -> Ref:
     "aten.binary_cross_entropy_with_logits.default",
 )
 def elementwise_loss_form(call: Call) -> Results | None:
-    """The loss of each element, then the mean or the sum over those of each model."""
+    """The per-element loss, then the mean or sum over the elements of each model."""
     if len(call.operands) != 2 or call.ranks[0] != call.ranks[1]:
         return None
     reduction = call.argument("reduction")

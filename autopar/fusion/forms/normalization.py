@@ -1,4 +1,4 @@
-"""Norms: statistics are those of each model, and so are weight and bias."""
+"""Normalization: each model has its own statistics, weight and bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BATCH_NORM = (
 
 @form("channels of all models", *_BATCH_NORM)
 def batch_norm_form(call: Call) -> Results | None:
-    """Batch norm over ``B c`` channels: each has its own statistics anyway."""
+    """Batch norm over ``B c`` channels, whose statistics are per channel anyway."""
     x = call.fold(call.at(0, 1), 1)
     names = [a.name for a in call.op.target._schema.arguments]
     given = {name: call.argument(name) for name in names}
@@ -33,7 +33,7 @@ def batch_norm_form(call: Call) -> Results | None:
 
 @form("norm, then weight and bias by model", "aten.layer_norm.default", "aten.rms_norm.default")
 def layer_norm_form(call: Call) -> Results | None:
-    """The norm of the last dimensions alone, then each model's own weight and bias."""
+    """The normalization without affine parameters, then the weight and bias of each model."""
     operand, shape = call.operands[0], call.argument("normalized_shape")
     last = call.out_ranks[0] + 1 - len(shape)
     if operand.dim is None:
@@ -56,7 +56,9 @@ def layer_norm_form(call: Call) -> Results | None:
 
 
 def _along(call: Call, place: int, dim: int, num_normalized: int) -> Ref:
-    """``[B, *normalized]`` to be broadcast against ``x`` with the models along ``dim``."""
+    """``[B, *normalized]``, shaped to broadcast against ``x`` with the model dimension
+    at ``dim``.
+    """
     operand = call.operands[place]
     if operand.dim is None:
         return operand.ref

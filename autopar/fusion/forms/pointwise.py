@@ -1,4 +1,4 @@
-"""Element-wise operators: themselves, on stacked operands that broadcast as the models' own do."""
+"""Element-wise operators: the same operator on stacked operands that broadcast as before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_pointwise(call: Call) -> bool:
 
 
 def pointwise_form(call: Call) -> Results | None:
-    """The same operator, the models along the dimension where its largest operand has them."""
+    """The same operator, with the model dimension where its largest operand has it."""
     rank = call.out_ranks[0]
     full = [o for o, r in zip(call.operands, call.ranks) if o.dim is not None and r == rank]
     dim = full[0].dim if full else 0
@@ -46,13 +46,13 @@ def pointwise_form(call: Call) -> Results | None:
     kwargs.pop("memory_format", None)
     result = call.emit(call.op.target, *args, **kwargs)
     size = call.shape(result)
-    if len(size) != rank + 1:  # every operand was shared or of fewer dimensions
+    if len(size) != rank + 1:  # every operand was shared or had fewer dimensions
         return None
     return (Operand(result, dim),)
 
 
 def _placed(call: Call, place: int, rank: int, dim: int) -> Ref:
-    """An operand that broadcasts against ``rank + 1`` dimensions with the models along ``dim``."""
+    """An operand that broadcasts against ``rank + 1`` dimensions, with the models along ``dim``."""
     operand, own = call.operands[place], call.ranks[place]
     if operand.dim is None:
         if own <= rank - dim:

@@ -1,4 +1,4 @@
-"""Linear layers: one product where the models share their input, else a batch of products."""
+"""Linear layers: one product where the models share their input, else a batched product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.fusion.lanes import Operand
 
 @form("one product of a shared input", "aten.linear.default")
 def shared_linear_form(call: Call) -> Results | None:
-    """``x [..., k]`` with ``w [B, n, k]`` as ``[B n, k]``: the models end up next to last."""
+    """``x [..., k]`` times ``w [B, n, k]`` as ``[B n, k]``; the models end up next to last."""
     x, weight = call.operands[:2]
     if x.dim is not None or weight.dim is None or len(call.shape(weight.ref)) != 3:
         return None
@@ -22,7 +22,7 @@ def shared_linear_form(call: Call) -> Results | None:
 
 @form("batched product", "aten.linear.default")
 def batched_linear_form(call: Call) -> Results | None:
-    """``x [B, m, k]`` by the transposed ``w [B, n, k]``, with ``b [B, 1, n]`` added."""
+    """``x [B, m, k]`` times the transposed ``w [B, n, k]``, plus ``b [B, 1, n]``."""
     if call.ranks[1] != 2:
         return None
     x, weight = call.at(0, 0), call.at(1, 0)

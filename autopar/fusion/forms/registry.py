@@ -1,4 +1,4 @@
-"""All forms, imported once, and which of them a call is offered, in order."""
+"""The registry of forms, and the order in which a call tries them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.fusion.forms.pointwise import is_pointwise, pointwise_form
 
 
 def forms_of(call: Call) -> Iterator[tuple[str, Form]]:
-    """By name: those of the op's family, element-wise, then what ``torch.vmap`` makes of it."""
+    """Forms by name: those of the op's family, then element-wise, then ``torch.vmap``."""
     yield from FORMS.get(call.op.target_name, ())
     if is_pointwise(call):
         yield "element by element", pointwise_form
