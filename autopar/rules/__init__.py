@@ -1,4 +1,6 @@
-"""Rules: what the compiler knows of every op family, one file each (see `registry.Rule`)."""
+"""Rules: what the compiler knows about each op family, one file per family (see
+`registry.Rule`).
+"""
 
 from autopar.rules import families
 from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies

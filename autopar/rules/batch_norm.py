@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @register("aten._native_batch_norm_legit_no_training.default")
 def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """With given statistics it is element-wise; the saved statistics come out empty."""
+    """Batch norm with given statistics is element-wise; the saved statistics come out empty."""
     shape = inputs[0].shape
     builder = SpaceBuilder()
     dims = (builder.dim("n", shape[0]), builder.dim("c", shape[1]), *builder.dims("l", shape[2:]))
@@ -38,9 +38,10 @@ def batch_norm_inference_space(op: Op, inputs: Sequence[Value], outputs: Outputs
 
 
 def _shard_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Batch norm with the statistics of this shard; running ones are its part of the shards' mean.
+    """Batch norm with the statistics of this shard; running ones are averaged over the shards.
 
-    Micro-batches are no part of that mean: they change the running statistics one after the other.
+    The average does not extend over micro-batches, which update the running statistics one after
+    another.
     """
     out, *statistics = context.op.target(*args, **kwargs)
     axes = [a for a in context.axes_of("n") if not context.mesh.is_sequential(a)]
@@ -69,16 +70,16 @@ def _batch_norm_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict
 
 
 class _SynchronizedBatchNorm(torch.autograd.Function):
-    """``y = (x - mean) rstd weight + bias`` with mean and variance of all devices' shards.
+    """``y = (x - mean) rstd weight + bias`` with the mean and variance over all devices' shards.
 
-    One collective in each direction: the shards' means and variances are gathered, and with
-    ``h = (x - mean) rstd`` the sums of ``dy`` and ``dy h`` are all-reduced, for
+    There is one collective per pass: forward gathers the shards' means and variances; backward
+    all-reduces the sums of ``dy`` and ``dy h``, with ``h = (x - mean) rstd``, for
 
         dx = weight rstd (dy - mean(dy) - h mean(dy h)).
 
-    Both ways the normalisation is that of fixed statistics, one kernel. The gradients of weight and
-    bias are those of this shard. Outputs: y, and the mean and the biased variance of each channel,
-    in float32 for lower precisions; no gradient flows through these.
+    In both passes the normalization is that of fixed statistics, a single kernel. The gradients of
+    weight and bias are those of this shard. Outputs: y, and the mean and biased variance of each
+    channel, in float32 for lower precisions; no gradient flows through the statistics.
     """
 
     @staticmethod
@@ -93,7 +94,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         means, variances = context.all_gather_data(torch.stack(_statistics(x)), axes).unbind(1)
         mean = means.mean(0)
-        # The variance of equal parts: within them, and of their means.
+        # For equal parts: the mean of their variances, plus the variance of their means.
         variance = variances.mean(0) + (means - mean).square().mean(0)
         ctx.eps, ctx.context, ctx.axes = eps, context, axes
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
@@ -108,7 +109,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
         _, *found = aten.native_batch_norm_backward.default(
             cotangent, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
         )
-        # Of lower precision they are float32, though traced kernels say they are as x is.
+        # For lower precisions they are float32, though traced kernels claim the dtype of x.
         by_h, by_one = (by.to(mean.dtype) for by in found)
         grad = None
         if ctx.needs_input_grad[0]:
@@ -126,7 +127,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel, in two passes: ``[c]`` each."""
+    """Mean and biased variance of each channel, ``[c]`` each, in two passes over the data."""
     if x.dtype.itemsize < torch.float32.itemsize:
         x = x.float()
     dims = [d for d in range(x.dim()) if d != 1]
@@ -142,8 +143,10 @@ def _normalized(
     variance: Tensor,
     eps: float,
 ) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) weight + bias``; kernels take all of one channel's
-    numbers in one precision."""
+    """``(x - mean) / sqrt(variance + eps) weight + bias``.
+
+    The kernels require all per-channel operands in one precision.
+    """
     weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
     out: Tensor = aten._native_batch_norm_legit_no_training.default(
         x, weight, bias, mean, variance, 0.0, eps
@@ -152,7 +155,7 @@ def _normalized(
 
 
 def _synchronized_axes(op: Op, space: Space, choice: Choice, mesh: Mesh) -> tuple[int, ...]:
-    """Over which statistics are gathered; none where a device has all that it needs."""
+    """The axes over which statistics are gathered; empty where a device has all that it needs."""
     axes = tuple(sorted(a for d in space.reduced for a in choice.axes_of(d)))
     return () if mesh.size(axes) == 1 or not op.args[5] or op.per_shard else axes
 
@@ -175,8 +178,7 @@ def _batch_norm_collectives(
 def _batch_norm_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """Those of `_SynchronizedBatchNorm`, and most of the small ones, which make a number each
-    channel."""
+    """The kernels of `_SynchronizedBatchNorm`, with most of the small ones on ``[c]``."""
     if not _synchronized_axes(op, space, choice, mesh):
         return None
     x = replace(plain.tensor(0, "input"), requires_grad=False)
@@ -222,8 +224,8 @@ def _batch_norm_kernels(
 def batch_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[n, c, ...]`` with per-channel operands; statistics come out complete.
 
-    Per shard of the batch, they come out as sums over the shards; places inside an image are not
-    split then.
+    With statistics per shard, they come out as sums over the shards of the batch, and the
+    dimensions of the image stay whole.
     """
     shape = inputs[0].shape
     builder = SpaceBuilder()
@@ -243,7 +245,7 @@ def batch_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
 
 
 def _backward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
-    """The gradient of the input a second time, where input and cotangent lie alike in memory."""
+    """A second copy of the input's gradient, where input and cotangent have the same strides."""
     cotangent, x, *_, (needs_input, _, _) = args
     return x.nbytes if needs_input and cotangent.stride() == x.stride() else 0
 

@@ -1,15 +1,19 @@
-"""How the mesh splits one op: which choices there are, and the placements that follow from one.
+"""Choices: how the mesh splits one op, and the placements that follow.
 
-A *choice* gives each mesh axis one dimension of the op's iteration space to split, or none. From
-the space and the choice follow, for every axis,
+A *choice* assigns to each mesh axis one dimension of the op's iteration space to split, or none.
+Space and choice determine, for every axis,
 
 - what the op needs of each operand: ``S`` where the dimension is in its layout, else ``V`` (each
-  device computes with the whole operand on another share of the work) or ``R`` where no gradient
-  flows; ``P`` for operands that enter a sum once, such as a bias, when the sum is split;
+  device computes with the whole operand on a different share of the work) or ``R`` where no
+  gradient flows; ``P`` for operands that enter a sum once, such as a bias, when the sum is split;
 - what it supplies for each output: ``S`` where the dimension is in its layout, else ``P``, a
   partial sum; ``R`` where the op reduces inside (batch-norm statistics).
 
-No axis assigned means ``R`` all over: computed redundantly. An op with no rule has only that.
+An axis without a dimension means ``R`` everywhere: the op is computed redundantly along it. An op
+without a rule has only that choice.
+
+A dimension may be split at a *digit* of its index rather than contiguously: with ``base`` b, the
+index is (i, j, k) in row-major order with i < b, and the split is along j.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ from autopar.rules.space import Layout, Space
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One axis's part in a choice: the dimension and where in it the digit starts."""
+    """The dimension that one mesh axis splits.
+
+    ``base``: the product of the factors in front of the digit that is split; 1 splits contiguously.
+    """
 
     dim: str
     base: int = 1
@@ -39,7 +46,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each mesh axis splits one op; None computes redundantly along that axis."""
+    """How each mesh axis splits one op; None computes redundantly along that axis.
+
+    ``splits`` has one entry per mesh axis. ``str(choice)`` is its text, such as ``"n - k/3"``: the
+    dimension of each axis, ``/base`` where it is not 1, and ``-`` for None.
+    """
 
     splits: tuple[Split | None, ...]
 
@@ -47,10 +58,12 @@ class Choice:
         return " ".join("-" if s is None else str(s) for s in self.splits)
 
     def axes_of(self, dim: str) -> tuple[int, ...]:
+        """The mesh axes that split ``dim``, in ascending order."""
         return tuple(a for a, s in enumerate(self.splits) if s is not None and s.dim == dim)
 
     @property
     def is_redundant(self) -> bool:
+        """Whether no axis splits the op."""
         return all(split is None for split in self.splits)
 
 
@@ -58,7 +71,7 @@ _BASE = re.compile(r"[1-9][0-9]{0,17}")
 
 
 def parse_choice(text: str) -> Choice:
-    """Read back ``str(choice)``; raises PlanError on anything else."""
+    """The choice whose ``str`` is ``text``. Raises PlanError for any other text."""
     splits: list[Split | None] = []
     for word in text.split():
         dim, slash, base = word.partition("/")
@@ -75,14 +88,18 @@ def parse_choice(text: str) -> Choice:
 
 
 LINEAR_SPLIT = Split("+")
-"""The part of an op that is linear: of partial sums it makes a partial sum."""
+"""The split of a linear op along its terms: partial sums in, partial sums out."""
 
 Bases = Mapping[str, tuple[int, ...]]
-"""Per dimension, the further digits (beside 1) at which it may be split."""
+"""For each dimension, the bases other than 1 at which it may be split."""
 
 
 def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Choice, ...]:
-    """All valid choices of an op, the redundant one first; only that for an op with no rule."""
+    """All valid choices of an op on a mesh, the redundant one first.
+
+    ``bases``: the digits of each dimension to try besides contiguous splits, as from `find_bases`.
+    An op without a rule (``space`` None) has only the redundant choice.
+    """
     if space is None:
         return (Choice((None,) * mesh.num_axes),)
     options: list[Split | None] = [None]
@@ -93,7 +110,7 @@ def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Ch
 
 
 def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
-    """Whether every split is a disjoint digit, whole or padded, of a dimension that allows it."""
+    """Whether the splits are disjoint, divide their dimensions or may pad them, and are allowed."""
     names = list(space.sizes)
     allowed = set(space.splittable())
     for split in choice.splits:
@@ -111,7 +128,7 @@ def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
 
 
 def padded_dims(space: Space, choice: Choice, mesh: Mesh) -> tuple[str, ...]:
-    """The dimensions that ``choice`` splits into parts that do not divide them."""
+    """The dimensions whose size the number of shards does not divide."""
     split = {s.dim for s in choice.splits if s is not None}
     return tuple(
         d for d in space.sizes if d in split and space.sizes[d] % mesh.size(choice.axes_of(d))
@@ -119,7 +136,9 @@ def padded_dims(space: Space, choice: Choice, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _may_pad(space: Space, dim: str) -> bool:
-    """Whether the rule allows it, and ``dim`` is a tensor dimension of its own everywhere."""
+    """Whether the rule allows padding, and ``dim`` is never a factor of a larger tensor
+    dimension.
+    """
     return dim in space.padded and all(
         all(f == dim or space.sizes[f] == 1 for f in factors)
         for operand in (*space.inputs, *space.outputs)
@@ -129,7 +148,7 @@ def _may_pad(space: Space, dim: str) -> bool:
 
 
 def _outers(choice: Choice, mesh: Mesh) -> list[int]:
-    """Where each axis's digit starts: behind those of earlier axes with the same split."""
+    """Where the digit of each axis starts: after those of earlier axes with the same split."""
     outers: list[int] = []
     for axis, split in enumerate(choice.splits):
         if split is None:
@@ -143,7 +162,10 @@ def _outers(choice: Choice, mesh: Mesh) -> list[int]:
 def needs(
     space: Space | None, choice: Choice, mesh: Mesh, differentiable: Sequence[bool]
 ) -> tuple[Placements, ...]:
-    """Per operand, what the op needs under ``choice``."""
+    """The placements that an op needs under ``choice``, one tuple per operand.
+
+    ``differentiable``: for each operand, whether a gradient flows back to it.
+    """
     if space is None:
         return tuple(_whole(mesh, flows) for flows in differentiable)
     outers = _outers(choice, mesh)
@@ -170,7 +192,7 @@ def needs(
 def supplies(
     space: Space | None, choice: Choice, mesh: Mesh, num_outputs: int
 ) -> tuple[Placements, ...]:
-    """Per output, what the op supplies under ``choice``."""
+    """The placements that an op supplies under ``choice``, one tuple per output."""
     whole = _whole(mesh, True)
     if space is None:
         return (whole,) * num_outputs
@@ -189,8 +211,10 @@ def supplies(
 
 
 def _whole(mesh: Mesh, flows: bool) -> Placements:
-    """A value that an op does not split: replicated; along an axis in time varying, so that its
-    gradient is accumulated there.
+    """Placements of a value that the op does not split.
+
+    It is replicated; along an axis in time a differentiable value is varying, so that its gradient
+    is accumulated there.
     """
     return tuple(V if flows and mesh.is_sequential(a) else R for a in range(mesh.num_axes))
 

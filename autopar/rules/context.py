@@ -1,4 +1,4 @@
-"""What a rule's lowering knows of the shard it runs on, and the communication it may use."""
+"""The context of a lowering: the shard that it runs on, and the communication it may use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from autopar.rules.space import Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalContext:
-    """What a lowering function knows: the op, its choice, and the local shapes around it."""
+    """What a lowering function knows: the op, its choice, and local shapes.
+
+    ``axes`` in its methods are mesh axes; the group of a collective is all devices along them.
+    ``output_shapes``: the local shape of each output.
+    """
 
     op: Op
     space: Space
@@ -26,16 +30,18 @@ class LocalContext:
     mesh: Mesh
     output_shapes: tuple[tuple[int, ...], ...]
     device: torch.device | None = None
-    """Where the program runs, for arguments that name the device of the capture."""
+    """The device of the program, for arguments that name the device of the capture."""
 
     def axes_of(self, *dims: str) -> tuple[int, ...]:
+        """The mesh axes that split any of ``dims``, in ascending order."""
         return tuple(sorted(a for dim in dims for a in self.choice.axes_of(dim)))
 
     def num_shards(self, *dims: str) -> int:
+        """The number of shards that ``dims`` are split into together."""
         return self.mesh.size(self.axes_of(*dims))
 
     def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, varying: bool = False) -> Tensor:
-        """Sum over the group; ``varying`` where each device uses the sum on its own share."""
+        """The sum over the group; ``varying`` where each device uses it on a share of its own."""
         if self.mesh.size(axes) == 1:
             return x
         target = V if varying else R
@@ -43,7 +49,7 @@ class LocalContext:
         return apply_move(x, move, self.mesh)
 
     def all_reduce_max(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Maximum over the group; no gradient flows."""
+        """The maximum over the group; no gradient flows through it."""
         if self.mesh.size(axes) == 1:
             return x
         result: Tensor = ALL_REDUCE_MAX(
@@ -52,15 +58,17 @@ class LocalContext:
         return result
 
     def all_reduce_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Sum over the group of values that no gradient flows through (counts, statistics)."""
+        """The sum over the group of values without a gradient (counts, statistics)."""
         if self.mesh.size(axes) == 1:
             return x
         result: Tensor = ALL_REDUCE(x.detach(), self.mesh.axes_label(axes), self.mesh.size(axes))
         return result
 
     def all_gather_data(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """``[num, *shape]``: the values of all devices of the group, through which no gradient
-        flows, in the group's order."""
+        """The values of all devices of the group, in its order: ``[num, *shape]``.
+
+        No gradient flows through them.
+        """
         own = x.detach().unsqueeze(0)
         if self.mesh.size(axes) == 1:
             return own
@@ -68,11 +76,11 @@ class LocalContext:
         return result
 
     def local_size(self, dim: str) -> int:
-        """This device's part of ``dim``, padding included."""
+        """The size of this device's shard of ``dim``, padding included."""
         return -(-self.space.sizes[dim] // self.num_shards(dim))
 
     def shard_start(self, like: Tensor, dim: str) -> Tensor | int:
-        """Global index of this device's first element of ``dim`` (a plain split only)."""
+        """The global index of this device's first element of ``dim`` (contiguous splits only)."""
         axes = self.axes_of(dim)
         if self.mesh.size(axes) == 1:
             return 0
@@ -80,14 +88,15 @@ class LocalContext:
         return index * self.local_size(dim)
 
     def weighted(self, mean: Tensor, *dims: str) -> Tensor:
-        """A mean over this device's part of ``dims``, times its share of them."""
+        """A mean over this device's shard of ``dims``, times the shard's share of them."""
         share = math.prod(self.local_size(d) / self.space.sizes[d] for d in dims)
         return mean if share == 1 else mean * share
 
     def is_padded(self, dim: str) -> bool:
+        """Whether the shards of ``dim`` contain padding."""
         return self.space.sizes[dim] % self.num_shards(dim) != 0
 
     def is_filled(self, like: Tensor, dim: str) -> Tensor:
-        """For each local element of ``dim``, whether it lies before the end: ``bool[local]``."""
+        """For each local element of ``dim``, whether it is not padding: ``bool[local]``."""
         local = torch.arange(self.local_size(dim), device=like.device)
         return local + self.shard_start(like, dim) < self.space.sizes[dim]

@@ -1,10 +1,9 @@
-"""Convolutions and pooling: batch, channels in and out; the window's dimensions stay whole.
+"""Convolutions and pooling: batch and channels are free; the window's dimensions stay whole.
 
-oneDNN's convolutions copy what they read and write into layouts of their own. The formulas for
-these copies were held against torch's profiler for 928 shapes of 3 to 64 channels: results and
-gradients of inputs of 16 channels and more within 5% for nine in ten, down to 0.74 where large
-kernels stride; gradients of weights up to half too much; with fewer channels, strided, wrong by up
-to three times either way, of an amount that is small in a model.
+oneDNN's convolutions copy their operands and results into blocked layouts. The formulas for these
+copies were compared with torch's profiler on random shapes: they hold closely from 16 channels
+upwards, and are rough for strided convolutions with fewer channels and for gradients of weights,
+where the copies are small in a whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _groups(op: Op) -> int:
 def _local_groups(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    """As many groups as this device holds."""
+    """The arguments with the number of groups on this device."""
     position = _GROUPS.get(context.op.target_name, 6)
     groups = _groups(context.op) // context.num_shards("g")
     if len(args) > position:
@@ -118,19 +117,19 @@ def conv_transpose_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> S
 
 
 _LANES = 16
-"""oneDNN's layouts on x86 have the channels in groups of so many, the last one padded."""
+"""The channel block of oneDNN's layouts on x86; the last block is padded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    """Operands and result of a convolution, in bytes, as oneDNN lays them out."""
+    """The sizes in bytes of a convolution's operands and result in oneDNN's layouts."""
 
     x: int
     y: int
     weight: int
     is_read_in_place: bool
     is_input_last: bool
-    """Whether the gradient of the input is laid out channels last, and copied once more."""
+    """Whether the input's gradient is computed channels last, and copied once more."""
 
     @property
     def read(self) -> int:
@@ -140,10 +139,11 @@ class _Copies:
 def _copies(
     x: Tensor, weight: Tensor, y: Tensor, options: tuple[Any, ...], num_threads: int
 ) -> _Copies | None:
-    """None where nothing is copied; ``options`` are (stride, padding, dilation, ...).
+    """The copies of one call; None where nothing is copied.
 
-    Few channels are read as they lie unless the kernel has size 1. Products stand in for kernels
-    of size 1 where a single thread has less than 16 samples, as torch chooses (``use_mkldnn``).
+    ``options`` are (stride, padding, dilation, ...). Inputs with few channels are read in place
+    unless the kernel has size 1. On a single thread with fewer than 16 samples, kernels of size 1
+    run as matrix products, as torch chooses (``use_mkldnn``).
     """
     stride, _, dilation, _, _, groups = options[:6]
     is_point = all(size == 1 for size in weight.shape[2:])
@@ -163,16 +163,16 @@ def _copies(
 
 
 def _in_lanes(tensor: Tensor, *dims: int) -> int:
-    """Bytes of a tensor whose channels are padded to whole lanes.
+    """Bytes of a tensor whose channels are padded to a multiple of the lane width.
 
-    ``dims``: how many of them there are; of a weight all its sizes, channels first.
+    ``dims``: the number of channels; for a weight all its sizes, channels first.
     """
     padded = math.prod(-(-size // _LANES) * _LANES for size in dims[:2])
     return tensor.nbytes // math.prod(dims[:2]) * padded
 
 
 def _forward_scratch(y: Tensor, args: tuple[Any, ...], num_threads: int) -> int:
-    """All that is read and written, then what is written alone, to be copied out."""
+    """Bytes of all copies read and written, or of the result's copy with the result itself."""
     x, weight, _, *options = args
     copies = _copies(x, weight, y, tuple(options), num_threads)
     if copies is None:
@@ -204,7 +204,7 @@ register_traced(
 @register(
     "aten.max_pool1d.default",
     "aten.max_pool2d.default",
-    keeps=Keeps(further=lambda op, out: 8 / out.dtype.itemsize),  # indices of 64 bits
+    keeps=Keeps(further=lambda op, out: 8 / out.dtype.itemsize),  # 64-bit indices
 )
 @register(
     "aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", keeps=KEEPS_NOTHING
@@ -219,7 +219,7 @@ register_traced(
     "aten.max_pool2d_with_indices.default",
 )
 def pool_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in batch and channels."""
+    """Batch and channels are free."""
     spatial = int(op.target_name.split("pool")[1][0])
     shape = inputs[0].shape
     builder = SpaceBuilder()

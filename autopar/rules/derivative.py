@@ -1,4 +1,4 @@
-"""What the derivative of an op reads of its forward pass, which stays in memory until then."""
+"""What the derivative of an op reads from the forward pass, and so keeps in memory until then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 from autopar.ir.graph import Op, Value
 
 BytesFn = Callable[[Op, Value], float]
-"""Of an op and its first output: bytes kept for each byte of that output."""
+"""Maps an op and its first output to the bytes kept per byte of that output."""
 
 
 class Operands(Enum):
@@ -24,8 +24,9 @@ class Operands(Enum):
 class Keeps:
     """What a derivative reads; by default every floating-point operand.
 
-    ``copies``: bytes kept for each byte of such an operand. ``output``: whether the first output
-    is read too. ``further``: what the op makes for its derivative alone (a mask, indices, gates).
+    ``operands``: which operands. ``copies``: bytes kept per byte of such an operand. ``output``:
+    whether the first output is read too. ``further``: bytes, per byte of the first output, that the
+    op makes only for its derivative (a mask, indices, gates).
     """
 
     operands: Operands = Operands.FLOATING

@@ -1,9 +1,10 @@
 """Which digits of which dimensions are worth splitting at, found by walking the graph.
 
-The heads of a fused query-key-value projection are the digit behind 3 of its output; the sequence
-of a flattened batch is the digit behind the batch. Such digits start at the anchors, the ops where
-the work is (products, attention), as plain splits of their dimensions, and are carried through
-views and element-wise ops to the other anchors, where they become further options.
+A digit is a factor of a dimension whose index is a tuple in row-major order (see
+`autopar.rules.choice`): the heads of a fused query-key-value projection are the digit behind the
+factor 3 of its output, the sequence of a flattened batch the digit behind the batch. Digits start
+at anchors, the ops that do the work (products, attention), as contiguous splits of their
+dimensions; views and element-wise ops carry them to other anchors, where they become options.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.rules.space import Layout, Space
 
 MAX_BASES = 3
-"""At most this many further digits a dimension; the smallest are kept."""
+"""The largest number of bases per dimension besides 1; the smallest are kept."""
 
 Digit = tuple[int, int]
 """(tensor dimension, outer), as in autopar.ir.placement.S."""
@@ -25,7 +26,10 @@ Digit = tuple[int, int]
 def find_bases(
     graph: Graph, spaces: Sequence[Space | None]
 ) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Per op, the further digits of each of its dimensions."""
+    """For each op, the bases other than 1 at which each of its dimensions may be split.
+
+    ``spaces`` has one entry per op of the graph.
+    """
     digits: dict[int, set[Digit]] = {}
     users: dict[int, set[int]] = {}
     for op in graph.ops:
@@ -65,7 +69,7 @@ def _collect(
     digits: dict[int, set[Digit]],
     bases: dict[str, set[int]],
 ) -> None:
-    """Digits of the operands become digits of the op's own dimensions."""
+    """Add the digits of the operands to the op's own dimensions."""
     allowed = space.splittable()
     for value, layout in operands:
         for tensor_dim, outer in digits.get(value, ()):
@@ -87,7 +91,7 @@ def _publish(
     digits: dict[int, set[Digit]],
     bases: dict[str, set[int]],
 ) -> list[int]:
-    """The op's digits become digits of its operands; returns the values that learnt something."""
+    """Add the op's digits to its operands; returns the values that gained some."""
     changed = []
     for value, layout in operands:
         known = digits.setdefault(value, set())

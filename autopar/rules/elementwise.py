@@ -1,4 +1,4 @@
-"""Element-wise ops: every dimension of the output is free; broadcast operands lack theirs."""
+"""Element-wise ops: every dimension of the output is free; broadcast operands lack some of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.rules.space import Layout, Space, SpaceBuilder, layout
 
 
 def broadcast_layout(shape: Sequence[int], dims: Sequence[str], sizes: Sequence[int]) -> Layout:
-    """Layout of an operand broadcast to ``dims`` of ``sizes``, aligned at the right."""
+    """The layout of an operand broadcast to ``dims`` of ``sizes``, aligned at the right."""
     offset = len(dims) - len(shape)
     return tuple(
         (dims[offset + i],) if size == sizes[offset + i] else () for i, size in enumerate(shape)
@@ -44,7 +44,7 @@ def elementwise_space(
 
 
 def _linear_operands(op: Op) -> frozenset[int]:
-    """A constant that is added is no sum over anything, so ``x + 1`` has none."""
+    """The operands that may be partial sums; none where a constant is added, as in ``x + 1``."""
     name = op.target_name.split(".")[1]
     if name in ("mul", "div"):
         return frozenset({0})
@@ -65,7 +65,7 @@ _KEEP_ZEROS = frozenset(
         "multiply", "_prelu_kernel", "empty_like",
     }
 )  # fmt: skip
-"""f(0) = 0 (of a product: 0 times anything), with a finite derivative at 0."""
+"""f(0) = 0 (for a product: 0 times anything), with a finite derivative at 0."""
 
 _FINITE_AT_ZERO = frozenset(
     {
@@ -74,7 +74,7 @@ _FINITE_AT_ZERO = frozenset(
         "bitwise_or", "__and__", "__or__", "lerp",
     }
 )  # fmt: skip
-"""Of several operands: finite, with finite derivatives, where one of them is 0."""
+"""Functions of several operands, finite with finite derivatives where one of them is 0."""
 
 _DIVIDES = frozenset({"div", "true_divide", "floor_divide", "remainder", "fmod"})
 
@@ -84,8 +84,8 @@ def _paddable(
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Dimensions that may be padded with zeros, and those where zeros stay zeros.
 
-    Where every operand has the dimension, whatever the op makes of the padding stays in it; an
-    operand without it would take it up in its gradient.
+    Where every operand has the dimension, whatever the op computes in the padding stays there; an
+    operand without the dimension would sum it into its gradient.
     """
     name = op.target_name.split(".")[1]
     shared = [d for d in dims if all((d,) in layout for layout in operands)]
@@ -111,7 +111,7 @@ def _local_size(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     arguments=_local_size,
 )
 def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """Of the operand nothing but its dtype is read, so any part of it gives the whole."""
+    """The op reads only the dtype of its operand, so any shard of it yields the whole result."""
     builder = SpaceBuilder()
     given = builder.dims("i", inputs[0].shape)
     made = builder.dims("d", outputs[0].shape)  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None
 
 @register("aten.type_as.default")
 def type_as_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """Of the second operand nothing but its dtype is read; where it can be it is split alike."""
+    """The op reads only the dtype of its second operand, which is split alike where it can be."""
     shape, other = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)
@@ -139,7 +139,7 @@ def type_as_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | Non
 
 @register("aten.prelu.default")
 def prelu_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """``x[n, c, ...]`` with one slope for each channel, or one for all."""
+    """``x[n, c, ...]`` with one slope per channel, or one for all."""
     shape, slopes = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)

@@ -1,4 +1,4 @@
-"""Table look-ups: a table split by rows gives partial sums, split by columns gives columns."""
+"""Embeddings: a table split by rows yields partial sums, one split by columns yields columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Outputs = Sequence[Value | None]
 def _embedding_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Rows that another device holds count as zeros here."""
+    """The look-up on a shard; rows held by other devices come out as zeros."""
     weight, index = args[0], args[1]
     padding = args[2] if len(args) > 2 else -1
     if context.num_shards("v") == 1:
@@ -41,7 +41,7 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     """``w[v, h]`` looked up at ``index[...]``."""
     weight, index = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
-    # Frequencies are counted over all positions and rows.
+    # Frequencies are counted over all positions and rows, so neither may be split.
     counts = len(op.args) > 3 and bool(op.args[3])
     if counts:
         positions = tuple(builder.whole(size) for size in index)
@@ -61,7 +61,7 @@ def embedding_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
 
 
 def _one_hot_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Classes that another device holds are zeros here."""
+    """The encoding on a shard; classes held by other devices come out as zeros."""
     index = args[0]
     classes = torch.arange(context.local_size("c"), device=index.device)
     return (index.unsqueeze(-1) == classes + context.shard_start(index, "c")).to(index.dtype)
@@ -69,7 +69,7 @@ def _one_hot_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
 
 @register("aten.one_hot.default", lower=_one_hot_local)
 def one_hot_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``out[..., c]``: free in positions and classes, whose number must be given."""
+    """``out[..., c]``: positions are free, and so are classes where their number is given."""
     given = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("num_classes", -1)
     if given < 1:
         return None
@@ -103,10 +103,11 @@ def _bag_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
 def _bag_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Rows that another device holds count as zeros; a mean divides by the rows of the whole bag.
+    """The bags on a shard; rows held by other devices count as zeros.
 
-    What the operator returns beside the bags depends on no row of the table: it is computed with
-    a table of one column, and comes from the first device alone.
+    A mean divides by the number of rows in the whole bag. The operator's outputs besides the bags
+    do not depend on the table's rows: they are computed with a table of one column, and only the
+    first device contributes them.
     """
     if context.num_shards("v") == 1:
         whole: tuple[Tensor, ...] = context.op.target(*args, **kwargs)
@@ -117,7 +118,7 @@ def _bag_local(
     local = index - start
     mine = (local >= 0) & (local < weight.shape[0])
     counted = torch.ones_like(index, dtype=torch.bool)
-    if call["padding_idx"] is not None:  # a negative one counts from the end of the whole table
+    if call["padding_idx"] is not None:  # a negative index counts from the end of the whole table
         counted = index != call["padding_idx"] % context.space.sizes["v"]
     rows = F.embedding(torch.where(mine, local, 0), weight)
     if call["per_sample_weights"] is not None:

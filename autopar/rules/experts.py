@@ -1,4 +1,6 @@
-"""Products of rows grouped by expert: rows, columns, the inner dimension and experts are free."""
+"""Grouped matrix products (mixture of experts): rows, columns, inner dimension, experts
+are free.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ Outputs = Sequence[Value | None]
 
 
 def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``offs`` are the ends of the experts' runs of rows; they are counted anew for local rows.
+    """The grouped product on a shard; ``offs`` has the end row of each expert.
 
-    Where experts are split, a device moves the rows of its own experts to the front, and rows of
-    others come out as zeros.
+    Ends are recounted for local rows. Where experts are split, a device moves the rows of its own
+    experts to the front; the rows of other experts come out as zeros.
     """
     x, weight = args[0], args[1]
     ends = args[2] if len(args) > 2 else kwargs["offs"]
@@ -38,7 +40,7 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
     experts = torch.arange(weight.shape[0], device=x.device) + first
     start = torch.where(ends.new_zeros(()) + first > 0, ends[(experts[:1] - 1).clamp(min=0)][0], 0)
     own_ends = (ends[experts] - start).to(ends.dtype)
-    # The kernel leaves rows behind the last end as they are in memory, and so their gradients.
+    # The kernel does not write the rows after the last end, nor their gradients.
     own = (rows < own_ends[-1]).unsqueeze(-1)
     moved = torch.where(own, x[(rows + start) % x.shape[0]], 0)
     out = torch.where(own, context.op.target(moved, weight, own_ends), 0)
@@ -49,7 +51,9 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
 def _grouped_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """Of split experts: rows to the front and back, and the product of a device's share of rows."""
+    """The calls for split experts: moves of rows, and the product of this device's
+    share of them.
+    """
     num = mesh.size(choice.axes_of("e"))
     if num == 1:
         return None
@@ -76,9 +80,9 @@ def _grouped_kernels(
     kernels=_grouped_kernels,
 )
 def grouped_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[s, k] w[e, k, n]``, row s with the expert whose run it lies in.
+    """``x[s, k] w[e, k, n]``, where each row s is multiplied by the weight of its expert.
 
-    PyTorch's own kernel wants rows and columns that are multiples of 16 bytes.
+    PyTorch's kernel requires rows and columns that are multiples of 16 bytes.
     """
     if len(inputs) != 3 or len(inputs[0].shape) != 2 or len(inputs[1].shape) != 3:
         return None

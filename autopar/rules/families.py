@@ -1,6 +1,6 @@
-"""The op families: every module of this package is imported, and registers its rules.
+"""The op families: importing this module imports all others here, which register their rules.
 
-So a new family is one new file.
+A new family is therefore one new file.
 """
 
 import importlib

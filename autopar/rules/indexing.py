@@ -16,7 +16,7 @@ Outputs = Sequence[Value | None]
 
 
 def _indexed_dims(op: Op, inputs: Sequence[Value]) -> list[int] | None:
-    """Dimensions that have an index tensor; None where a mask makes the result's size vary."""
+    """The dimensions with an index tensor; None where a mask makes the size of the result vary."""
     entries = op.args[1]
     num_indices = sum(isinstance(entry, Ref) for entry in entries)
     if any(v.dtype in (torch.bool, torch.uint8) for v in inputs[1 : 1 + num_indices]):
@@ -27,7 +27,9 @@ def _indexed_dims(op: Op, inputs: Sequence[Value]) -> list[int] | None:
 def _picked_layout(
     free: dict[int, str], rank: int, indexed: Sequence[int], picked: Sequence[str]
 ) -> tuple[str, ...]:
-    """Dimensions of ``x[indices]``: the picked ones where adjacent indices stood, else first."""
+    """The dimensions of ``x[indices]``: the picked ones in place for adjacent indices,
+    else first.
+    """
     first, last = indexed[0], indexed[-1]
     if last - first + 1 != len(indexed):
         return (*picked, *free.values())
@@ -37,7 +39,7 @@ def _picked_layout(
 
 @register("aten.index.Tensor", keeps=KEEPS_NOTHING)
 def index_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[:, i, j]``: free in what is not indexed and in the dimensions of the indices."""
+    """``x[:, i, j]``: dimensions without an index are free, and so are those of the indices."""
     indexed = _indexed_dims(op, inputs)
     if not indexed:
         return None
@@ -55,7 +57,7 @@ def index_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
 
 @register("aten.index_put.default")
 def index_put_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in what is not indexed."""
+    """Dimensions without an index are free."""
     indexed = _indexed_dims(op, inputs)
     if not indexed:
         return None
@@ -72,7 +74,9 @@ def index_put_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
 
 @register("aten.gather.default")
 def gather_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``out[i, j] = x[i, index[i, j]]``: free where both agree, and along the index itself."""
+    """``out[i, j] = x[i, index[i, j]]``: dimensions of equal size and that of the index
+    are free.
+    """
     source, index = inputs[0].shape, inputs[1].shape
     if not source or len(index) != len(source):
         return None
@@ -101,7 +105,7 @@ def gather_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     "aten.scatter_reduce.two",
 )
 def scatter_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in the other dimensions where all operands agree."""
+    """The other dimensions are free where all operands agree."""
     shapes = [v.shape for v in inputs]
     rank = len(shapes[0])
     if rank == 0 or any(len(s) != rank for s in shapes):
@@ -122,7 +126,7 @@ def scatter_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
 
 @register("aten.index_add.default", "aten.index_copy.default")
 def index_add_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[..., index] += source``: free in the other dimensions."""
+    """``x[..., index] += source``: the other dimensions are free."""
     shape, index, source = (v.shape for v in inputs)
     if not shape or len(source) != len(shape):
         return None
@@ -139,7 +143,7 @@ def index_add_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
 
 @register("aten.slice_scatter.default", "aten.select_scatter.default", keeps=KEEPS_NOTHING)
 def slice_scatter_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Write a slice into ``x``: free in the other dimensions."""
+    """Write a slice into ``x``; the other dimensions are free."""
     shape, source = inputs[0].shape, inputs[1].shape
     given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)
     dim = given % len(shape)

@@ -1,7 +1,7 @@
-"""The calls that a device makes for an op, where its rule lowers it to kernels of other ops.
+"""The calls that a device makes for an op whose rule lowers it to kernels of other ops.
 
-For the price alone: `autopar.pricing.local_calls` lists them, `autopar.pricing.tables` adds them
-up.
+They are used for prices only: `autopar.pricing.local_calls` lists them and `autopar.pricing.tables`
+adds them up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.cost_models.calls import OpCall
 
 
 class Phase(Enum):
-    """When a kernel of an op runs; an op of autograd's own runs in both."""
+    """The pass in which a kernel of an op runs; BOTH if its derivative is priced as autograd's."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -23,7 +23,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternalCollective:
-    """Communication inside a lowered op, for the price: bytes on one device, over these axes."""
+    """Communication inside a lowered op, for its price.
+
+    ``kind``: the collective, such as ``"all_reduce"``. ``axes``: the mesh axes of its group.
+    ``size_bytes``: bytes per device.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -32,14 +36,14 @@ class InternalCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """A call that a device makes for an op, for the price."""
+    """One call that a device makes for an op, for its price, and the pass in which it runs."""
 
     call: OpCall
     phase: Phase
 
 
 def kernel_calls(forward: Iterable[OpCall], backward: Iterable[OpCall]) -> tuple[LocalCall, ...]:
-    """Kernels of one direction each."""
+    """The calls of a forward and a backward pass, each marked with its phase."""
     return (
         *(LocalCall(call=call, phase=Phase.FORWARD) for call in forward),
         *(LocalCall(call=call, phase=Phase.BACKWARD) for call in backward),

@@ -1,4 +1,4 @@
-"""Runs one op on the shards of one device, as its rule and its choice say."""
+"""Execution of one op on the shards of one device, according to its rule and choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shard_call(
 
 
 def call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The lowering of most rules: the same operator on the local shards."""
+    """The default lowering: the same operator on the local shards."""
     target, args, kwargs = shard_call(context, args, kwargs)
     return target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
 
@@ -44,7 +44,11 @@ def _lists(node: Any) -> Any:
 
 
 def run_local(context: LocalContext, operands: Sequence[Tensor]) -> list[Any]:
-    """Run one op on its local operands as its choice asks; returns its outputs."""
+    """Run one op on its local operands under its choice; returns its outputs.
+
+    ``operands``: this device's shard of each tensor operand, in the placements of `needs`. Outputs
+    have the placements of `supplies`.
+    """
     rule, op = rule_of(context.op), context.op
     if rule is None or context.choice.is_redundant:
         return _as_list(call_target(context, *_arguments(context, operands)))
@@ -76,7 +80,7 @@ def _arguments(
 
 
 def _on_device(node: Any, device: torch.device) -> Any:
-    """Arguments with every captured device replaced by the one the program runs on."""
+    """Arguments with every captured device replaced by the device of the program."""
     if isinstance(node, torch.device):
         return device
     if isinstance(node, dict):
@@ -87,7 +91,7 @@ def _on_device(node: Any, device: torch.device) -> Any:
 
 
 def _clear(context: LocalContext, x: Tensor, layout: Layout, dim: str) -> Tensor:
-    """Zeros behind the end of ``dim``."""
+    """``x`` with zeros in the padding of ``dim``."""
     tensor_dim = next((d for d, factors in enumerate(layout) if dim in factors), None)
     if tensor_dim is None:
         return x
@@ -96,7 +100,7 @@ def _clear(context: LocalContext, x: Tensor, layout: Layout, dim: str) -> Tensor
 
 
 def _shield(context: LocalContext, x: Tensor, layout: Layout, dim: str) -> Tensor:
-    """``x``, with zeros behind the end of ``dim`` in its gradient."""
+    """``x`` with zeros in the padding of ``dim`` of its gradient."""
     if not x.requires_grad or not any(dim in factors for factors in layout):
         return x
     return with_gradient(x, identity, lambda grad: _clear(context, grad, layout, dim))

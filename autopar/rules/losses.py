@@ -61,7 +61,7 @@ def _cross_entropy_local(
 def _sum_and_total(
     op: Op, inputs: Sequence[Value], early: Callable[[EarlyOp], Ref]
 ) -> SumAndTotal | None:
-    """The weight of all rows: the sum of the classes' weights over rows that count."""
+    """The loss as a sum, and the weight of all rows: the sum of class weights over counted rows."""
     call = _arguments(op.args, dict(op.kwargs))
     if call["reduction"] != MEAN:
         return None
@@ -126,7 +126,7 @@ def _total_of_rows(
 
 
 def _ignoring_padding(context: LocalContext, target: Tensor, ignore_index: int) -> Tensor:
-    """Class indices, with those of rows behind the end ignored."""
+    """Class indices, with those of padding rows set to be ignored."""
     for dim, (name,) in enumerate(context.space.inputs[1]):
         if context.is_padded(name):
             filled = context.is_filled(target, name).view(-1, *[1] * (target.dim() - 1 - dim))
@@ -135,7 +135,7 @@ def _ignoring_padding(context: LocalContext, target: Tensor, ignore_index: int) 
 
 
 def _weight_of_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: the number of rows that count, or the sum of their weights."""
+    """The divisor of a mean: the number of counted rows, or the sum of their weights."""
     if target.is_floating_point():
         rows = target.numel() // target.shape[1 if target.dim() > 1 else 0]
         return torch.full((), float(rows), dtype=x.dtype, device=x.device)
@@ -181,10 +181,10 @@ def nll_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
 class _VocabularyParallel(torch.autograd.Function):
     """Cross-entropy per row over classes split across devices, without gathering the logits.
 
-    The largest and the sum of the shards' exponentials and the target's logit are all-reduced, one
-    number a row. Backward is the softmax less one at the target, made from the logits and one
-    number a row: the derivative of the forward would keep the exponentials and go through all of
-    them for each of its terms.
+    The maximum of the shards' log-sum-exp, the sum of their exponentials relative to it, and the
+    target's logit are all-reduced, one number per row each. Backward is the softmax minus one at
+    the target, recomputed from the logits and one number per row; the automatic derivative would
+    keep the exponentials and pass over them once per term.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ class _VocabularyParallel(torch.autograd.Function):
 def _vocabulary_parallel(
     context: LocalContext, x: Tensor, target: Tensor, ignore_index: int
 ) -> Tensor:
-    """The loss of each row, its classes split; see `_VocabularyParallel`."""
+    """The loss of each row with its classes split; see `_VocabularyParallel`."""
     dim = 1 if x.dim() > 1 else 0
     if context.is_padded("c"):
         filled = context.is_filled(x, "c").view(-1, *[1] * (x.dim() - 1 - dim))
@@ -247,7 +247,7 @@ def _cross_entropy_collectives(
 def _cross_entropy_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """Those of `_VocabularyParallel` that go through all logits."""
+    """The kernels of `_VocabularyParallel` that pass over all logits."""
     if mesh.size(choice.axes_of("c")) == 1:
         return None
     given, target = plain.tensor(0, "self"), plain.tensor(1, "target")
@@ -273,8 +273,8 @@ def _cross_entropy_kernels(
     lower=_cross_entropy_local,
     collectives=_cross_entropy_collectives,
     kernels=_cross_entropy_kernels,
-    # At the loss everything kept is alive, and so are working copies of the logits: their
-    # log-probabilities, the gradient of these and that of the logits.
+    # At the loss all kept tensors are alive, and so are working copies of the logits: their
+    # log-probabilities, the gradient of those, and the gradient of the logits.
     keeps=Keeps(copies=3),
     mean=_sum_and_total,
 )
@@ -342,7 +342,7 @@ def _pointwise_loss_local(
 
 @register(*_REDUCTION_POSITION, lower=_pointwise_loss_local)
 def pointwise_loss_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Element-wise, then none, mean or sum of all elements."""
+    """An element-wise loss, reduced by nothing, a mean or a sum over all elements."""
     shape = inputs[0].shape
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)

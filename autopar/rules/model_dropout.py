@@ -1,4 +1,4 @@
-"""Dropout of several models: free in every dimension, the models' own included."""
+"""Dropout of an array of models: every dimension is free, the model dimension included."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from autopar.rules.space import Space, SpaceBuilder, layout
 def _model_dropout_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Draws of a shard differ from those of the others; a model's do not, wherever it lies."""
+    """Dropout on a shard: shards draw differently, but a model's draws do not depend on
+    its device.
+    """
     others = context.axes_of(*(d for d in context.space.sizes if d != "m"))
     axes = context.mesh.axes_label(others) if others else ""
     return context.op.target(*args[:5], axes)
 
 
 def _mask_bytes(op: Op, output: Value) -> float:
-    """A bool for each element."""
+    """One bool per element."""
     return 1 / output.dtype.itemsize
 
 
@@ -35,7 +37,7 @@ def _mask_bytes(op: Op, output: Value) -> float:
 def model_dropout_space(
     op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]
 ) -> Space | None:
-    """``x[m, ...]`` with the numbers of the models ``[m]``."""
+    """``x[m, ...]`` with the numbers of the models, ``[m]``."""
     builder = SpaceBuilder()
     m = builder.dim("m", inputs[0].shape[0])
     rest = builder.dims("d", inputs[0].shape[1:])

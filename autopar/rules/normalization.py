@@ -1,4 +1,4 @@
-"""Normalisation inside a sample: free outside of what is normalised."""
+"""Normalization within a sample: the dimensions that are not normalized are free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = Sequence[Value | None]
 
 @register("aten.layer_norm.default", "aten.rms_norm.default")
 def layer_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """The normalised dimensions stay whole."""
+    """The normalized dimensions stay whole."""
     shape, num_normalized = inputs[0].shape, len(op.args[1])
     builder = SpaceBuilder()
     free = builder.dims("d", shape[: len(shape) - num_normalized])
@@ -27,7 +27,7 @@ def layer_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
 
 @register("aten._weight_norm.default", "aten._weight_norm_interface.default")
 def weight_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``g v / |v|``: free in the dimension that has a norm for each of its elements."""
+    """``g v / |v|``: the dimension with one norm per element is free."""
     shape, norms = inputs[0].shape, inputs[1].shape
     given = int(op.args[2]) if len(op.args) > 2 else 0
     if not shape or len(norms) != len(shape) or given == -1:  # -1: one norm of all
@@ -48,7 +48,7 @@ def _local_groups(
 
 @register("aten.group_norm.default", arguments=_local_groups)
 def group_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[n, (g c), ...]``: free in batch and groups."""
+    """``x[n, (g c), ...]``: batch and groups are free."""
     shape, groups = inputs[0].shape, int(op.args[1])
     builder = SpaceBuilder()
     n, g = builder.dim("n", shape[0]), builder.dim("g", groups)
@@ -60,7 +60,9 @@ def group_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
 
 @register("aten.instance_norm.default")
 def instance_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[n, c, ...]``: free in batch and channels, unless running statistics join the batch."""
+    """``x[n, c, ...]``: batch and channels are free; no split where there are running
+    statistics.
+    """
     if op.args[3] is not None or op.args[4] is not None:
         return None
     shape = inputs[0].shape

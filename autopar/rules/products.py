@@ -1,4 +1,4 @@
-"""Matrix products: batch dimensions, output rows and columns, and the inner, summed dimension."""
+"""Matrix products: batch dimensions, output rows and columns, and the summed inner dimension."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def addmm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     keeps=KEEPS_FACTORS,
 )
 def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``a[..., m, k] b[..., k, n]`` with broadcast batch dimensions; vectors lack m or n."""
+    """``a[..., m, k] b[..., k, n]`` with broadcast batch dimensions; a vector has no m or n."""
     left, right = inputs[0].shape, inputs[1].shape
     out = outputs[0].shape  # type: ignore[union-attr]
     builder = SpaceBuilder()
@@ -87,7 +87,7 @@ def matmul_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
 
 @register("aten.einsum.default")
 def einsum_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """One dimension per letter; letters that the result lacks are summed."""
+    """One dimension per letter; letters that are not in the result are summed."""
     equation = str(op.args[0]).replace(" ", "")
     if "->" not in equation or "." in equation:
         return None
@@ -131,7 +131,7 @@ def bilinear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space |
 
 @register("aten.cdist.default")
 def cdist_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """The distance of each row of ``a[..., m, k]`` from each of ``b[..., n, k]``; k stays whole."""
+    """The distances between the rows of ``a[..., m, k]`` and ``b[..., n, k]``; k stays whole."""
     left, right = inputs[0].shape, inputs[1].shape
     batch_sizes = outputs[0].shape[:-2]  # type: ignore[union-attr]
     builder = SpaceBuilder()

@@ -1,4 +1,4 @@
-"""Recurrent layers: free in the batch; a time step needs the whole hidden state."""
+"""Recurrent layers: the batch is free; a time step needs the whole hidden state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Outputs = Sequence[Value | None]
 
 
 def _per_layer(share: float) -> Keeps:
-    """Gates and states of every step, in every layer (of an LSTM: oneDNN's workspace)."""
+    """The gates and states of every step in every layer (for an LSTM, oneDNN's workspace)."""
 
     def further(op: Op, output: Value) -> float:
         _, num_layers, *_ = op.args[-6:]
@@ -29,7 +29,7 @@ def _per_layer(share: float) -> Keeps:
 @register("aten.gru.input", keeps=_per_layer(5))
 @register("aten.rnn_tanh.input", "aten.rnn_relu.input")
 def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[b, s, i]`` or ``[s, b, i]``, states ``[layers, b, h]``, weights whole."""
+    """``x[b, s, i]`` or ``[s, b, i]``, states ``[layers, b, h]``; weights stay whole."""
     shape, batch_first = inputs[0].shape, bool(op.args[-1])
     if len(shape) != 3:
         return None

@@ -1,4 +1,4 @@
-"""Reductions: sums split into partial sums; others keep the reduced dimensions whole."""
+"""Reductions: sums split into partial sums; other reductions keep the reduced dimensions whole."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def whole_reduction_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> 
 def _variance_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mean and squares are all-reduced; each device measures its own share from the mean of all."""
+    """The variance on a shard: the mean is all-reduced, then the squared deviations from it."""
     op, space = context.op, context.space
     reduced = [d for d in space.sizes if d in space.reduced]
     axes = context.axes_of(*reduced)
@@ -136,7 +136,7 @@ def _variance_local(
 
 
 def _correction(op: Op) -> float:
-    """What is taken off the count: given, or 1 where it is unbiased."""
+    """The correction subtracted from the count: as given, or 1 where unbiased."""
     if op.target_name.endswith(".dim"):
         return 1.0 if _variance_argument(op, 2, "unbiased", True) else 0.0
     given = dict(op.kwargs).get("correction")
@@ -174,7 +174,7 @@ def _variance_collectives(
     collectives=_variance_collectives,
 )
 def variance_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Reduced dimensions may be split too: the variance of all comes out complete."""
+    """Reduced dimensions may be split too; the variance comes out complete."""
     shape = inputs[0].shape
     if not shape or inputs[0].dtype.is_complex:
         return None
@@ -202,7 +202,7 @@ def variance_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space |
     keeps=KEEPS_OUTPUT,
 )
 def softmax_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in every dimension but the normalised one."""
+    """All dimensions but the normalized one are free."""
     shape = inputs[0].shape
     if not shape:
         return None

@@ -1,4 +1,4 @@
-"""What a rule is, and the rule of every operator that has one."""
+"""The type of a rule, and the registry of the rules of all operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.rules.totals import MeanFn
 
 SpaceFn = Callable[[Op, Sequence[Value], Sequence[Value | None]], Space | None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments; tensors are tensors, or their specs where a call is priced."""
+"""Positional and keyword arguments, with tensors, or their specs where a call is priced."""
 ArgumentsFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Arguments]
 LowerFn = Callable[[LocalContext, tuple[Any, ...], dict[str, Any]], Any]
 CollectivesFn = Callable[[Op, Space, Choice, Mesh, Sequence[Value]], tuple[InternalCollective, ...]]
@@ -31,7 +31,7 @@ KernelsFn = Callable[[Op, Space, Choice, Mesh, OpCall], tuple[LocalCall, ...] | 
 
 
 class Layer(StrEnum):
-    """Layers that known strategies treat each in its own way."""
+    """Layer types that known strategies treat differently."""
 
     DENSE = "dense"
     CONVOLUTION = "convolution"
@@ -40,15 +40,15 @@ class Layer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What the compiler knows of one op family; everything but the space has a default.
+    """What the compiler knows about one op family; everything but ``space`` has a default.
 
-    On a shard a device calls the operator itself, or ``runs_as``, with the ``arguments`` made to
-    speak of the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` says
-    what it communicates inside, and ``kernels`` which calls it makes (None where they are the op's
-    own after all). ``keeps``: what the derivative reads. ``mean``: where the op computes one, how
-    it is a sum divided by a total. ``layer``: which layer of the known strategies it is, if any;
-    ``heads``: which dimensions of an attention are its heads. ``work``: operations and bytes of a
-    call, for operators that the cost models have no formula for.
+    On a shard a device calls the operator itself, or ``runs_as``, with the ``arguments`` adapted to
+    the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` lists the
+    communication inside it, and ``kernels`` the calls it makes (None where they are the op's own).
+    ``keeps``: what the derivative reads. ``mean``: for an op that computes a mean, how it is a sum
+    divided by a total. ``layer``: the layer type for known strategies, if any; ``heads``: the
+    dimensions of an attention that are its heads. ``work``: operations and bytes of a call, for
+    operators without a formula in the cost models.
     """
 
     space: SpaceFn
@@ -84,9 +84,9 @@ def register(
 ) -> Callable[[SpaceFn], SpaceFn]:
     """Register the rule of operators named as in ``str(op)``: ``"mylib.product.default"``.
 
-    The decorated function says how the op's work divides. It gets the `Op` and the `Value` of
-    each tensor operand and output (None for an output that nobody uses) and returns a `Space`, or
-    None where this call cannot be split. For ``product(x[m, k], w[k, n]) -> [m, n]``::
+    The decorated function states how the work of the op divides. It gets the `Op` and the `Value`
+    of each tensor operand and output (None for an unused output) and returns a `Space`, or None
+    where this call cannot be split. For ``product(x[m, k], w[k, n]) -> [m, n]``::
 
         @autopar.rules.register("mylib.product.default")
         def product_space(op, inputs, outputs):
@@ -100,19 +100,28 @@ def register(
                 anchor=True,
             )
 
-    ``builder.whole(size)`` makes a dimension that cannot be split. Where arguments speak of whole
-    shapes, ``arguments(context, args, kwargs)`` returns those for a shard (the groups of a
-    convolution: ``context.num_shards("g")`` tells how many devices share a dimension). Where the
-    op has to do something else on a shard, ``lower(context, args, kwargs)`` runs it there, and
-    ``context.all_reduce`` adds over devices; ``collectives`` lists such communication for the cost
-    model, ``kernels`` what ``lower`` calls where that is not the op itself. ``keeps`` tells the
-    count of memory what the derivative reads, where that is not every floating-point operand.
-    ``work(call)`` gives operations and bytes of a call (see `autopar.cost_models.work`), without
-    which it is priced by the bytes of its tensors. The op itself needs a fake implementation and,
-    to be trained through, a registered derivative. Check a rule with `check_rule`, which compares
-    every choice with the unsplit op.
+    ``builder.whole(size)`` makes a dimension that cannot be split. The options:
 
-    Raises RuleError for what is no such name, and PlanError for one that has a rule already.
+    * ``arguments(context, args, kwargs)``: the arguments for a shard, where they depend on whole
+      shapes (the groups of a convolution: ``context.num_shards("g")`` is the number of devices that
+      share a dimension).
+    * ``runs_as``: an operator to call on a shard instead of this one.
+    * ``lower(context, args, kwargs)``: runs the op on a shard, where it has to do something else;
+      ``context.all_reduce`` sums over devices.
+    * ``collectives``: the communication inside ``lower``, for the cost model.
+    * ``kernels``: the calls that ``lower`` makes, where they are not the op itself.
+    * ``keeps``: what the derivative reads, for the count of memory, where that is not every
+      floating-point operand.
+    * ``mean``: how the op is a sum divided by a total, where it computes a mean.
+    * ``layer``, ``heads``: the layer type of the op, and its dimensions of attention heads, for
+      known strategies such as tensor parallelism.
+    * ``work(call)``: operations and bytes of a call (see `autopar.cost_models.work`); without, the
+      op is priced by the bytes of its tensors.
+
+    The op itself needs a fake implementation and, to be trained through, a registered derivative.
+    `check_rule` checks a rule: it compares every choice with the unsplit op.
+
+    Raises RuleError for a malformed name, and PlanError for an operator that has a rule already.
     """
     _check_names(targets)
 
@@ -152,7 +161,10 @@ def _check_names(targets: Sequence[Any]) -> None:
 
 
 def unregister(target: str) -> None:
-    """Remove the rule of an operator, as before registering another; PlanError if it has none."""
+    """Remove the rule of an operator, for example to register another.
+
+    Raises PlanError for an operator without a rule.
+    """
     if target not in _RULES:
         raise PlanError(f"operator {target} has no rule")
     if _RULES.pop(target).work is not None:
@@ -160,8 +172,10 @@ def unregister(target: str) -> None:
 
 
 def register_pointwise(rule: PointwiseFn) -> PointwiseFn:
-    """Register what finds the rule of every operator that torch tags as pointwise and that has
-    none of its own."""
+    """Register the function that makes the rule of an operator that torch tags as pointwise.
+
+    It applies to operators without a rule of their own.
+    """
     global _POINTWISE
     _POINTWISE = rule
     return rule
@@ -171,7 +185,7 @@ _POINTWISE: PointwiseFn | None = None
 
 
 def rule_of(op: Op) -> Rule | None:
-    """The rule of an op, or None."""
+    """The rule of an op; None if it has none."""
     rule = _RULES.get(op.target_name)
     if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         return None if _POINTWISE is None else _POINTWISE(op)
@@ -179,12 +193,15 @@ def rule_of(op: Op) -> Rule | None:
 
 
 def registered_targets() -> tuple[str, ...]:
-    """Every operator that has a rule."""
+    """The names of all operators with a registered rule, sorted."""
     return tuple(sorted(_RULES))
 
 
 def space_of(op: Op, values: Sequence[Value]) -> Space | None:
-    """The iteration space of an op, or None: no rule, or nothing to split (fixed values)."""
+    """The iteration space of an op; None without a rule or where all outputs are fixed.
+
+    ``values`` are all values of the op's graph.
+    """
     rule = rule_of(op)
     if rule is None or all(o is None or values[o].fixed for o in op.outputs):
         return None
@@ -193,7 +210,10 @@ def space_of(op: Op, values: Sequence[Value]) -> Space | None:
 
 
 def keeps_of(op: Op) -> Keeps:
-    """What the derivative of an op reads; an overload without a rule is like one that has one."""
+    """What the derivative of an op reads.
+
+    An overload without a rule is treated like another overload of the operator that has one.
+    """
     rule = rule_of(op)
     if rule is None:
         operator = op.target_name.rpartition(".")[0] + "."

@@ -1,4 +1,4 @@
-"""Rules for repeating, resizing and unfolding: what a window or a ratio touches stays whole."""
+"""Repeating, resizing and unfolding: the dimensions of a window or scale factor stay whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _local_repeats(
 
 @register("aten.repeat.default", arguments=_local_repeats, keeps=KEEPS_NOTHING)
 def repeat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[d] -> [(r d)]``: repeats are the outer digit, which only the output has."""
+    """``x[d] -> [(r d)]``: the repeats are the outer factor, which only the output has."""
     shape, repeats = inputs[0].shape, op.args[1]
     offset = len(repeats) - len(shape)
     builder = SpaceBuilder()
@@ -40,7 +40,7 @@ def _local_interleaved(
 
 @register("aten.repeat_interleave.self_int", arguments=_local_interleaved, keeps=KEEPS_NOTHING)
 def repeat_interleave_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[d] -> [(d r)]``: repeats are the inner digit."""
+    """``x[d] -> [(d r)]``: the repeats are the inner factor."""
     shape = inputs[0].shape
     if len(op.args) < 3 or op.args[2] is None or not shape:
         return None
@@ -67,7 +67,7 @@ def repeat_interleave_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -
     "aten.replication_pad2d.default",
 )
 def resize_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in batch and channels; the resized dimensions are the last ones."""
+    """Batch and channels are free; the resized dimensions are the last ones."""
     before, after = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
     spatial = {"1": 1, "2": 2, "3": 3}[op.target_name.split("d.")[0][-1]]
     builder = SpaceBuilder()
@@ -103,7 +103,7 @@ def im2col_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
 
 @register("aten.unfold.default")
 def unfold_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[..., d, ...] -> [..., windows, ..., size]``: free in the other dimensions."""
+    """``x[..., d, ...] -> [..., windows, ..., size]``: the other dimensions are free."""
     shape = inputs[0].shape
     if not shape:
         return None
@@ -118,7 +118,7 @@ def unfold_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
 
 @register("aten.tril.default", "aten.triu.default")
 def triangle_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Free in the batch; which elements stay depends on rows and columns."""
+    """The batch is free; rows and columns decide which elements stay."""
     shape = inputs[0].shape
     builder = SpaceBuilder()
     dims = [*builder.dims("b", shape[:-2]), *(builder.whole(s) for s in shape[-2:])]

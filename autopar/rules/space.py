@@ -1,14 +1,14 @@
-"""The iteration space of an op: its named dimensions, and how each operand lies over them.
+"""The iteration space of an op: its named dimensions, and the layout of each operand over them.
 
-Every op is a nest of named dimensions; a tensor operand is a layout over them, one tuple of
-dimension names per tensor dimension (several names where a tensor dimension is their product, as
-after a flattening view). What follows from a space, once mesh axes are assigned to its dimensions,
-is in `autopar.rules.choice`.
+Every op is a nest of loops over named dimensions. The layout of a tensor operand has one tuple of
+dimension names per tensor dimension (several names where the tensor dimension is their product, as
+after a flattening view). What a space implies once mesh axes are assigned to its dimensions is in
+`autopar.rules.choice`.
 
 A dimension whose size does not divide is padded with zeros (see autopar.ir.placement). A rule names
-the dimensions where its op bears that: its outputs stay finite, and so do its gradients where the
-gradient of the output is zero. What the op then leaves behind the end is zeroed, in the value and
-in the gradient, unless the rule says that zeros stay zeros.
+the dimensions where its op tolerates padding: outputs stay finite, and so do gradients where the
+gradient of the output is zero. Whatever the op leaves in the padding is set to zero, in the value
+and in the gradient, unless the rule states that zeros stay zeros.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from typing import Any
 from autopar.base.errors import RuleError
 
 Layout = tuple[tuple[str, ...], ...]
-"""Per tensor dimension, the iteration dimensions whose product it is (outermost first)."""
+"""For each tensor dimension, the iteration dimensions whose product it is, outermost first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """The iteration space of one op: named dimensions, and each operand's layout over them.
 
-    ``sizes``: size of each dimension. ``sums``: dimensions that an output without them sums
-    over. ``whole``: dimensions that cannot be split. ``partial_inputs``: operands that enter the
-    sum once. ``reduced``: dimensions over which the op reduces inside, so that outputs without
-    them come out complete. ``plain``: dimensions that take the contiguous split only. ``padded``:
-    dimensions that may be split into parts that do not divide them; ``clean``: those of them where
-    zeros behind the end stay zeros by themselves, in outputs and gradients. ``linear``: operands
-    that may be partial sums, all of them together, the outputs then being partial sums too.
+    ``sizes``: the size of each dimension. ``inputs`` and ``outputs``: the layout of each tensor
+    operand and output. ``sums``: dimensions that an output without them sums over. ``whole``:
+    dimensions that cannot be split. ``partial_inputs``: operands that enter the sum once.
+    ``reduced``: dimensions over which the op reduces inside, so that outputs without them come out
+    complete. ``plain``: dimensions that only take the contiguous split. ``padded``: dimensions that
+    may be split into a number of parts that does not divide them; ``clean``: those of them where
+    zeros in the padding stay zeros by themselves, in outputs and gradients. ``linear``: operands
+    that may be partial sums, all of them together, so that the outputs are partial sums too.
     ``anchor``: whether a split of this op is worth carrying to its neighbours (products,
-    attention), or the op only goes along (element-wise ops, views).
+    attention); other ops only pass splits on (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]
@@ -52,7 +53,7 @@ class Space:
     anchor: bool = False
 
     def splittable(self) -> tuple[str, ...]:
-        """Dimensions that may be split, in order: every output must have them or sum over them."""
+        """Dimensions that may be split, in order: every output has them or reduces over them."""
         return tuple(
             name
             for name, size in self.sizes.items()
@@ -67,27 +68,27 @@ class Space:
 
 
 NO_SPACE = Space(sizes={}, inputs=(), outputs=())
-"""That of an op that cannot be split."""
+"""The space of an op that cannot be split."""
 
 
 class SpaceBuilder:
-    """Names the dimensions of a space one by one."""
+    """Builds a space dimension by dimension."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.kept_whole: set[str] = set()
 
     def dim(self, name: str, size: int) -> str:
-        """A dimension that may be split."""
+        """Add a dimension that may be split; returns its name."""
         self.sizes[name] = size
         return name
 
     def dims(self, prefix: str, sizes: Sequence[int]) -> tuple[str, ...]:
-        """One dimension per size: ``prefix0 prefix1 ...``."""
+        """Add one dimension per size; returns their names, ``prefix0``, ``prefix1``, ..."""
         return tuple(self.dim(f"{prefix}{i}", size) for i, size in enumerate(sizes))
 
     def whole(self, size: int) -> str:
-        """A dimension that cannot be split."""
+        """Add a dimension that cannot be split; returns its name."""
         name = self.dim(f"w{len(self.kept_whole)}", size)
         self.kept_whole.add(name)
         return name
@@ -101,7 +102,12 @@ class SpaceBuilder:
         clean: Iterable[str] = (),
         **options: Any,
     ) -> Space:
-        """A space of the dimensions named so far; ``clean`` ones need not be in ``padded``."""
+        """The space of the dimensions added so far.
+
+        ``inputs`` and ``outputs``: layouts from `layout`, one per tensor operand and output.
+        ``clean`` dimensions need not be listed in ``padded``. ``options`` are further fields of
+        `Space`.
+        """
         return Space(
             sizes=self.sizes,
             inputs=tuple(inputs),
@@ -114,7 +120,10 @@ class SpaceBuilder:
 
 
 def layout(*dims: str | tuple[str, ...]) -> Layout:
-    """A layout from names; a tuple is a product of names."""
+    """The layout of a tensor: one name per dimension, or a tuple of names for their product.
+
+    Raises RuleError for anything else.
+    """
     for dim in dims:
         factors = (dim,) if isinstance(dim, str) else dim
         if not isinstance(factors, tuple) or not all(isinstance(f, str) for f in factors):

@@ -1,7 +1,8 @@
-"""Means as sums divided by a total that can be known before the sum is.
+"""Means as sums divided by a total that is known before the sum.
 
-Micro-batches add up sums, one after another. What a mean divides by is the total of all of them, so
-an op that computes a mean says how its sum is computed alone, and the total from its inputs.
+Sums are accumulated over micro-batches, one after another. The divisor of a mean is the total over
+all of them, so an op that computes a mean states how to compute its sum alone, and the total from
+its inputs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from autopar.ir.graph import Op, Ref, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyOp:
-    """A call in front of all others; arguments refer to inputs of the op it is made for, and to the
-    results of such calls before it."""
+    """A call that runs before all other ops.
+
+    ``args`` and ``kwargs`` refer to inputs of the op that it is made for, and to results of earlier
+    such calls. ``shape`` and ``dtype`` are those of its result.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -29,7 +33,7 @@ class EarlyOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumAndTotal:
-    """Arguments with which the op computes a sum, and what makes a mean of it."""
+    """The arguments with which an op computes a sum, and the total that divides it into a mean."""
 
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
@@ -37,4 +41,4 @@ class SumAndTotal:
 
 
 MeanFn = Callable[[Op, Sequence[Value], Callable[[EarlyOp], Ref]], SumAndTotal | None]
-"""None where this call of the op is no mean. The function given adds an early op."""
+"""Returns None where this call is not a mean. Its last argument is a function that adds an op."""

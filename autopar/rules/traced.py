@@ -1,7 +1,8 @@
-"""What is known of operators as they stand in traced graphs, those of derivatives among them.
+"""What is known about operators as they appear in traced graphs, including those of derivatives.
 
-A rule is registered for an operator that models call; a trace has what autograd and PyTorch's
-dispatcher make of it. What the compiler needs to know of these is said beside the rule.
+A rule is registered for an operator that models call; a trace contains what autograd and PyTorch's
+dispatcher make of it. What the compiler needs to know about those operators is registered next to
+the rule.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any
 from autopar.base.errors import PlanError
 
 ScratchFn = Callable[[Any, tuple[Any, ...], int], int]
-"""Of result, arguments and number of threads: bytes. Tensors are fake ones."""
+"""Maps result, arguments (with fake tensors) and number of threads to bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """``cpu_scratch``: what the kernel takes on a CPU besides its operands and its result.
+    """Properties of an operator in a traced graph.
 
-    ``gradient_mask``: the position of the argument that says which gradients are wanted, where the
-    first, the input's, is a computation of its own in every backend.
+    ``cpu_scratch``: bytes that its kernel allocates on a CPU besides operands and result.
+    ``gradient_mask``: position of the argument that states which gradients are wanted, where the
+    first, that of the input, is a separate computation in every backend.
     """
 
     cpu_scratch: ScratchFn | None = None
@@ -35,7 +37,10 @@ _UNKNOWN = Traced()
 def register_traced(
     *targets: str, cpu_scratch: ScratchFn | None = None, gradient_mask: int | None = None
 ) -> None:
-    """Register what is known of operators, named as in ``str(node.target)``."""
+    """Register the properties of operators, named as in ``str(node.target)``.
+
+    Raises PlanError for an operator that is registered already.
+    """
     for target in targets:
         if target in _TRACED:
             raise PlanError(f"traced operator {target} is registered already")
@@ -43,5 +48,5 @@ def register_traced(
 
 
 def traced_of(target: Any) -> Traced:
-    """What is known of the target of a node."""
+    """The properties of a node's target; defaults where none are registered."""
     return _TRACED.get(str(target), _UNKNOWN)

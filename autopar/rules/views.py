@@ -40,7 +40,7 @@ def _to_local_shape(
     keeps=KEEPS_NOTHING,
 )
 def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Dimensions of both sides are products of common factors, as in einops."""
+    """Dimensions on both sides are products of common factors, as in einops."""
     source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
     if math.prod(source) == 0:
         return None
@@ -62,7 +62,7 @@ def reshape_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
 def _matched_groups(
     source: Sequence[int], target: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Shortest runs of dimensions on both sides with equal products."""
+    """The shortest runs of dimensions on both sides with equal products."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -90,7 +90,7 @@ def _matched_groups(
 
 
 def _common_factors(source: Sequence[int], target: Sequence[int]) -> list[int] | None:
-    """Factors whose runs give the dimensions of both sides, or None where they interleave."""
+    """Factors whose runs multiply to the dimensions on both sides; None where they interleave."""
     cuts = sorted({*_prefixes(source), *_prefixes(target), 1})
     factors = []
     for before, after in itertools.pairwise(cuts):
@@ -107,7 +107,7 @@ def _prefixes(sizes: Sequence[int]) -> list[int]:
 def _products(
     sizes: Sequence[int], names: Sequence[str], factors: Sequence[int]
 ) -> list[tuple[str, ...]]:
-    """Each size as the run of factors that makes it up."""
+    """Each size as the run of factors that multiply to it."""
     result, position = [], 0
     for size in sizes:
         run: list[str] = []
@@ -150,7 +150,7 @@ def permute_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
 
 
 def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
-    """Where each output dimension of a movedim comes from."""
+    """The source dimension of each output dimension of a movedim."""
     sources = [d % rank for d in ((source,) if isinstance(source, int) else source)]
     targets = [d % rank for d in ((target,) if isinstance(target, int) else target)]
     others = iter(d for d in range(rank) if d not in sources)
@@ -160,7 +160,7 @@ def _moved_order(source: Any, target: Any, rank: int) -> list[int]:
 
 @register("aten.expand.default", arguments=_to_local_shape, keeps=KEEPS_NOTHING)
 def expand_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """A repeated dimension is one that only the output has."""
+    """A repeated dimension belongs to the output only."""
     source, target = inputs[0].shape, outputs[0].shape  # type: ignore[union-attr]
     builder = SpaceBuilder()
     dims = builder.dims("d", target)
@@ -181,7 +181,7 @@ def _one_dim_apart(
     keeps_zeros: bool = True,
     is_linear: bool = False,
 ) -> Space:
-    """Free in all dimensions but ``dim``, which stays whole (or is dropped from the outputs)."""
+    """All dimensions are free but ``dim``, which stays whole or is dropped from the outputs."""
     shape = inputs[0].shape
     builder = SpaceBuilder()
     free = {d: builder.dim(f"d{d}", size) for d, size in enumerate(shape) if d != dim}
@@ -205,7 +205,7 @@ def _one_dim_apart(
 
 
 def _ignore_unused(space: Space, outputs: Outputs) -> Space:
-    """Outputs that nobody uses take the layout of the first used one."""
+    """Give unused outputs the layout of the first used one."""
     used = next((lay for lay, o in zip(space.outputs, outputs) if o is not None), space.outputs[0])
     outs = tuple(used if o is None else lay for lay, o in zip(space.outputs, outputs))
     return replace(space, outputs=outs)
@@ -303,7 +303,7 @@ def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
 
 @register("aten.pad.default", "aten.constant_pad_nd.default", keeps=KEEPS_NOTHING)
 def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Padded dimensions stay whole; ``pad`` counts pairs from the last dimension."""
+    """Padded dimensions stay whole; ``pad`` lists pairs from the last dimension backwards."""
     shape, padding = inputs[0].shape, op.args[1]
     padded = {
         len(shape) - 1 - i for i in range(len(padding) // 2) if any(padding[2 * i : 2 * i + 2])
@@ -318,14 +318,17 @@ def pad_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None
 
 
 def _local_parts(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Equal parts of what this device holds; unequal parts are those of a whole dimension."""
+    """The arguments of a split on a shard: equal parts of what this device holds.
+
+    Unequal parts only occur in a whole dimension, and stay as they are.
+    """
     return (args[0], args[1] // context.num_shards("rest"), *args[2:]), kwargs
 
 
 @register("aten.chunk.default", keeps=KEEPS_NOTHING)
 @register("aten.split.Tensor", arguments=_local_parts, keeps=KEEPS_NOTHING)
 def split_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """Equal parts: the dimension is (part, rest); the parts are the digit that stays whole."""
+    """A split into equal parts: the dimension is (part, rest), and the parts stay whole."""
     shape = inputs[0].shape
     dim = (op.args[2] if len(op.args) > 2 else 0) % len(shape)
     if shape[dim] % len(outputs):
