@@ -1,1 +1,1 @@
-"""From a model and example inputs to the graph."""
+"""The frontend: from a model and example inputs to the graph."""

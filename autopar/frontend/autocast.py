@@ -1,6 +1,6 @@
-"""``torch.autocast`` around a call: refused, for a compiled program has the dtypes it has.
+"""``torch.autocast`` around a call, which is refused: a compiled program has fixed dtypes.
 
-Inside the model it is part of the graph, as casts, and needs no refusal.
+Inside the model it becomes part of the graph, as casts, and is not refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.base.errors import InputError
 def refuse_autocast(device_type: str, call: str) -> None:
     """Raise InputError where ``call`` is made inside ``torch.autocast`` of this device, or the CPU.
 
-    Models are captured on the CPU, whatever they are compiled for.
+    Models are captured on the CPU, whatever device they are compiled for.
     """
     for kind in dict.fromkeys((device_type, "cpu")):
         if not torch.is_autocast_enabled(kind):

@@ -1,10 +1,10 @@
 """Capture: an ordinary ``nn.Module`` and example inputs become a `Graph`.
 
 ``torch.export`` (non-strict) runs the model's own Python once over fake CPU tensors, so nothing is
-allocated and parameters may live on the meta device. The exported graph is made functional, then
-read into autopar's own frozen types: metadata checks and tuple indexing disappear, tied parameters
-get one name, everything that depends on neither parameters nor inputs (masks, positions) moves to
-the front, and the rest is cut into blocks by module path.
+allocated and parameters may be on the meta device. The exported graph is made functional, then read
+into autopar's own frozen types: metadata checks and tuple indexing disappear, tied parameters get
+one name, everything that depends on neither parameters nor inputs (masks, positions) moves to the
+front, and the rest is cut into blocks by module path.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ from autopar.ir.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """How a call of the model becomes the graph's inputs, and its outputs the model's own.
+    """How the arguments of a call become the graph's inputs, and its outputs the model's own.
 
     ``leaves`` has one entry per flattened argument: the position among the graph's tensor inputs,
-    or the constant that was captured. ``input_names`` names the tensor inputs as users know them.
+    or the constant that was captured. ``input_names`` are the tensor inputs' names as users know
+    them.
     """
 
     in_spec: Any
@@ -101,7 +102,7 @@ class Signature:
         return leaf
 
     def key(self) -> CallKey:
-        """The `call_key` of the example: equal for every call that `flatten` takes."""
+        """The `call_key` of the example, which every call that `flatten` accepts has too."""
         leaves = tuple(
             (self.input_shapes[leaf.position], self.input_dtypes[leaf.position])
             if isinstance(leaf, _InputSlot)
@@ -139,7 +140,7 @@ class _InputSlot:
 def signature_of_tensors(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
 ) -> Signature:
-    """The signature of a call with tensors alone, by position, whose output is one tensor."""
+    """The signature of a call with positional tensors only, whose output is one tensor."""
     return Signature(
         in_spec=pytree.tree_structure((tuple(names), {})),
         leaves=tuple(_InputSlot(place) for place in range(len(names))),
@@ -156,7 +157,9 @@ CallKey = tuple[Any, tuple[Any, ...]]
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
-    """Equal for calls that one program can run: structure, shapes, dtypes and plain values."""
+    """A key equal for calls that one program can run: structure, shapes, dtypes and
+    plain values.
+    """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
@@ -165,13 +168,15 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
 
 
 def _constant_key(leaf: Any) -> Any:
-    """``True == 1 == 1.0``, but a model may tell them apart."""
+    """A key that tells apart ``True``, ``1`` and ``1.0``, which are equal but not alike
+    to a model.
+    """
     return type(leaf), leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A graph with the signature of the model it was captured from, and its mixed precision."""
+    """A graph, the signature of the model it was captured from, and its mixed precision."""
 
     graph: Graph
     signature: Signature
@@ -181,7 +186,7 @@ class Captured:
 class _OutputNote:
     """The structure of the model's output, noted while it is traced.
 
-    torch.export puts back what tracing changes on a module, but not on an object it holds.
+    torch.export reverts what tracing changes on a module, but not on an object that it holds.
     """
 
     def __init__(self) -> None:
@@ -253,7 +258,7 @@ def _find_loss(output: Any) -> Tensor | None:
 
 
 class Arguments(NamedTuple):
-    """Example inputs that are positional and keyword at once: ``Arguments((x,), {"y": y})``."""
+    """Example inputs with positional and keyword arguments: ``Arguments((x,), {"y": y})``."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -292,12 +297,12 @@ def capture(
     differentiable: bool = True,
     precision: Precision | None = None,
 ) -> Captured:
-    """Capture one call of ``model`` on the global batch; the model itself stays as it is.
+    """Capture one call of ``model`` on the global batch; the model itself is not changed.
 
-    It is captured in its present mode, part by part, or as after ``model.train(training)``. With
-    ``differentiable`` off only its forward pass is wanted: the graph has no loss, and no gradient
-    flows through any value. With a ``precision`` the graph begins with the casts of parameters and
-    inputs (see `autopar.ir.precision`).
+    It is captured in its current mode, module by module, or as after ``model.train(training)``.
+    With ``differentiable`` off only its forward pass is captured: the graph has no loss, and no
+    gradient flows through any value. With a ``precision`` the graph begins with the casts of
+    parameters and inputs (see `autopar.ir.precision`).
 
     Raises CaptureError with the user's file and line where the model cannot be captured, and
     InputError for inputs that do not fit.
@@ -349,7 +354,7 @@ def capture(
 
 
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
-    """Copies to capture from later: the same modes and names, but no tensor holds data."""
+    """Copies to capture from later, with the same modes and names but no tensor data."""
 
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -370,7 +375,7 @@ def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any
             memo[id(tensor)] = made
     for part in module.modules():
         for value in vars(part).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # left there by an earlier call
+            if isinstance(value, Tensor) and not value.is_leaf:  # left by an earlier call
                 memo[id(value)] = value.detach()
     return copy.deepcopy(module, memo)
 
@@ -378,7 +383,7 @@ def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any
 def _export(step: Step, args: Any, kwargs: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Of a forward pass alone the recorded operators are all there is to know.
+        # For a forward pass alone, the recorded operators are all that is needed.
         with functions_as_operators() if step.with_loss else contextlib.nullcontext():
             exported = torch.export.export(step, args, kwargs, strict=False)
         _show_gradients(exported.graph_module)
@@ -393,7 +398,7 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
 
 
 def _show_gradients(program: fx.GraphModule) -> None:
-    """Write out where no gradient flows, and where writes in place leave it as it was."""
+    """Make explicit where no gradient flows, and where writes in place leave it unchanged."""
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             without = inline_no_grad_regions(module)
@@ -407,9 +412,9 @@ def _fails_itself(
     fake: tuple[Callable[[Tensor], Tensor], Any, Any],
     call: tuple[Any, Any],
 ) -> InputError | None:
-    """What is wrong with the model, if it fails without any capture too.
+    """The model's own error, if it fails without any capture too.
 
-    Tensors without data may be what it fails on; so it is run on its own, where it has any.
+    Tensors without data may be what it fails on, so it is run on real ones where it has any.
     """
     make, args, kwargs = fake
     step = stepped(make)

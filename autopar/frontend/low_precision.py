@@ -1,8 +1,9 @@
-"""A call of a model in mixed precision: the casts that its graph is captured with.
+"""The call of a model in mixed precision, with the casts that its graph is captured with.
 
-In: a model, its arguments and a `Precision`. Out: what the model returns on parameters and inputs
-in the low precision, so that whatever its code makes of their dtypes is captured too. The casts of
-parameters are derivatives' border: gradients arrive in the parameters' own dtype.
+Input: a model, its arguments and a `Precision`. Output: the model's output, computed from
+parameters and inputs in the low precision, so that whatever its code does with their dtypes is
+captured too. Derivatives end at the casts of parameters: gradients arrive in each parameter's own
+dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 def call_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision | None
 ) -> Any:
-    """The model's output, computed as `autopar.ir.precision` says."""
+    """The model's output, computed in mixed precision as `autopar.ir.precision` defines it."""
     if precision is None:
         return model(*args, **kwargs)
     dtype = precision.dtype
@@ -38,7 +39,7 @@ def call_model(
 
 
 def _cast_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those that are not a batch norm's: its kernels take them in float32 alone, as statistics."""
+    """The cast parameters, except those of batch norms, whose kernels take them in float32 only."""
     norms = (m for m in model.modules() if isinstance(m, BATCH_NORMS))
     kept = {id(p) for norm in norms for p in norm.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in kept}
@@ -56,8 +57,10 @@ _LOSSES = frozenset(
 
 
 class _LossesInSingle(TorchFunctionMode):
-    """PyTorch's own losses compute in float32 while it is entered: a sum of thousands of terms has
-    no digits left in a low precision."""
+    """A mode in which PyTorch's own losses compute in float32.
+
+    A sum over thousands of terms loses all its digits in a low precision.
+    """
 
     def __init__(self, precision: Precision) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class _LossesInSingle(TorchFunctionMode):
 
 
 def in_single(output: Any, precision: Precision | None) -> Any:
-    """What a loss is computed from, or a loss: tensors of the low precision in float32."""
+    """The input of a loss, or a loss, with low-precision tensors cast to float32."""
     if precision is None:
         return output
 

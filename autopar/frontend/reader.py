@@ -1,8 +1,8 @@
-"""Read an exported program into autopar's own frozen graph.
+"""The reader of exported programs, which turns them into autopar's own frozen graph.
 
-In comes the functional program of ``torch.export`` and the model it came from; out goes a `Graph`:
-no metadata checks and no tuple indexing, one name per tied parameter, gradient regions written into
-the values, dead code dropped, fixed ops first, and blocks cut.
+Input: the functional program of ``torch.export`` and its model. Output: a `Graph` without metadata
+checks and tuple indexing, with one name per tied parameter, gradient regions written into the
+values, dead code dropped, fixed ops first, and blocks cut.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 _INDEXING = "<built-in function getitem>"
 MAX_FIXED_BYTES = 1 << 30
 """Larger results of constants (the mask of a sequence of 32,768) are not kept whole on each device,
-but made in each step, in parts where they are used in parts."""
+but computed in each step, sharded where their consumers are."""
 
 
-# Sparse gradients are made dense: they are communicated and stored as their parameter is.
+# Sparse gradients become dense: they are communicated and stored like their parameter.
 _SPARSE_GRADIENT = {
     "aten.embedding.default": 4,
     "aten.embedding_bag.default": 5,
@@ -210,7 +210,7 @@ class ProgramReader:
         self._add_op(node, grad_enabled)
 
     def _without_copy(self, node: Any) -> Any:
-        """``copy(into, source)`` has no derivative in torch; it is ``source``, broadcast."""
+        """``copy(into, source)``, which has no derivative in torch, as ``source``, broadcast."""
         into, source = (n.meta["val"] for n in node.args[:2])
         if into.dtype != source.dtype:
             return node
@@ -270,7 +270,7 @@ class ProgramReader:
         )
 
     def _carries_gradient(self, op: Op) -> tuple[bool, ...]:
-        """Per output of an operator that has several, whether autograd gives it a gradient.
+        """For each output of an operator with several, whether autograd gives it a gradient.
 
         The running statistics of a batch norm have none, though its input does. Empty for other
         operators, whose only output has one if any input has.
@@ -284,7 +284,7 @@ class ProgramReader:
         return tuple(isinstance(r, Tensor) and r.requires_grad for r in results)
 
     def _run_without_data(self, op: dict[str, Any]) -> Any:
-        """What an op returns, without data."""
+        """The result of an op, without data."""
 
         def fake(ref: Ref) -> Tensor:
             value = self.values[ref.index]
@@ -339,10 +339,10 @@ class ProgramReader:
         )
 
     def _stop_gradients_beside(self, loss: int, ops: Sequence[dict[str, Any]]) -> None:
-        """No gradient comes back through what the loss does not depend on (further outputs).
+        """Stop gradients through values that the loss does not depend on (further outputs).
 
-        Were it computed, it would be zero, and a zero gradient is not none: it lets an optimizer
-        decay its parameter. Parameters themselves stay as the model has them.
+        Such a gradient would be zero rather than None, and a zero gradient lets an optimizer decay
+        its parameter. Parameters themselves stay as the model has them.
         """
         reached = {loss}
         for op in reversed(ops):
@@ -354,7 +354,9 @@ class ProgramReader:
                 value["differentiable"] = False
 
     def _propagate_fixed(self, mutated: set[int], max_bytes: float = math.inf) -> set[int]:
-        """What depends on constants alone and takes no more memory than that."""
+        """The values that depend on constants alone and take no more than ``max_bytes``
+        of memory.
+        """
         fixed = {
             i for i, v in enumerate(self.values)
             if v["kind"] is not ValueKind.ACTIVATION and v["fixed"] and i not in mutated
@@ -367,7 +369,7 @@ class ProgramReader:
         return fixed
 
     def _made_bytes(self, op: dict[str, Any]) -> int:
-        """Of memory of their own that the outputs take."""
+        """Bytes of memory that the outputs of an op allocate."""
         if returns_views(op["target"]):
             return 0
         made = [self.values[o] for o in op["outputs"] if o is not None]
@@ -391,7 +393,7 @@ class ProgramReader:
 
 
 def loss_fn_name(name: str) -> str:
-    """The name of a loss function's own tensor, apart from any that the model may have."""
+    """The name of a loss function's own tensor, distinct from any of the model."""
     return f"loss_fn:{name}"
 
 
@@ -428,7 +430,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _canonical_names(model: nn.Module) -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
-    """Every name of a tensor to its first one, and the further names of tied ones."""
+    """The first name of every tensor by each of its names, and the other names of tied ones."""
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
     named: Sequence[tuple[str, Tensor]] = [

@@ -1,9 +1,9 @@
-"""Which of a call's arguments belong to the loss function instead of the model.
+"""Which arguments of a call belong to the loss function rather than to the model.
 
-In: ``loss_fn``, the model, and the arguments of one call. Out: `Targets`, which takes them apart.
-Arguments are bound as Python would bind them: what ``loss_fn`` needs comes from the keyword inputs
-that bear its names and the last positional inputs; what it may have besides (arguments with
-defaults) from what the model itself has no room for.
+Input: ``loss_fn``, the model, and the arguments of one call. Output: `Targets`, which separates
+them. Arguments are bound as Python binds them: required arguments of ``loss_fn`` come from the
+keyword inputs of the same name and the last positional inputs; optional ones (with defaults) from
+the arguments that the model itself does not take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LossFn = Callable[..., Tensor]
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raise InputError for what cannot be called with an output and its targets."""
+    """Raise InputError for a loss that cannot be called with an output and its targets."""
     if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type)):
         return
     if isinstance(loss_fn, type):
@@ -34,7 +34,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def checked_loss(loss: Any, *, of: str) -> Tensor:
-    """``loss``, if it is one floating-point number; raises InputError otherwise."""
+    """``loss`` if it is one floating-point number; raises InputError otherwise."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss
     got = f"a {type(loss).__name__}"
@@ -49,10 +49,10 @@ def checked_loss(loss: Any, *, of: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Which of a call's arguments go to ``loss_fn``: the last positional, and these keywords.
+    """The arguments of a call that go to ``loss_fn``: the last positional ones and these keywords.
 
-    ``names`` are the parameters of ``loss_fn``, in order, that get an argument by position or name;
-    ``filled`` those that the positional targets fill. Any more positional targets follow them.
+    ``names``: the parameters of ``loss_fn``, in order, that get an argument by position or name;
+    ``filled``: those that the positional targets fill. Any more positional targets follow them.
     """
 
     num_positional: int
@@ -80,7 +80,9 @@ class Targets:
 def find_targets(
     loss_fn: LossFn, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Targets:
-    """Raises InputError where the call lacks what ``loss_fn`` needs."""
+    """The split of one call's arguments; raises InputError where ``loss_fn`` lacks a
+    required one.
+    """
     positional, named, takes_more = _parameters(loss_fn)
     model_names, model_room = _room(model)
     needed = [p.name for p in (*positional, *named) if p.default is p.empty]
@@ -115,7 +117,7 @@ def without_targets(
 def _parameters(
     loss_fn: LossFn,
 ) -> tuple[list[inspect.Parameter], list[inspect.Parameter], bool]:
-    """What follows the output: parameters by position, by name only, and whether it takes more."""
+    """The parameters after the output, by position and by keyword, and whether it takes more."""
     call = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         found = list(inspect.signature(call).parameters.values())
@@ -131,7 +133,7 @@ def _parameters(
 
 
 def _room(model: nn.Module) -> tuple[frozenset[str] | None, int | None]:
-    """The keywords and the number of positional arguments that a model takes; None for any."""
+    """The keywords and number of positional arguments that a model takes; None for any."""
     try:
         found = list(inspect.signature(model.forward).parameters.values())
     except ValueError:

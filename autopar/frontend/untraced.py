@@ -1,7 +1,7 @@
-"""What a model may do that no exported graph shows: made visible, or refused by name.
+"""What a model may do that no exported graph shows, made visible or refused by name.
 
-``torch.export`` sees operators. What goes around them (``tensor.data``, hooks, a backward pass in
-the middle of a forward pass) it leaves out, or takes what it led to for a constant.
+``torch.export`` sees operators. Anything that bypasses them (``tensor.data``, hooks, a backward
+pass inside a forward pass) is left out, or its results become constants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class UntracedCalls(TorchFunctionMode):
-    """Within, while a model is traced: reads of ``data`` are ``detach()``; the rest is refused."""
+    """A tracing mode in which reads of ``data`` become ``detach()``; other untraceable
+    calls fail.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ_DATA:
@@ -47,8 +49,9 @@ class UntracedCalls(TorchFunctionMode):
 
 
 def refuse_averages_over_all_batches(model: nn.Module) -> None:
-    """Raise CaptureError for running averages over all batches: their weight is read from a count
-    of batches."""
+    """Raise CaptureError for running averages over all batches, whose weight is a count
+    of batches.
+    """
     for name, part in model.named_modules():
         is_averaging = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
         if is_averaging and part.momentum is None:
@@ -84,7 +87,7 @@ def _refuse(what: str, fix: str) -> None:
 
 
 def _is_ours() -> bool:
-    """Whether this package called torch: it runs an autograd function once more."""
+    """Whether this package called torch, as when it runs an autograd function a second time."""
     frame = sys._getframe(2)
     while frame is not None and lies_in(frame.f_code.co_filename, (Path(torch.__file__).parent,)):
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,1 +1,1 @@
-"""Strategies: a placement for every value; micro-batches as one more axis of the mesh."""
+"""Strategies: a placement for every value, with micro-batches as one more mesh axis."""

@@ -1,19 +1,20 @@
-"""Cut the global batch into micro-batches that run one after another, with one update at the end.
+"""Micro-batching: the global batch runs in micro-batches, one after another, before one update.
 
-Micro-batches are an axis of the mesh in time instead of devices, `MICROBATCH`, in front of the
-others: a value split along it is there one part after the other, a partial sum along it is
+Micro-batches are a mesh axis in time rather than over devices, `MICROBATCH`, in front of the
+others: a value split along it has one micro-batch's share at a time, a partial sum along it is
 accumulated. `Microbatches.cut` adds this axis to a strategy that was found without it:
 
-- what has the batch is split on it, what does not is *varying*: computed anew for each micro-batch,
-  its gradient a partial sum, so that every gradient becomes a sum over micro-batches by itself;
-- sums over the batch are partial, and stay so through ops that are linear (`Space.linear`), so
-  the loss is the sum of the micro-batches' shares of it;
-- what a mean divides by (how many targets are not ignored, or the sum of a mask) must be known
+- values with a batch dimension are split on it; others are *varying*: computed anew for each
+  micro-batch, with a partial sum as gradient, so that every gradient becomes a sum over
+  micro-batches;
+- sums over the batch are partial and stay so through linear ops (`Space.linear`), so the loss is
+  the sum of the micro-batches' shares of it;
+- the divisor of a mean (the number of targets not ignored, or the sum of a mask) must be known
   before the first micro-batch is finished: `with_explicit_totals` makes it a value of its own,
-  computed from the inputs alone in a block in front of the others.
+  computed from the inputs alone in a block before the others.
 
-So the result is that of the whole batch, also for unevenly filled micro-batches. An op that needs
-the whole batch at once (batch norm with global statistics, a contrastive loss) is an error.
+The result is that of the whole batch, also for unevenly filled micro-batches. An op that needs the
+whole batch at once (batch norm with global statistics, a contrastive loss) is an error.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 # --- totals as values ---------------------------------------------------------------------------
 def with_explicit_totals(analysis: Analysis) -> Graph:
-    """The same computation, with all that is summed over the batch of inputs alone in front.
+    """An equivalent graph that first computes the sums over the batch that depend on inputs alone.
 
-    That is the weight that a mean loss divides by: ``cross_entropy(x, target)`` becomes
-    ``cross_entropy(x, target, reduction=sum) / total``. And it is what the model itself sums:
-    the mask that a masked mean divides by, the mean that it takes off its inputs. The ops behind
-    these totals form the block `TOTALS`.
+    These are the weights that mean losses divide by, where ``cross_entropy(x, target)`` becomes
+    ``cross_entropy(x, target, reduction=sum) / total``, and sums in the model itself, such as the
+    mask that a masked mean divides by or the mean that is subtracted from its inputs. Their ops
+    form the block `TOTALS`. Raises PlanError where a total depends on a parameter.
     """
     return _Rewrite(analysis).run()
 
 
 def _sums_of_inputs(analysis: Analysis) -> list[Op]:
-    """The ops that add up, over the batch, what is computed of inputs alone.
+    """The ops that sum over the batch what is computed from inputs alone.
 
-    Not those that need another total first: all totals are made at once.
+    Sums that need another total first are left out: all totals are computed at once.
     """
     graph = analysis.graph
     mesh = Mesh((MICROBATCH,), (2,))
@@ -114,7 +115,7 @@ class _Rewrite:
         return index
 
     def _divide_last(self, op: Op) -> None:
-        """Where ``op`` is a mean that divides by a total, the sum alone, then the division."""
+        """Replace a mean that divides by a total by the sum alone and a division."""
         rule, inputs = rule_of(op), [self.values[i] for i in op.inputs]
         if rule is None or rule.mean is None:
             return
@@ -136,7 +137,7 @@ class _Rewrite:
         ]  # fmt: skip
 
     def _add_early(self, near: Op, early: EarlyOp) -> Ref:
-        """One more op of the block of totals."""
+        """Add an op to the block of totals."""
         name = f"{near.name}_total{len(self.early)}"
         output = self._value(name, early.shape, early.dtype)
         self.early.append(
@@ -148,7 +149,7 @@ class _Rewrite:
         return Ref(output)
 
     def _moved_ops(self, sums: Sequence[Op]) -> set[int]:
-        """``sums`` and what the totals depend on, all of it computed from inputs alone."""
+        """``sums`` and all that the totals depend on, computed from inputs alone."""
         producers = {o: op for op in self.graph.ops for o in op.outputs if o is not None}
         stack = [i for op in (*self.early, *sums) for i in op.inputs]
         moved = {op.index for op in sums}
@@ -194,10 +195,11 @@ class _Rewrite:
 
 # --- the axis in time ---------------------------------------------------------------------------
 class Microbatches:
-    """What each op and value is along the axis in time, for one graph and number of micro-batches.
+    """The placements of all ops and values along the axis in time, for one graph.
 
     ``graph`` is that of ``analysis``, made by `with_explicit_totals`. Raises PlanError naming the
-    first op that needs the whole batch at once, and where the batch does not divide.
+    first op that needs the whole batch at once, and where the number of micro-batches does not
+    divide the batch.
     """
 
     def __init__(self, analysis: Analysis, num_microbatches: int) -> None:
@@ -226,7 +228,7 @@ class Microbatches:
             )
 
     def mesh_of(self, devices: Mesh) -> Mesh:
-        """The axis in time in front of the axes of devices."""
+        """The mesh with the axis in time in front of the axes of devices."""
         return Mesh((MICROBATCH, *devices.axis_names), (self.num, *devices.axis_sizes))
 
     def allows(self, op: int, choice: Choice, devices: Mesh) -> bool:
@@ -240,7 +242,7 @@ class Microbatches:
         )
 
     def allows_stored(self, value: int, placements: Placements, devices: Mesh) -> bool:
-        """The same of an input's placement."""
+        """Whether a micro-batch's input can be stored as ``placements`` store the whole batch's."""
         first, mesh = self.states[value], self.mesh_of(devices)
         if first.state is not State.SHARD:
             return True
@@ -248,7 +250,9 @@ class Microbatches:
         return is_valid(whole, shape, mesh) and not paddings(whole, shape, mesh)[first.dim]
 
     def cut(self, strategy: Strategy) -> Strategy:
-        """``strategy`` with the axis in time; raises PlanError where a part would not divide."""
+        """``strategy`` with the axis in time; raises PlanError where a micro-batch does
+        not divide.
+        """
         graph, assignment = self.graph, strategy.assignment
         mesh = self.mesh_of(assignment.mesh)
         for op, choice in zip(graph.ops, assignment.choices):
@@ -283,7 +287,9 @@ class Microbatches:
         return result
 
     def _total_relays(self, assignment: Assignment) -> dict[int, Placements]:
-        """Totals are summed and otherwise lie as they are made: their sums are the last step."""
+        """The relay placements of totals: summed over micro-batches, otherwise placed
+        as produced.
+        """
         relays = {}
         for total in self.totals:
             producer, position = self.analysis.producers[total]
@@ -293,18 +299,20 @@ class Microbatches:
         return relays
 
     def _start(self) -> None:
-        """Inputs that have the batch in front are split; all else is there whole."""
+        """Set the states of stored values: inputs with the batch in front are split,
+        others whole.
+        """
         graph = self.graph
         for value in graph.values:
             has_batch = value.kind is ValueKind.INPUT and value.shape[:1] == (self.batch,)
             self.states[value.index] = S(0) if has_batch else V
 
     def _follow(self, op: Op, *, is_total: bool) -> None:
-        """Choose the op's part, and note the states of its outputs."""
+        """Choose the split of an op, and record the states of its outputs."""
         space = self.analysis.spaces[op.index]
         given = [self.states[i] for i in op.inputs]
         if is_total and any(i in self.totals for i in op.inputs):
-            raise self._needs_all(op)  # it would be computed before its operand is complete
+            raise self._needs_all(op)  # its operand would still be incomplete
         split = self.analysis.batch_splits[op.index]
         if all(p == V for p in given):
             split = None
@@ -340,7 +348,7 @@ class Microbatches:
         self.splits.append(split)
 
     def _check_buffers(self) -> None:
-        """Only batch norm's own statistics may change with each micro-batch."""
+        """Raise PlanError for updated buffers other than batch norm's statistics."""
         for buffer, _ in self.graph.mutations:
             name = self.graph.values[buffer].target or self.graph.values[buffer].name
             if name.rpartition(".")[2] not in _STATISTICS:
@@ -358,7 +366,7 @@ class Microbatches:
         )
 
     def _behind(self, index: int, placements: Placements) -> Placements:
-        """Placements on the device axes, behind what the micro-batches split off."""
+        """Placements on the device axes, within what the micro-batch axis splits off."""
         first = self.states[index]
         result = [first]
         for placement in placements:

@@ -1,10 +1,10 @@
-"""A strategy: how every op and every stored value of a graph is placed on a mesh.
+"""A strategy: the placement of every op and every stored value of a graph on a mesh.
 
-`Analysis` holds what does not depend on the mesh (iteration spaces, digits, shared values), and an
-`Assignment` one joint decision: a choice per op, a stored placement per parameter and input, and a
-relay placement per shared value. A value used several times is *relayed*: it is redistributed once
-from what its producer supplies to the relay placement, and each consumer goes on from there, so
-consumers with the same need share one redistribution, forward and backward.
+`Analysis` holds what does not depend on the mesh (iteration spaces, digits, shared values). An
+`Assignment` is one joint decision: a choice per op, a stored placement per parameter and input, and
+a relay placement per shared value. A value with several uses is *relayed*: it is redistributed once
+from the placement in which its producer supplies it to the relay placement, from which each
+consumer continues. Consumers with the same need thus share one redistribution, in both passes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Analysis:
-    """What every strategy for a graph relies on; made once a graph."""
+    """The facts about a graph that all its strategies share, computed once per graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -40,7 +40,7 @@ class Analysis:
         self._derived: dict[Callable[[Analysis], Any], Any] = {}
 
     def derived(self, make: Callable[[Analysis], _T]) -> _T:
-        """What ``make`` finds in this graph, worked out once and kept as long as the analysis."""
+        """The result of ``make`` for this graph, computed once and cached with the analysis."""
         if make not in self._derived:
             self._derived[make] = make(self)
         found: _T = self._derived[make]
@@ -59,19 +59,21 @@ class Analysis:
 
     @cached_property
     def batch_size(self) -> int:
-        """Size of the first dimension of the first input that has one, or 0."""
+        """The size of the first dimension of the first input that has one, or 0."""
         graph = self.graph
         return next((graph.values[i].shape[0] for i in graph.inputs if graph.values[i].shape), 0)
 
     @cached_property
     def batch_splits(self) -> tuple[Split | None, ...]:
-        """Per op, its split along the batch (the first dimension of the inputs), if it has one."""
+        """For each op, its split along the batch (the first dimension of the inputs), or None."""
         shaped = [i for i in self.graph.inputs if self.graph.values[i].shape]
         return self._splits_along(0, shaped)
 
     @cached_property
     def sequence_splits(self) -> tuple[Split | None, ...]:
-        """Per op, its split along the sequence: the second dimension of inputs of token ids."""
+        """For each op, its split along the sequence (the second dimension of token
+        ids), or None.
+        """
         values = self.graph.values
         ids = [
             i
@@ -81,14 +83,16 @@ class Analysis:
         return self._splits_along(1, ids)
 
     def _splits_along(self, dim: int, inputs: Sequence[int]) -> tuple[Split | None, ...]:
-        """Per op, its split along one dimension of the inputs that agree with the first on it."""
+        """For each op, its split along one dimension of the inputs that agree with the
+        first on it.
+        """
         values = self.graph.values
         size = values[inputs[0]].shape[dim] if inputs else 0
         digits = {i: (dim, 1) for i in inputs if values[i].shape[dim] == size}
         return tuple(self._split_along(op, digits) for op in self.graph.ops)
 
     def _split_along(self, op: Op, digits: dict[int, tuple[int, int]]) -> Split | None:
-        """Find the digit among an op's dimensions, and note it for the op's outputs."""
+        """Find the digit among an op's dimensions, and record it for the op's outputs."""
         space = self.spaces[op.index]
         if space is None:
             return None
@@ -108,8 +112,10 @@ class Analysis:
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
-        """Per op what is equal for ops that cost the same under every choice: operator, arguments,
-        shapes and strides."""
+        """For each op, a key that is equal for ops that cost the same under every choice.
+
+        It has the operator, arguments, shapes and strides.
+        """
         return tuple(self._kind(op) for op in self.graph.ops)
 
     def _kind(self, op: Op) -> Any:
@@ -138,7 +144,7 @@ class Analysis:
         )
 
     def differentiable(self, op: Op) -> tuple[bool, ...]:
-        """Per operand of ``op``, whether a gradient flows back to it through this op."""
+        """For each operand of ``op``, whether a gradient flows back to it through this op."""
         return self._flows[op.index]
 
     def needs(self, op: Op, choice: Choice, mesh: Mesh) -> tuple[Placements, ...]:
@@ -171,7 +177,7 @@ class Assignment:
 
 
 class Strategy:
-    """An assignment with its graph: what each value is, everywhere."""
+    """An assignment with its graph, which together determine every placement."""
 
     def __init__(self, analysis: Analysis, assignment: Assignment) -> None:
         self.analysis = analysis
@@ -183,29 +189,31 @@ class Strategy:
         self._supplies: dict[int, tuple[Placements, ...]] = {}
 
     def needs(self, op: Op) -> tuple[Placements, ...]:
-        """Per operand, what ``op`` needs."""
+        """The placement that ``op`` needs of each operand."""
         if op.index not in self._needs:
             choice = self.assignment.choices[op.index]
             self._needs[op.index] = self.analysis.needs(op, choice, self.mesh)
         return self._needs[op.index]
 
     def supplies(self, op: Op) -> tuple[Placements, ...]:
-        """Per output, what ``op`` supplies."""
+        """The placement in which ``op`` supplies each output."""
         if op.index not in self._supplies:
             choice = self.assignment.choices[op.index]
             self._supplies[op.index] = self.analysis.supplies(op, choice, self.mesh)
         return self._supplies[op.index]
 
     def supply(self, value: Value) -> Placements:
-        """The placement a value is made or stored in."""
+        """The placement in which a value is produced or stored."""
         if value.kind is ValueKind.ACTIVATION:
             op, position = self.analysis.producers[value.index]
             return self.supplies(self.graph.ops[op])[position]
         return self.assignment.stored.get(value.index, self.replicated)
 
     def interface(self, value: Value) -> Placements:
-        """The placement its consumers find a value in: the relay's, the supply, or, for a
-        parameter with one consumer, what that consumer needs (it is fetched outside the block).
+        """The placement in which consumers find a value.
+
+        It is the relay's, or else the supply; for a parameter with one consumer it is what that
+        consumer needs, as the parameter is gathered outside the block.
         """
         if value.index in self.assignment.relays:
             return self.assignment.relays[value.index]
@@ -217,7 +225,7 @@ class Strategy:
         return self.supply(value)
 
     def verify(self) -> None:
-        """Raise PlanError naming the first op or value whose decision is not valid."""
+        """Raise PlanError naming the first op or value whose decision is invalid."""
         graph = self.graph
         if len(self.assignment.choices) != len(graph.ops):
             raise PlanError(
@@ -231,7 +239,7 @@ class Strategy:
             self.verify_relay(graph.values[index])
 
     def verify_choice(self, op: Op) -> None:
-        """Raise PlanError where one op cannot be split as it is."""
+        """Raise PlanError if the choice of one op is invalid."""
         space, choice, mesh = (
             self.analysis.spaces[op.index],
             self.assignment.choices[op.index],
@@ -244,7 +252,7 @@ class Strategy:
             raise PlanError(f"op {op.name!r} cannot be split as '{choice}' on {mesh}")
 
     def verify_stored(self, value: Value) -> None:
-        """Raise PlanError where one parameter or input cannot be stored as it is."""
+        """Raise PlanError if the stored placement of one parameter or input is invalid."""
         placements = self.assignment.stored[value.index]
         check_placements(placements, value.shape, self.mesh)
         if any(p.state in (State.PARTIAL, State.VARYING) for p in placements):
@@ -254,7 +262,7 @@ class Strategy:
             )
 
     def verify_relay(self, value: Value) -> None:
-        """Raise PlanError where one shared value cannot be relayed as it is."""
+        """Raise PlanError if the relay placement of one shared value is invalid."""
         placements = self.assignment.relays[value.index]
         check_placements(placements, value.shape, self.mesh)
         if any(p.state is State.PARTIAL for p in placements):

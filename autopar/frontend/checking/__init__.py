@@ -1,1 +1,1 @@
-"""The captured graph, run at one device and compared with the user's model."""
+"""The gradient check: the captured graph, run on one device and compared with the user's model."""

@@ -1,9 +1,9 @@
-"""Where a captured graph and the model it is of part: the first operator that differs.
+"""Where a captured graph deviates from its model: the first operator that differs.
 
-Both are run once more, every value noted with its gradient: the model's where torch functions
-return it, the graph's op by op. Values that are equal on both sides are the same; so forward, the
-first op from which on nothing is the same is named, and backward, the first that hands back another
-gradient though the gradient that comes to it is right.
+Both are run once more, and every value is recorded with its gradient: the model's as torch
+functions return them, the graph's op by op. Values that are equal on both sides are matched. In the
+forward pass, the first op after which nothing matches is named; in the backward pass, the first op
+that returns another gradient although the gradient that it receives is right.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from autopar.ir.graph import Graph, Op, ValueKind
 
 
 class _Noted:
-    """A tensor as it was when it was made, the users' line that made it, and its gradient."""
+    """A tensor as it was when it was made, the user's line that made it, and its gradient."""
 
     def __init__(self, made: Tensor, line: str) -> None:
         self.content = made.detach().clone()
         self.line = line
         self.gradient: Tensor | None = None
-        # A view made under no_grad has no gradient once its base is written to, and says so then.
+        # A view made under no_grad raises once its base is written to: it has no gradient.
         with contextlib.suppress(RuntimeError):
             if made.requires_grad:
                 made.register_hook(self._note)
 
     def _note(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # one of several results that no gradient comes back to has None
+        if gradient is not None:  # None for one of several results that gets no gradient
             self.gradient = gradient.detach().clone()
 
 
 class _Notes(TorchFunctionMode):
-    """Notes what torch functions return while it is entered."""
+    """A mode that records what torch functions return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _is_number(x: Any) -> bool:
 
 
 def first_difference(trial: Trial) -> str:
-    """The first op that differs, in words, with the user's file and line where they are known."""
+    """A text that names the first op that differs, with the user's file and line where known."""
     notes = _Notes()
     trial.eager(recording=notes)
     ours = _noted_graph(trial)
@@ -93,7 +93,7 @@ def _describe(op: Op, what: str, line: str) -> str:
 
 
 def _line_of(op: Op, same: dict[int, list[_Noted]]) -> str:
-    """The line that made the op's result in eager mode, else the one noted at capture."""
+    """The line that made the op's result in eager mode, else the one recorded at capture."""
     found = [n for o in op.outputs if o is not None for n in same.get(o, ())]
     lines = [n.line for n in found if n.line]
     return lines[0] if lines else op.location
@@ -108,7 +108,7 @@ def _equal(left: _Noted, right: _Noted) -> bool:
 
 
 def _noted_graph(trial: Trial) -> dict[int, _Noted]:
-    """The graph's floating-point values."""
+    """The floating-point values of the graph, recorded by value index."""
     made: dict[int, _Noted] = {}
 
     def watch(op: Op, results: Sequence[Any]) -> None:
@@ -121,7 +121,7 @@ def _noted_graph(trial: Trial) -> dict[int, _Noted]:
 
 
 def _first_forward(graph: Graph, ours: set[int], same: set[int]) -> Op | None:
-    """The first op such that nothing after it is the same, though what it reads may be."""
+    """The first op after which no value matches, though its inputs may."""
     leads_on = set(same)
     for op in reversed(graph.ops):
         if any(o in leads_on for o in op.outputs):

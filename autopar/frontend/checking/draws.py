@@ -1,8 +1,8 @@
-"""The same random numbers for a model and its captured graph, whatever order they draw them in.
+"""The same random numbers for a model and its captured graph, whatever the order of their draws.
 
-A model drops out by ``bernoulli_``, its graph by ``native_dropout``; a draw that nobody reads is
-gone from the graph. So while a check runs, each draw starts from one seed of its own, all that
-decide between two outcomes decide alike, and so do all that draw from a range.
+A model applies dropout by ``bernoulli_``, its graph by ``native_dropout``; an unread draw is absent
+from the graph. Therefore, while a check runs, every draw starts from one seed: all draws between
+two outcomes decide alike, and so do all draws from a range.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SEED = 20231
 
 
 class FixedDraws(TorchDispatchMode):
-    """Within: every random operator draws as if it were the first.
+    """A mode in which every random operator draws as if it were the first.
 
-    Leaves the generators of the CPU and of ``device`` elsewhere.
+    It does not restore the generators of the CPU and of ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Run a captured graph on whole tensors at one device, with PyTorch's own autograd.
+"""Evaluation of a captured graph on whole tensors on one device, with PyTorch's own autograd.
 
-In: a `Graph` and tensors for its parameters, buffers, constants and inputs. Out: the loss, the
-model's outputs and the next buffers, through which autograd can go back. It is the graph itself
-that runs, op by op: nothing is split, traced or fused.
+Input: a `Graph` and tensors for its parameters, buffers, constants and inputs. Output: the loss,
+the model's outputs and the next buffers, which autograd can differentiate. The graph itself runs,
+op by op: nothing is split, traced or fused.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def evaluate(
     device: torch.device,
     watch: Watch | None = None,
 ) -> dict[int, Tensor]:
-    """The graph's loss, outputs and next buffers, by value.
+    """The graph's loss, outputs and next buffers, by value index.
 
-    ``named``: parameters and buffers under the names of their values' targets. ``watch`` sees each
-    op with its results.
+    ``named``: parameters and buffers by the names of their values' targets. ``watch`` is called
+    with each op and its results.
     """
     held = dict(zip(graph.inputs, inputs))
     constants = dict(graph.constants)
@@ -61,13 +61,13 @@ def evaluate(
 def _run(op: Op, operands: list[Tensor], device: torch.device) -> Sequence[Any]:
     args, kwargs = op.bind(operands)
     args, kwargs = _arguments(args, device), {k: _arguments(v, device) for k, v in kwargs.items()}
-    # A program that is lowered reshapes too: strides may differ from those at capture.
+    # Views become reshapes, as in a lowered program: strides may differ from those at capture.
     found = args[0].reshape(args[1]) if op.target in _VIEWS else op.target(*args, **kwargs)
     return found if isinstance(found, list | tuple) else [found]
 
 
 def _arguments(node: Any, device: torch.device) -> Any:
-    """Lists where operators expect them, and the device at hand where one is named."""
+    """Arguments with lists where operators expect them, and ``device`` where a device is named."""
     if isinstance(node, tuple):
         return [_arguments(n, device) for n in node]
     return device if isinstance(node, torch.device) else node

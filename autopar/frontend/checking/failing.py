@@ -1,6 +1,6 @@
-"""A model that fails in eager mode: which of its operators does, and on which line.
+"""The operator and line at which a model fails in eager mode.
 
-A model that cannot run is no failure of its capture, and is reported as what it is.
+A model that cannot run is not a failure of its capture, and gets an error of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class _LastCall(TorchFunctionMode):
-    """Keeps the last torch function that was called, and on which of the user's lines."""
+    """A mode that keeps the name of the running torch function and the user's line that
+    called it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +39,9 @@ class _LastCall(TorchFunctionMode):
 
 
 def failure_of(run: Callable[[Any], object]) -> InputError | None:
-    """What is wrong with the model, if it is that: None where it runs, or memory is short.
+    """The error of a model that fails in eager mode; None where it runs or memory runs out.
 
-    ``run`` runs it in eager mode, its forward pass with the given mode entered.
+    ``run`` runs the model in eager mode, with the mode it is given around its forward pass.
     """
     last = _LastCall()
     with warnings.catch_warnings(record=True) as said:
@@ -61,7 +63,7 @@ def failure_of(run: Callable[[Any], object]) -> InputError | None:
 
 
 def _place(error: Exception, last: _LastCall, said: list[str]) -> str:
-    """`` in torch.add at file:line``; backward, of the forward call that anomaly mode names."""
+    """`` in torch.add at file:line``; in the backward pass, of the forward call in anomaly mode."""
     for text in said:
         if "Traceback of forward call" in text:
             lines = [f"{file}:{line}" for file, line in _FRAME.findall(text) if is_users(file)]
@@ -74,7 +76,7 @@ def _place(error: Exception, last: _LastCall, said: list[str]) -> str:
 
 
 def _raised_at(error: Exception) -> str:
-    """The innermost of the user's lines."""
+    """The innermost of the user's lines in the traceback."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

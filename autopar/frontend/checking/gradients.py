@@ -1,11 +1,10 @@
-"""The gradient check: a captured graph must compute what the user's model does, gradients too.
+"""The gradient check: a captured graph must compute what the user's model does, gradients included.
 
-Exporting a model, and every rewrite after it, can lose a gradient without a word: an operator whose
-derivative in torch is wrong, a region that autograd is not told about. So before anything is built
-upon a graph, one step of it is run on the example inputs and compared with one of the model itself
-in eager mode: loss, outputs, buffers and the gradient of every parameter. In: what was captured,
-and what it was captured from. Out: nothing, or a `GradientError` that names the first operator that
-differs.
+Exporting a model, and every rewrite after it, can lose a gradient silently: an operator with a
+wrong derivative in torch, a region hidden from autograd. So before anything is built on a graph,
+one of its steps is run on the example inputs and compared with a step of the model itself in eager
+mode: loss, outputs, buffers and the gradient of every parameter. Input: the capture and its model.
+Output: nothing, or a `GradientError` that names the first operator that differs.
 
 Both run on one device, forward and backward, without an update: less than two eager steps. Where
 its memory does not suffice, a smaller batch is captured for the check, and where the gradients do
@@ -35,12 +34,12 @@ from autopar.ir.graph import Graph, ValueKind
 _log = logging.getLogger(__name__)
 
 _SHARE_OF_MEMORY = 0.5
-"""Of what is free: the rest is for what kernels need beside tensors, and for other processes."""
+"""The share of free memory used; the rest is for kernels' workspaces and other processes."""
 _FLOOR = 32
-"""Roundings, of all gradients together, that one gradient may be off by: some are zero but for
-rounding errors (a bias in front of a batch norm, those of the keys of an attention)."""
+"""Tolerance of one gradient, in roundings of the norm of all gradients: some are zero but for
+rounding errors (a bias before a batch norm, or that of an attention's keys)."""
 _NOISE = 10
-"""How much more than a change in the last digit of each parameter the capture may change."""
+"""Tolerance of the capture, in multiples of the effect of each parameter's last digit."""
 _RUNS_OF_A_MODEL_THAT_DRAWS = 3
 
 
@@ -54,9 +53,9 @@ def compare_with_eager(
 ) -> None:
     """Raise GradientError where the graph and the model differ by more than rounding.
 
-    ``device``: where both run, by default where the model's parameters lie. A model on the meta
-    device or without a loss is not checked, nor one whose check does not fit the memory; but for
-    the loss, that is logged. Raises InputError where the model itself fails on the example inputs.
+    ``device``: where both run, by default where the model's parameters are. A model on the meta
+    device or without a loss is not checked, nor one whose check does not fit the memory; all but a
+    missing loss are logged. Raises InputError where the model itself fails on the example inputs.
     """
     if captured.graph.loss is None:
         return
@@ -85,7 +84,7 @@ def compare_with_eager(
 
 
 def check_trainable(graph: Graph) -> None:
-    """Raise InputError for a loss that no trainable parameter has a part in."""
+    """Raise InputError for a loss that depends on no trainable parameter."""
     if graph.loss is None or graph.values[graph.loss].differentiable:
         return
     frozen = not any(p.differentiable for p in graph.parameters)
@@ -124,7 +123,7 @@ def _compare(trial: Trial, expected: Numbers) -> None:
 
 
 def _check_repeats(trial: Trial, expected: Numbers, num_runs: int) -> None:
-    """Raise GradientError where the model itself computes something else the next time."""
+    """Raise GradientError where a second run of the model itself computes something else."""
     for _ in range(num_runs):
         again = list(_differences(trial.eager(), expected, trial.graph))
         if again:
@@ -153,7 +152,7 @@ def _quantities(numbers: Numbers) -> Iterator[tuple[str, Tensor | None]]:
 def _differences(
     got: Numbers, expected: Numbers, graph: Graph, noise: Mapping[str, float] | None = None
 ) -> Iterator[str]:
-    """What differs by more than rounding, or than ``noise``, in words."""
+    """Texts on what differs by more than rounding, or than ``noise``."""
     eps = _rounding(graph)
     tolerance = eps**0.5
     given = [g for g in expected.gradients.values() if g is not None]
@@ -183,7 +182,7 @@ def _rounding(graph: Graph) -> float:
 
 
 def _noise(trial: Trial, expected: Numbers) -> dict[str, float]:
-    """By how much each quantity changes with the last digit of all parameters."""
+    """How much each quantity changes with the last digit of all parameters."""
     eps = _rounding(trial.graph)
     found: dict[str, float] = collections.defaultdict(float)
     for seed in range(2):
@@ -208,7 +207,7 @@ def _fitting(
     call: Arguments,
     device: torch.device,
 ) -> Trial | None:
-    """The whole batch and all gradients, or as much of both as the device has room for."""
+    """The whole batch and all gradients, or as much of both as fits the device."""
     limit = _SHARE_OF_MEMORY * free_bytes(device)
     trainable = [str(p.target) for p in captured.graph.parameters if p.differentiable]
     trainable = trainable or [n for n, p in model.named_parameters() if p.requires_grad]
@@ -231,7 +230,7 @@ def _fitting(
 
 
 def _needed_bytes(graph: Graph, model: nn.Module, trainable: Sequence[str]) -> int:
-    """Of a copy of the model, both sides' gradients, and one side's activations, all kept."""
+    """Bytes of a copy of the model, both sides' gradients, and all activations of one side."""
     named = dict(model.named_parameters())
     state = sum(x.nbytes for x in (*named.values(), *model.buffers()))
     gradients = sum(named[name].nbytes for name in trainable if name in named)
@@ -244,7 +243,7 @@ def _needed_bytes(graph: Graph, model: nn.Module, trainable: Sequence[str]) -> i
 
 
 def _num_rows(call: Arguments) -> int:
-    """The size that most inputs begin with; 0 without any."""
+    """The most common first size of the inputs; 0 without any."""
     leaves = pytree.tree_leaves(tuple(call))
     sizes = [x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()]
     return collections.Counter(sizes).most_common(1)[0][0] if sizes else 0

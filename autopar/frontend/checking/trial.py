@@ -1,7 +1,7 @@
-"""One training step's numbers, by the user's model in eager mode and by its captured graph.
+"""The numbers of one training step, by the user's model in eager mode and by its captured graph.
 
-Everything runs on copies: the model, its buffers and gradients, and the states of the random
-number generators stay as they are. Both sides draw the same random numbers.
+Everything runs on copies: the model, its buffers and gradients, and the states of the random number
+generators are unchanged afterwards. Both sides draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.ir.graph import ValueKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What one step computes; a gradient is None where none comes back."""
+    """The results of one step; a gradient is None where the parameter gets none."""
 
     loss: Tensor
     outputs: tuple[Tensor, ...]
@@ -41,9 +41,9 @@ class Numbers:
 class Trial:
     """One call of a model, run either way as often as needed.
 
-    ``device``: where it runs. ``checked``: the parameters whose gradients are wanted.
-    ``draws_elsewhere``: whether the model took random numbers from Python or NumPy, which are
-    others in each run.
+    ``device``: where it runs. ``checked``: the parameters whose gradients are computed.
+    ``draws_elsewhere``: whether the model took random numbers from Python or NumPy, which differ in
+    each run.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Trial:
         recording: contextlib.AbstractContextManager[Any] | None = None,
         warns: bool = False,
     ) -> Numbers:
-        """By the model itself; ``change`` gives it other parameters.
+        """The numbers by the model itself; ``change`` replaces its parameters.
 
         ``recording`` is entered around its forward pass; ``warns``: whether warnings are let
         through.
@@ -109,7 +109,7 @@ class Trial:
             return self._numbers(loss, outputs, parameters, buffers)
 
     def of_graph(self, watch: Watch | None = None) -> Numbers:
-        """By the captured graph."""
+        """The numbers by the captured graph."""
         graph = self.graph
         args, kwargs = self.call
         inputs = [x.detach().to(self.device) for x in self.signature.flatten(args, kwargs)]
@@ -174,7 +174,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @contextlib.contextmanager
 def kept_randomness(device: torch.device) -> Iterator[None]:
-    """Within: random numbers may be drawn; afterwards every generator is where it was."""
+    """A context after which every random number generator is in the state it had before."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -195,7 +195,7 @@ def _seed_elsewhere(seed: int) -> str:
 
 
 def _state_elsewhere() -> str:
-    """Of Python's and NumPy's generators."""
+    """The state of Python's and NumPy's generators."""
     text = repr(random.getstate())
     if "numpy" in sys.modules:
         _, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -204,7 +204,7 @@ def _state_elsewhere() -> str:
 
 
 def off_by(got: Tensor | None, expected: Tensor | None) -> tuple[float, float]:
-    """The 2-norm of the difference, and that of what is expected; None counts as zero."""
+    """The 2-norm of the difference, and that of the expected tensor; None counts as zero."""
     if got is None or expected is None:
         given = got if got is not None else expected
         size = 0.0 if given is None else norm_of(given)
@@ -214,7 +214,7 @@ def off_by(got: Tensor | None, expected: Tensor | None) -> tuple[float, float]:
     same = (got == expected) | (got.isnan() & expected.isnan())
     if bool(same.all()):
         return 0.0, norm_of(expected)
-    # Where both are alike (infinite, say) nothing differs; a NaN on one side alone is a difference.
+    # Equal infinities or NaNs on both sides are no difference; a NaN on one side alone is one.
     difference = torch.where(same, 0, got.to(_wide(got)) - expected.to(_wide(expected)))
     size = norm_of(difference)
     return (math.inf if math.isnan(size) else size), norm_of(expected)

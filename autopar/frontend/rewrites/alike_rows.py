@@ -1,10 +1,10 @@
-"""Compute the rows of constants once where they are all alike, and expand them where they are read.
+"""Rows of constants that are all alike, computed once and expanded where they are read.
 
 A model that makes its mask for a whole batch from positions alone makes the same mask for every
-sequence: of 512 sequences of 8,192 tokens 32 GiB, of which 64 MiB differ. Here such a value is
-*narrow*: of size 1 in the dimensions along which nothing differs, which an expansion starts and
-element-wise operators, operators along another dimension and gathers from narrow values hand on.
-Everything else reads an expansion, which takes no memory of its own.
+sequence, which can take gigabytes. This pass makes such a value *narrow*: of size 1 in the
+dimensions along which nothing differs. Expansions start narrow values; element-wise operators,
+operators along another dimension and gathers from narrow values propagate them. All other operators
+read an expansion, which takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _ALONG = {
     _aten.cumsum.default: (1, None), _aten.cumprod.default: (1, None), _aten.diff.default: (2, -1),
     _aten.flip.default: (1, None), _aten.slice.Tensor: (1, 0), _aten.select.int: (1, None),
 }  # fmt: skip
-"""Where an operator names the dimensions that it works along, and which if it does not."""
+"""The position of an operator's dimension argument, and its default."""
 _MASKS = (torch.bool, torch.uint8)
 
 RawOp = dict[str, Any]
-"""The fields of a `Graph`'s op that is being read, without its index."""
+"""The fields of an op of the `Graph` that is being read, without its index."""
 RawValue = dict[str, Any]
-"""The fields of a value, without its index."""
+"""The fields of a value of that graph, without its index."""
 
 
 class AlikeRows:
-    """Rewrites the ops of one graph that is being read; ``values`` get further ones at the end.
+    """Rewrites the ops of one graph while it is read; new values are appended to ``values``.
 
-    ``fixed``: the values that depend on constants alone; further ones are added. ``run`` calls an
-    op on tensors without data.
+    ``fixed``: the values that depend on constants alone, to which new ones are added. ``run`` calls
+    an op on tensors without data.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class AlikeRows:
         self.run = run
         self.narrow: dict[int, int] = {}
         self.expansions: dict[int, RawOp | None] = {}
-        """Of narrowed values that nothing read whole so far: the model's own expansion, if any."""
+        """The model's own expansion, if any, of narrow values that no op has read whole so far."""
         self.made: list[RawOp] = []
 
     def rewritten(self, ops: Sequence[RawOp], roots: Collection[int]) -> list[RawOp]:
-        """``ops``, some of which compute one row; ``roots``: further values that are read whole."""
+        """``ops``, some of which compute one row; ``roots`` are further values that are
+        read whole.
+        """
         own = [op for op in ops if all(o is None or o in self.fixed for o in op["outputs"])]
         for op in own:
             if not self._narrowed(op):
@@ -75,7 +77,7 @@ class AlikeRows:
         return self.made
 
     def _narrowed(self, op: RawOp) -> bool:
-        """Whether an op that reads narrow values was added in the place of ``op``."""
+        """Whether an op that reads narrow values was added in place of ``op``."""
         target = op["target"]
         inputs = inputs_of(op)
         if len(op["outputs"]) != 1 or op["outputs"][0] is None:
@@ -109,7 +111,7 @@ class AlikeRows:
         return True
 
     def _gathered(self, op: RawOp) -> bool:
-        """Element by element, with an index for every dimension; none for those that are alike."""
+        """Rewrite an element-wise gather: an index for every dimension but those that are alike."""
         (output,) = op["outputs"]
         source, indices = op["args"]
         values = self.values
@@ -131,7 +133,9 @@ class AlikeRows:
         return True
 
     def _is_along_others(self, op: RawOp, inputs: Sequence[int]) -> bool:
-        """Whether all operands are narrow alike, and not along what the op works along."""
+        """Whether all operands are narrow in the same dimensions, none of which the op
+        works along.
+        """
         position, default = _ALONG[op["target"]]
         args = op["args"]
         given = args[position] if len(args) > position else dict(op["kwargs"]).get("dim", default)
@@ -154,7 +158,7 @@ class AlikeRows:
         return {**op, "args": args, "kwargs": kwargs}
 
     def _add(self, op: RawOp, on_narrow: RawOp) -> None:
-        """``on_narrow`` makes what ``op`` makes, or a narrow form of it."""
+        """Record ``on_narrow``, which computes the result of ``op`` or a narrow form of it."""
         (output,) = op["outputs"]
         shape = tuple(self.run(on_narrow).shape)
         if shape == self.values[output]["shape"]:
@@ -164,7 +168,7 @@ class AlikeRows:
         self.expansions[output] = None
 
     def _new(self, like: int, op: RawOp) -> int:
-        """A further value that ``op`` makes, named after the one it helps to make."""
+        """A new value computed by ``op``, named after the value it helps to compute."""
         made, index = self.run(op), len(self.values)
         name = f"{self.values[like]['name']}_row{index}"
         shape = tuple(made.shape)
@@ -177,7 +181,9 @@ class AlikeRows:
         return index
 
     def _read(self, whole: Sequence[int], *, is_contiguous: bool) -> None:
-        """Expand what is read whole; in memory of its own for ops that may count on that."""
+        """Expand values that are read whole; into memory of their own for ops that may
+        rely on it.
+        """
         for index in whole:
             if index not in self.expansions:
                 continue
@@ -200,10 +206,10 @@ class AlikeRows:
 
 
 def inputs_of(op: RawOp) -> tuple[int, ...]:
-    """The values that an op reads, in the order of its arguments, repeats kept."""
+    """The values that an op reads, in the order of its arguments, with repeats."""
     return refs_in((op["args"], op["kwargs"]))
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """In elements; None where it is contiguous."""
+    """Strides in elements; None for a contiguous tensor."""
     return None if tensor.is_contiguous() else tuple(int(s) for s in tensor.stride())

@@ -1,12 +1,13 @@
-"""Indices that count a dimension: ``x[arange(n), y]`` as the choice in each row that it is.
+"""Indices that count a dimension: ``x[arange(n), y]`` rewritten as a gather in each row.
 
-An indexed dimension stays whole, as any of its elements may be asked for. Where an index is 0, 1,
-2, ... along a dimension of its own, each row is asked for once, in order: the dimension is as free
-as one that is not indexed, so a batch may be split on it and cut into micro-batches. Padding masks
-of transformers and losses that pick each row's label are written this way. In comes an exported
-program; in the one that goes out, such dimensions are not indexed: what else is indexed is the same
-for all rows (``index``), or is one tensor (``gather``). Where several others depend on the row, the
-op stays.
+An indexed dimension stays whole, as any of its elements may be read. Where an index is 0, 1, 2, ...
+along a dimension of its own, each row is read once and in order: the dimension is as free as one
+without an index, so a batch may be split on it and cut into micro-batches. Padding masks of
+transformers and losses that pick each row's label are written this way.
+
+Input: an exported program. Output: the program without indices on such dimensions; the other
+indices are the same for all rows (``index``), or a single tensor (``gather``). Where several others
+depend on the row, the op stays.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
 _ATEN = torch.ops.aten
 _MAX_ANCESTORS = 50
 _Label = tuple[str, int]
-"""Of a dimension: ("x", d) of the source, ("picked", k) of the indices' common shape."""
+"""A dimension: ("x", d) of the source, or ("picked", k) of the indices' common shape."""
 
 
 def free_counted_dimensions(module: fx.GraphModule) -> None:
-    """Rewrite all ops of a functional graph that can be."""
+    """Rewrite all ops of a functional graph that allow it."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target is _ATEN.index.Tensor:
             _rewrite(module.graph, node)
@@ -38,8 +39,11 @@ def free_counted_dimensions(module: fx.GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Indexed:
-    """An ``index`` op: its indices by dimension of the source, those dimensions that are counted
-    with the place of theirs in the common shape of all indices, and that shape."""
+    """An ``index`` op with its counted dimensions.
+
+    ``indices``: the index of each dimension of the source that has one. ``counted``: for each
+    counted dimension, its position in ``picked``, the common shape of all indices.
+    """
 
     source: fx.Node
     indices: Mapping[int, fx.Node]
@@ -56,7 +60,7 @@ class _Indexed:
         return [d for d in range(value_of(self.source).dim()) if d not in self.indices]
 
     def labels(self) -> list[_Label]:
-        """Of the result: the picked dimensions where adjacent indices stood, else first."""
+        """The dimensions of the result: picked ones in place for adjacent indices, else first."""
         return _placed(self.free, sorted(self.indices), [*range(len(self.picked))])
 
 
@@ -80,7 +84,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _indexed(node: fx.Node) -> _Indexed | None:
-    """None where nothing is counted, or an index is no tensor of whole numbers."""
+    """The counted indices of an op; None without any, or where an index is not an
+    integer tensor.
+    """
     source, entries = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(entries, Sequence)
@@ -88,7 +94,7 @@ def _indexed(node: fx.Node) -> _Indexed | None:
     if any(value_of(index).dtype in (torch.bool, torch.uint8) for index in indices.values()):
         return None
     if not all(type(s) is int for n in (source, *indices.values()) for s in value_of(n).shape):
-        return None  # sizes that depend on values: the reader says so
+        return None  # sizes that depend on values, which the reader refuses
     picked = tuple(torch.broadcast_shapes(*(value_of(index).shape for index in indices.values())))
     counted: dict[int, int] = {}
     for d, index in indices.items():
@@ -99,7 +105,7 @@ def _indexed(node: fx.Node) -> _Indexed | None:
 
 
 def _counted_place(index: fx.Node, size: int, picked: Sequence[int]) -> int | None:
-    """Along which of the picked dimensions an index is 0, 1, ..., size - 1; None if along none."""
+    """The picked dimension along which an index is 0, 1, ..., size - 1, or None."""
     shape = value_of(index).shape
     places = [k for k, length in enumerate(shape, len(picked) - len(shape)) if length > 1]
     if len(places) != 1 or size != math.prod(shape) or picked[places[0]] != size:
@@ -111,7 +117,7 @@ def _counted_place(index: fx.Node, size: int, picked: Sequence[int]) -> int | No
 
 
 def _known(node: fx.Node) -> Tensor | None:
-    """The values of a node that depends on nothing a model is given or draws, and on little."""
+    """The values of a small node that depends on few nodes and on no input or random number."""
     needed: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -136,7 +142,7 @@ def _known(node: fx.Node) -> Tensor | None:
 def _indexed_alike(
     ops: Ops, found: _Indexed, wide: Mapping[int, fx.Node]
 ) -> tuple[fx.Node, list[_Label]]:
-    """What else is indexed is so in all rows alike."""
+    """The op where the other indices are the same in all rows."""
     places = sorted(found.counted.values())
     left = [k for k in range(len(found.picked)) if k not in places]
     result = found.source
@@ -154,7 +160,7 @@ def _indexed_alike(
 
 
 def _gathered(ops: Ops, found: _Indexed, dim: int, index: fx.Node) -> tuple[fx.Node, list[_Label]]:
-    """One dimension is indexed in each row by its own."""
+    """The op where each row has its own index into one dimension."""
     rows = sorted(found.counted, key=found.counted.__getitem__)
     places = [found.counted[d] for d in rows]
     left = [k for k in range(len(found.picked)) if k not in places]
@@ -176,8 +182,9 @@ def _gathered(ops: Ops, found: _Indexed, dim: int, index: fx.Node) -> tuple[fx.N
 
 
 def _placed(free: Sequence[int], indexed: Sequence[int], picked: Sequence[int]) -> list[_Label]:
-    """The dimensions of an indexed tensor: the picked ones where adjacent indices stood, else
-    first."""
+    """The dimensions of an indexed tensor: picked ones in place for adjacent indices,
+    else first.
+    """
     if not indexed:
         return [("x", d) for d in free]
     is_adjacent = indexed[-1] - indexed[0] + 1 == len(indexed)

@@ -1,12 +1,13 @@
 """A model's own ``torch.autograd.Function`` as operators, so that its backward pass is kept.
 
-``torch.export`` records what such a function computes and forgets its gradient, which may be
-another than that of the recorded operators (a straight-through estimator, a clipped gradient).
-While a model is exported, each call becomes a call of an operator whose gradient is the function's
-own, found by running the function once more. One whose forward and backward passes are
-element-wise is tagged so, and split like any other; the rest are computed whole on every device.
+``torch.export`` records what such a function computes and loses its gradient, which may differ from
+that of the recorded operators (a straight-through estimator, a clipped gradient). While a model is
+exported, each call becomes a call of an operator whose gradient is the function's own, computed by
+running the function once more. A function whose forward and backward passes are element-wise is
+tagged as such and split like any other element-wise op; the others are computed whole on every
+device.
 
-Functions that draw random numbers (the second run would draw others), or take modules or other
+Functions that draw random numbers (the second run would draw others), or that take modules or other
 objects, are refused: their gradient is not a function of their tensors.
 """
 
@@ -36,9 +37,9 @@ _known: dict[str, type] = {}
 
 @contextlib.contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """Within: calls of a user's functions that need a gradient are calls of operators.
+    """A context in which calls of a user's functions that need a gradient are calls of operators.
 
-    So they are in this thread alone: another one may be training.
+    It applies to this thread alone: another one may be training.
     """
     here = threading.get_ident()
 
@@ -61,10 +62,10 @@ def functions_as_operators() -> Iterator[None]:
 
 
 def _without_checkpoint(args: tuple[Any, ...]) -> Any:
-    """The function that ``checkpoint(..., use_reentrant=True)`` runs, run as it is.
+    """The function inside ``checkpoint(..., use_reentrant=True)``, run directly.
 
-    Autograd, which computes the function again in the backward pass, gives its parameters a
-    gradient only where one of its tensors needs one; so no gradient flows otherwise here either.
+    Autograd runs the function again in the backward pass and gives its parameters a gradient only
+    where one of its tensors needs one; so no gradient flows otherwise here either.
     """
     function, _, *operands = args
     is_recorded = torch.is_grad_enabled() and any(
@@ -88,9 +89,9 @@ def _call(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class FunctionCall:
-    """A function with its plain arguments: what is left are tensors.
+    """A function with its plain arguments bound, which leaves its tensors.
 
-    ``plain`` has None where a tensor goes, and a tuple of the value elsewhere.
+    ``plain`` has None in place of each tensor, and a 1-tuple of the value elsewhere.
     """
 
     def __init__(self, cls: Any, plain: tuple[tuple[Any] | None, ...]) -> None:
@@ -117,7 +118,7 @@ class FunctionCall:
     def gradients(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """One for each operand; None where the function gives none."""
+        """One gradient per operand; None where the function returns none."""
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
         outputs = zip(self.apply(leaves), cotangents)
         results = [(output, given) for output, given in outputs if output.requires_grad]
@@ -132,20 +133,20 @@ class FunctionCall:
 
 
 def _operator_of(call: FunctionCall, operands: Sequence[Tensor]) -> Any:
-    """The operator of such calls, made if it is new; ``call`` learns what it returns."""
+    """The operator of such calls, created on first use; ``call`` records what it returns."""
     tags = _studied(call, operands)
     kinds = [(x.dtype, x.is_floating_point()) for x in operands]
     cls = call.cls
     key = f"{cls.__module__}.{cls.__qualname__}{call.plain}{kinds}{call.has_gradient}{tags}"
     name = re.sub(r"\W", "_", cls.__name__) + hashlib.sha256(key.encode()).hexdigest()[:16]
-    while _known.setdefault(name, cls) is not cls:  # a class of that name is defined anew
+    while _known.setdefault(name, cls) is not cls:  # another class of the same name was defined
         name += "_"
     found = getattr(getattr(torch.ops, _NAMESPACE), name, None)
     return found.default if found is not None else _define(name, call, len(operands), tags)
 
 
 def _studied(call: FunctionCall, operands: Sequence[Tensor]) -> tuple[torch.Tag, ...]:
-    """Run the call and its gradient on stand-ins; the tags that its operator deserves."""
+    """Run the call and its gradient on stand-ins; returns the tags of its operator."""
     with outside_of_tracing(), FakeTensorMode() as mode:
         fakes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in operands]
         with torch.no_grad():

@@ -1,13 +1,14 @@
 """Computation on tensors whose shapes depend on values, as operators with fixed shapes.
 
-A boolean mask that chooses rows, ``nonzero`` or ``.item()`` give shapes that nobody knows before
-the step runs, so nothing there can be split or priced. What such values lead to has fixed shapes
-again, as a rule: a loss over the chosen rows, an output that they are written back to. In comes an
-exported program; out goes one in which each such region is a single call of an operator that
-computes it eagerly, on every device alike, and its gradient by running it once more.
+A boolean mask that selects rows, ``nonzero`` or ``.item()`` have shapes that are unknown before the
+step runs, so nothing there can be split or priced. What depends on such values usually has fixed
+shapes again: a loss over the selected rows, an output that they are written back to.
 
-Regions that draw random numbers (the second run would draw others), hold subgraphs, or let such a
-value out, are left as they are, and refused when the program is read.
+Input: an exported program. Output: the program with each such region as a single call of an
+operator, which computes it eagerly on every device, and its gradient by running it once more.
+
+Regions that draw random numbers (the second run would draw others), contain subgraphs, or return
+such a value, are left as they are, and refused when the program is read.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _known: dict[Any, Region] = {}
 
 
 def isolate_composites(module: fx.GraphModule) -> None:
-    """Make operators that decompositions cannot see through, before they run, into regions.
+    """Turn operators that cannot be decomposed on dynamic shapes into regions beforehand.
 
-    ``cross_entropy`` of chosen rows is exported but not decomposed: that asks for its shapes.
+    ``cross_entropy`` of selected rows is exported but not decomposed, which would need its shapes.
     """
     for node in list(module.graph.nodes):
         is_call = node.op == "call_function" and is_composite(node.target)
@@ -57,7 +58,7 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 
 def _regions(graph: fx.Graph) -> list[set[fx.Node]]:
-    """Dynamic nodes with all that reads them, joined where they touch, and convex."""
+    """Dynamic nodes with all their readers, joined where they touch, and convex."""
     regions = [
         {node, *(reader for user in node.users for reader in _with_parts(user))}
         for node in graph.nodes
@@ -70,7 +71,7 @@ def _regions(graph: fx.Graph) -> list[set[fx.Node]]:
 
 
 def _with_parts(node: fx.Node) -> list[fx.Node]:
-    """A call, and what takes its results apart where it has several."""
+    """A call together with the nodes that unpack its results."""
     if node.op == "output":
         return []
     several = isinstance(node.meta.get("val"), list | tuple)
@@ -87,7 +88,7 @@ def _joined(regions: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
 
 
 def _convex(graph: fx.Graph, region: set[fx.Node]) -> set[fx.Node]:
-    """With all nodes on the way from one node of the region to another."""
+    """A region with all nodes on paths between two of its nodes."""
     after, before = set(region), set(region)
     for node in graph.nodes:
         if any(source in after for source in node.all_input_nodes):
@@ -101,7 +102,7 @@ def _convex(graph: fx.Graph, region: set[fx.Node]) -> set[fx.Node]:
 def _replace(
     module: fx.GraphModule, nodes: Sequence[fx.Node], *, operands_are_dynamic: bool = False
 ) -> None:
-    """One call in the place of ``nodes``, where that is possible."""
+    """Replace ``nodes`` by one call, where possible."""
     inside = set(nodes)
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
     operands = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
@@ -111,7 +112,7 @@ def _replace(
     if any(map(_is_dynamic, outputs if operands_are_dynamic else tensors)):
         return
     graph = module.graph
-    if not outputs:  # checks of values
+    if not outputs:  # assertions on values
         for node in reversed(nodes):
             graph.erase_node(node)
         return
@@ -142,7 +143,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Move what a node reads to before it, otherwise keeping the order."""
+    """Move each node's inputs before it, otherwise keeping the order."""
     order: dict[fx.Node, None] = {}
     stack = list(reversed(graph.nodes))
     while stack:
@@ -161,7 +162,7 @@ def _operator_of(
     operands: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
 ) -> Any:
-    """The operator that computes ``outputs``; equal regions have one."""
+    """The operator that computes ``outputs``; equal regions share one."""
     body = _body(module, nodes, operands, outputs)
     metas = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in outputs]
     kinds = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in operands]
@@ -199,7 +200,7 @@ def _body(
 def _define(
     name: str, body: fx.GraphModule, metas: Sequence[tuple[tuple[int, ...], torch.dtype]]
 ) -> Any:
-    """Register a region's operator and that of its gradient, which runs the region again."""
+    """Register the operator of a region and that of its gradient, which runs the region again."""
     region = Region(body)
     qualified = f"{_NAMESPACE}::{name}"
     forward = torch.library.custom_op(

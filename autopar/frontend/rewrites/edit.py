@@ -1,4 +1,4 @@
-"""Ops in place of one op of an exported graph, with the values that the export would give them."""
+"""Insertion of ops in place of one op of an exported graph, with the metadata that export sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATEN = torch.ops.aten
 
 
 class Ops:
-    """Adds calls to a graph, as if the op that they stand for had been written as them."""
+    """Adds calls to a graph as if the op that they replace had been written that way."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph = graph
@@ -24,7 +24,7 @@ class Ops:
         return made
 
     def wide(self, index: fx.Node, num_dims: int) -> fx.Node:
-        """With as many dimensions, new ones of size 1 in front."""
+        """The index with ``num_dims`` dimensions, new ones of size 1 in front."""
         for _ in range(num_dims - value_of(index).dim()):
             index = self(_ATEN.unsqueeze.default, index, 0)
         return index

@@ -1,17 +1,17 @@
-"""Writes in place that decompositions would get wrong, as writes that they get right.
+"""Writes in place that decompositions would get wrong, rewritten as writes that they get right.
 
-``torch.export`` records writes in place as they are made, and ``run_decompositions`` replaces them:
-the whole value is built anew from what was written to a view of it. Of two kinds that is wrong in
-torch 2.11 to 2.13:
+``torch.export`` records writes in place as they are made, and ``run_decompositions`` replaces them
+by rebuilding the whole value from what was written to a view of it. This is wrong for two kinds of
+writes in torch 2.11 to 2.13:
 
 - writes that autograd does not see, under ``no_grad`` or through ``detach()``: the gradient of the
-  value, which goes back as if nothing had been written, is lost;
-- writes through windows (``Tensor.unfold``) that do not cover their dimension: what lies between
-  them is set to zero.
+  value, which should flow as if nothing had been written, is lost;
+- writes through windows (``Tensor.unfold``) that do not cover their dimension: the elements
+  between them are set to zero.
 
-In: one graph of an exported program, before its decompositions, its ``no_grad`` regions inlined.
-Out: the same program in which the former go through `autopar.ir.overwrite.overwrite` and the latter
-through ``as_strided``. Writes that have no such form are refused with their file and line.
+Input: one graph of an exported program, before its decompositions, with its ``no_grad`` regions
+inlined. Output: the same program in which the former use `autopar.ir.overwrite.overwrite` and the
+latter ``as_strided``. Writes that have no such form are refused with their file and line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ATEN = torch.ops.aten
 _UNSAFE = frozenset({
     _ATEN.unsafe_chunk.default, _ATEN.unsafe_split.Tensor, _ATEN.unsafe_split_with_sizes.default,
 })  # fmt: skip
-"""Return views, and do not say so."""
+"""Operators that return views although their schema does not declare it."""
 _DETACHES = frozenset({_ATEN.detach.default, _ATEN.detach_.default})
 
 
 def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]) -> None:
     """Rewrite the writes of one graph; ``without_grad`` are the nodes that ran under ``no_grad``.
 
-    Raises CaptureError for writes that have no right form.
+    Raises CaptureError for writes that have no correct form.
     """
     _share_returned_inputs(module.graph, without_grad)
     memory = _Memory(module.graph, without_grad)
@@ -51,12 +51,12 @@ def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]
 
 
 def _share_returned_inputs(graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
-    """Operators that return their input itself (dropout that is off), as that input.
+    """Replace operators that return their input itself (disabled dropout) by that input.
 
-    Of composite ones an exported graph has a new value, which would not share a write; and what
-    returned its input under ``no_grad`` would be taken for a value without a gradient.
+    The exported graph has a new value for such composite operators, which would not share a write;
+    and if they ran under ``no_grad``, it would seem to have no gradient.
 
-    Raises CaptureError where they return other views of it, of which the graph does not know.
+    Raises CaptureError where they return another view of it, unknown to the graph.
     """
     written = {_storage(t) for node in graph.nodes for t in _written(node)}
     for node in list(graph.nodes) if written else ():
@@ -90,7 +90,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _storage(node: fx.Node) -> int | None:
-    """The memory that a tensor lies in; of several, that of the first."""
+    """The storage of a tensor; for several tensors, that of the first."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return _storage_of(leaves[0]) if leaves else None
 
@@ -100,12 +100,14 @@ def _storage_of(value: Any) -> int | None:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # inside of vmap
+    except NotImplementedError:  # inside vmap
         return None
 
 
 class _Memory:
-    """Which nodes share memory, how each came to it, and through which a gradient flows."""
+    """Which nodes share memory, how each was derived from it, and through which a
+    gradient flows.
+    """
 
     def __init__(self, graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
         self.graph, self.without_grad = graph, without_grad
@@ -139,14 +141,14 @@ class _Memory:
         return (node if node in self.detached else _storage(node)) in self.flowing
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
-        """From what made the memory to this view of it."""
+        """The nodes from the one that allocated the memory to this view of it."""
         found = [node]
         while found[-1] in self.base:
             found.append(self.base[found[-1]])
         return found[::-1]
 
     def read_after(self, node: fx.Node, storage: int) -> Iterator[fx.Node]:
-        """What shares the memory and is read later."""
+        """The nodes that share the memory and are read later."""
         now = self.order[node]
         for alias in self.order:
             is_read = any(self.order.get(user, now) > now for user in alias.users)
@@ -195,9 +197,10 @@ class _Write:
                     after(_ATEN.copy_.default, seen[t], shown)
 
     def _begins_another_value(self, written: fx.Node) -> bool:
-        """Writes what needs a gradient into a detached value: from now on that has one of its own.
+        """Copy a detached value before a value with a gradient is written into it.
 
-        Raises CaptureError where the memory is read by its other names too, without that gradient.
+        From then on it has a gradient of its own. Returns whether this applies. Raises CaptureError
+        where the memory is also read under its other names, without that gradient.
         """
         memory, node = self.memory, self.node
         if self.is_off or not self.sources or written not in memory.detached:
@@ -222,7 +225,7 @@ class _Write:
         return True
 
     def _hides_a_gradient(self, written: fx.Node) -> bool:
-        """Whether it changes a value with a gradient that is read later."""
+        """Whether the write changes a value with a gradient that is read later."""
         memory, storage = self.memory, _storage(written)
         assert storage is not None
         if not (self.is_off or written in memory.detached) or storage not in memory.flowing:
@@ -238,7 +241,7 @@ class _Write:
         return True
 
     def _hand_on_what_was_written(self) -> None:
-        """Whoever reads the result reads the value itself: it is attached as that is."""
+        """Let readers of the result read the written value itself, which carries the gradient."""
         if not self.node.users:
             return
         if not isinstance(self.node.meta["val"], Tensor):
@@ -248,7 +251,7 @@ class _Write:
         self.node.replace_all_uses_with(self.written[0])
 
     def _visible(self, ops: Ops, written: fx.Node, *, is_hidden: bool) -> fx.Node:
-        """The view that is written to, made of its memory in a way that shows the write."""
+        """The written view, rebuilt from its memory such that decompositions see the write."""
         view = value_of(written)
         if _overlaps(view):
             _refuse(
@@ -276,7 +279,7 @@ class _Write:
 
 
 def _skips_some(view: fx.Node) -> bool:
-    """Whether it is of windows that leave something out, or lie on one another."""
+    """Whether the view has windows with gaps between them, or that overlap."""
     if view.target is not _ATEN.unfold.default:
         return False
     source, dim, size, step = _unfolded(*view.args)
@@ -289,7 +292,7 @@ def _unfolded(source: Any, dim: Any, size: Any, step: Any) -> tuple[Tensor, int,
 
 
 def _overlaps(view: Tensor) -> bool:
-    """Whether two of its elements may lie at one place."""
+    """Whether two elements of the view may share a memory location."""
     reach = 1
     for step, size in sorted(zip(view.stride(), view.shape)):
         if size > 1 and step < reach:

@@ -1,9 +1,10 @@
-"""Numbers that are added to a single value: ``sum(losses)``, ``1 - score``, ``loss + 0.1``.
+"""Numbers added to a scalar: ``sum(losses)``, ``1 - score``, ``loss + 0.1``.
 
-A loss comes in parts, of devices and of micro-batches, whose sum it is. A tensor may be added to
-such a sum, as it goes into one of the parts; a number that is an argument of the op would go into
-each. In comes an exported program; in the one that goes out such numbers are tensors, and 0, with
-which Python's ``sum`` begins, is not added at all.
+A loss is a sum of shares, over devices and micro-batches. A tensor added to it becomes part of one
+share; a number that is an argument of the op would be added to each.
+
+Input: an exported program. Output: the program in which such numbers are tensors, and 0, with which
+Python's ``sum`` begins, is not added at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _IS_TAKEN_FROM = (_ATEN.rsub.Scalar,)
 
 
 def offsets_as_tensors(module: fx.GraphModule) -> None:
-    """Rewrite all additions of numbers to single values of a functional graph."""
+    """Rewrite all additions of numbers to scalars in a functional graph."""
     for node in list(module.graph.nodes):
         if node.target in (*_ADDS, *_TAKES_AWAY, *_IS_TAKEN_FROM) and _has_offset(node):
             with module.graph.inserting_before(node):

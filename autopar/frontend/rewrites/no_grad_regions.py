@@ -1,9 +1,10 @@
-"""``no_grad`` regions of an exported program, made part of the graph around them.
+"""``no_grad`` regions of an exported program, inlined into the graph around them.
 
-``torch.export`` writes them as calls of ``wrap_with_set_grad_enabled``, which
-``run_decompositions`` inlines, and with that forgets that no gradient flows back through them. In:
-an exported program, before its decompositions. Out: the same program without such calls, in which
-what leaves a region is detached.
+``torch.export`` writes them as calls of ``wrap_with_set_grad_enabled``. ``run_decompositions``
+inlines these and thereby forgets that no gradient flows back through them.
+
+Input: an exported program, before its decompositions. Output: the same program without such calls,
+in which values that leave a region are detached.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def inline_no_grad_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def detach_what_leaves(module: fx.GraphModule, without: Collection[fx.Node]) -> None:
-    """Detach what nodes that ran under ``no_grad`` hand on to others."""
+    """Detach values of nodes that ran under ``no_grad`` where other nodes read them."""
     for node in list(module.graph.nodes):
         value = node.meta.get("val")
         if node not in without or not isinstance(value, torch.Tensor):
@@ -51,14 +52,14 @@ def detach_what_leaves(module: fx.GraphModule, without: Collection[fx.Node]) -> 
 def _region(
     module: fx.GraphModule, node: fx.Node
 ) -> tuple[fx.GraphModule, tuple[fx.Node, ...], bool] | None:
-    """Body, operands and gradient mode."""
+    """The body, operands and gradient mode of a region."""
     if "wrap_with_set_grad_enabled" not in str(node.target):
         return None
     return inlined_higher_order_body(module, node)
 
 
 def _inlined(module: fx.GraphModule, call: fx.Node) -> set[fx.Node]:
-    """Copy the body before the call, which goes; the copied nodes where the mode is off."""
+    """Replace the call by a copy of its body; returns the copied nodes if the mode is off."""
     region = _region(module, call)
     assert region is not None
     body, operands, is_enabled = region
@@ -85,7 +86,7 @@ def _inlined(module: fx.GraphModule, call: fx.Node) -> set[fx.Node]:
 
 
 def _adopted(module: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
-    """The name under which ``module`` holds an attribute of ``body`` from now on."""
+    """The name under which ``module`` holds an attribute of ``body`` after the move."""
     number = 0
     while hasattr(module, f"inlined_{number}"):
         number += 1

@@ -1,8 +1,10 @@
-"""``rrelu`` in training as what it is: a random slope where its input is negative.
+"""``rrelu`` in training, rewritten as a random slope where its input is negative.
 
 It is decomposed to ``rrelu_with_noise_functional``, whose derivative in torch (2.11 to 2.13) reads
-the slopes from a tensor that they were never written to. In: an exported, functional program. Out:
-the same program, which draws slopes for all elements and multiplies some.
+the slopes from a tensor that they were never written to.
+
+Input: an exported, functional program. Output: the same program, which draws slopes for all
+elements and multiplies those that are negative.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _ATEN = torch.ops.aten
 
 
 def draw_slopes(module: fx.GraphModule) -> None:
-    """Rewrite every ``rrelu`` of a functional graph that draws."""
+    """Rewrite every ``rrelu`` of a functional graph that draws slopes."""
     for node in list(module.graph.nodes):
         if node.target is not _ATEN.rrelu_with_noise_functional.default:
             continue

@@ -2,8 +2,9 @@
 
 ``fill_diagonal_`` and writes into ``torch.as_strided`` are exported as ``as_strided_scatter``,
 whose derivative in torch (2.11 to 2.13) gives no gradient to the elements that were not written.
-In: an exported, functional program. Out: the same program with ``index_put`` on the value flattened
-in the order of its storage, whose derivative is right.
+
+Input: an exported, functional program. Output: the same program with ``index_put`` on the value
+flattened in storage order, whose derivative is right.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ATEN = torch.ops.aten
 def index_strided_writes(module: fx.GraphModule) -> None:
     """Rewrite every ``as_strided_scatter`` of a functional graph.
 
-    Raises CaptureError where the value that is written to has elements that share memory.
+    Raises CaptureError where elements of the written value share memory.
     """
     for node in list(module.graph.nodes):
         if node.target is _ATEN.as_strided_scatter.default:
@@ -63,7 +64,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _positions(ops: Ops, like: Tensor, size: Any, stride: Any, offset: int) -> fx.Node:
-    """The storage positions of a strided view, flattened; made of counts, so it is a constant."""
+    """The storage positions of a strided view, flattened, as a constant computed from ranges."""
     with like.fake_mode:  # type: ignore[attr-defined]
         total = ops(_ATEN.full.default, [], offset, dtype=torch.int64, device=like.device)
         for dim, (count, step) in enumerate(zip(size, stride)):
