@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from autopar.cost_models.gpu_curves import (
     Chip,
@@ -72,6 +73,14 @@ class EfficiencyTable:
 
     def of(self, family: Family) -> FamilyEfficiency:
         return self.families.get(family, self.default)
+
+    def without_fixed_times(self) -> "EfficiencyTable":
+        """The table whose curves leave out what every kernel takes, whatever its size."""
+        if self.curves is None:
+            return self
+        chip = self.curves
+        float32, float16 = (c.without_fixed_times() for c in (chip.float32, chip.float16))
+        return replace(self, curves=structs.replace(chip, float32=float32, float16=float16))
 
 
 # From published ranges, not fitted, so every family has the assumed error. # Large bfloat16

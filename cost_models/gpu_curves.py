@@ -85,6 +85,15 @@ class Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     softmax: TrafficCurve
     convolution: ProductCurve | None = None
 
+    def without_fixed_times(self) -> Curves:
+        """The same curves for the part of a kernel's time that grows with its size."""
+        changed = {
+            name: msgspec.structs.replace(curve, fixed_s=0.0)
+            for name, curve in msgspec.structs.asdict(self).items()
+            if isinstance(curve, ProductCurve | TrafficCurve)
+        }
+        return msgspec.structs.replace(self, **changed)
+
 
 class Chip(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A chip by the names of its devices, with curves of single and of half precision."""

@@ -76,9 +76,10 @@ def layer_times(
     other ops. Raises CostError for an op that cannot be priced.
     """
     analysis = Analysis(graph)
+    real = RooflineModel(device)
     # The same kernels without launch overhead, and without idle units in the last wave of tiles.
     filled = structs.replace(device, kernel_launch_s=0.0, num_units=1)
-    models = RooflineModel(device), RooflineModel(filled)
+    models = real, RooflineModel(filled, real.efficiency.without_fixed_times())
     seen: set[int] = set()
     found = []
     for layer in graph.blocks if layers is None else layers:

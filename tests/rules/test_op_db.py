@@ -168,5 +168,6 @@ OTHER_OVERLOADS = {
 
 def test_the_database_covers_most_rules():
     covered = {str(target) for p in ENTRIES for target in overloads(p.values[0])}
-    missing = set(registered_targets()) - covered
-    assert len(covered & set(registered_targets())) >= 0.8 * len(registered_targets()), missing
+    targets = {target for target in map(str, registered_targets()) if target.startswith("aten.")}
+    missing = targets - covered
+    assert len(covered & targets) >= 0.8 * len(targets), missing
