@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,12 +32,22 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, module_of(device).current_device())
 
 
+def selected(device: torch.device) -> AbstractContextManager[Any]:
+    """Within: ``device`` is the current one of its kind in this thread."""
+    if not is_accelerator(device):
+        return contextlib.nullcontext()
+    found: AbstractContextManager[Any] = module_of(device).device(device)
+    return found
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operators on a device draw from."""
     if not is_accelerator(device):
         return torch.default_generator
-    generators = module_of(device).default_generators
-    generator: torch.Generator = generators[with_index(device).index]
+    module = module_of(device)
+    current: int = module.current_device()  # there are no generators before the first use
+    index = current if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
     return generator
 
 

@@ -204,7 +204,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """torch's `DeviceMesh` with our axis names; the first call for a mesh is collective."""
     known = _KNOWN.of_this_world().meshes
     if (device_type, mesh) not in known:
-        with sealed():
+        with sealed(dist.get_backend_config()):
             known[device_type, mesh] = init_device_mesh(
                 device_type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
             )
@@ -224,7 +224,7 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> 
     if (purpose, groups) not in known:
         assert all(list(group) == sorted(group) for group in groups), groups
         own = None
-        with sealed():
+        with sealed(dist.get_backend_config()):
             for group in groups:
                 made = dist.new_group(list(group))
                 own = made if rank in group else own

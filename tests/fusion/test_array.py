@@ -132,6 +132,18 @@ def test_a_model_draws_in_an_array_what_it_draws_alone(groups: Groups) -> None:
     assert len({float(x) for x in together[:, 0]}) == 3
 
 
+def test_models_go_on_from_a_snapshot_of_before_the_first_step(groups: Groups) -> None:
+    """Nothing of the steps since is left, neither momentum nor counts of steps."""
+    batches = batches_of(2)
+    array = array_of(
+        groups, models_of(2), batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:2])
+    )
+    first = {index: array.snapshot(index) for index in range(2)}
+    array.train_step(*batches[1])
+    array.restore(first)
+    check_array(array, batches)
+
+
 def test_no_gradient_of_a_model_reaches_another(groups: Groups) -> None:
     batches = [list(each) for each in zip(*(batches_of(2, seed=s) for s in range(2)))]
     runs = []

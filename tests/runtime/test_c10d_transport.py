@@ -16,7 +16,7 @@ from autopar.comm.transports.c10d import (
 from autopar.comm.transports.registry import open_collectives
 from autopar.runtime.workers.group import WorkerGroup
 
-MESSAGES: dict[str, type[Messages]] = {"one group": GlooMessages, "two groups": C10dMessages}
+MESSAGES: dict[str, type[Messages]] = {"one group": GlooMessages, "queues": C10dMessages}
 
 
 def operand(rank: int, num: int, dtype: torch.dtype) -> Tensor:
@@ -71,6 +71,14 @@ class Peer:
         opened.close()
         return all(right)
 
+    def queues(self) -> bool:
+        """Whether each peer and direction of this rank has a process group of its own."""
+        opened = C10dMessages.open(dist.group.WORLD)
+        others = [rank for rank in range(self.num) if rank != self.rank]
+        used = {opened._group(*way) for r in others for way in ((self.rank, r), (r, self.rank))}
+        opened.close()
+        return len(used) == 2 * len(others) and dist.group.WORLD not in used
+
     def overlapping(self) -> bool:
         opened = open_collectives(dist.group.WORLD, "cpu", must_overlap=True)
         return opened.traits.overlaps
@@ -92,4 +100,5 @@ def test_collectives_and_messages_over_gloo() -> None:
                     assert torch.equal(shard, shards[:, rank].sum(0))
         for kind in MESSAGES:
             assert group.call("messages", kind, timeout_s=60) == [True] * num
+        assert group.call("queues") == [True] * num
         assert group.call("overlapping") == [True] * num

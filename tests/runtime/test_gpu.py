@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import autopar
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering import lower
@@ -17,13 +20,23 @@ from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy
+from tests.fusion.arrays import check_array
+from tests.fusion.test_array import batches_of, mlp
 from tests.models.zoo import build
 from tests.oracles import NUM_STEPS, loss_of, random_assignment, reference_steps, sgd, to_double
 from tests.runtime.processes import lower_forward
+from tests.runtime.test_precision import SGD, Eager, assert_near, batch, large, model_of, state
+from tests.runtime.test_spmd import torchrun
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def gpus() -> list[str]:
+    return [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_GPU
 @pytest.mark.parametrize("name", ["mlp", "lstm", "gpt2", "resnet"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_training_equals_eager(name: str, seed: int) -> None:
@@ -62,7 +75,149 @@ def test_training_equals_eager(name: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_GPU
+@pytest.mark.parametrize("devices", [["cuda:0"], None], ids=["one", "two"])
+def test_models_of_an_array_train_as_alone(devices: list[str] | None) -> None:
+    """Also after they went back to a snapshot, with step counts on the GPU and on the host."""
+    if devices is None and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    torch.manual_seed(0)
+    models: list[nn.Module] = [mlp() for _ in range(4)]
+    batches = batches_of(5)
+    with autopar.compile(
+        models,
+        devices or gpus(),
+        example_inputs=batches[0],
+        loss_fn=F.cross_entropy,
+        optimizer=[
+            functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+            functools.partial(torch.optim.Adam, lr=0.01),
+            functools.partial(torch.optim.NAdam, lr=0.02),
+            SGD,
+        ],
+        max_grad_norm=[0.5, None, 0.5, None],
+        profile_limit_s=0,
+    ) as array:
+        first = {index: array.snapshot(index) for index in range(len(models))}
+        array.train_step(*batches[4])
+        array.restore(first)
+        check_array(array, batches[:2], tolerance=1e-7)
+        second = {index: array.snapshot(index) for index in range(len(models))}
+        once = [array.train_step(*given) for given in batches[2:4]]
+        array.restore(second)
+        again = [array.train_step(*given) for given in batches[2:4]]
+        torch.testing.assert_close(again, once, rtol=1e-9, atol=1e-9)
+        array.leave(1)
+        array.restore({index: second[index] for index in (0, 2, 3)})
+        left = [array.train_step(*given) for given in batches[2:4]]
+        torch.testing.assert_close(left, [x[[0, 2, 3]] for x in once], rtol=1e-7, atol=1e-7)
+
+
+def eager_on_gpu(dtype: torch.dtype) -> Eager:
+    eager = Eager(dtype)
+    eager.model.cuda()  # the same parameters, which the optimizer has
+    return eager
+
+
+def cuda(given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return given[0].cuda(), given[1].cuda()
+
+
+def compiled_on_gpus(**options: Any) -> autopar.Compiled:
+    compiled = autopar.compile(
+        model_of(), gpus(), example_inputs=batch(0), loss_fn=F.mse_loss, optimizer=SGD,
+        profile_limit_s=0, **options,
+    )  # fmt: skip
+    assert isinstance(compiled, autopar.Compiled)
+    return compiled
+
+
+def on_cpu(eager: Eager) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in state(eager.model).items()}
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_bfloat16_is_that_of_eager() -> None:
+    eager = eager_on_gpu(torch.bfloat16)
+    with compiled_on_gpus(precision="bf16") as compiled:
+        for seed in range(5):
+            expected = eager.step(cuda(batch(seed)))
+            assert compiled.train_step(*batch(seed)).item() == pytest.approx(expected, rel=2e-3)
+        assert {x.dtype for x in compiled.gradients().values()} == {torch.float32}
+        assert_near(compiled.full_state_dict(), on_cpu(eager), 0.02)
+        assert compiled.eval()(batch(9)[0]).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_float16_and_its_scale_are_those_of_a_grad_scaler(max_grad_norm: float | None) -> None:
+    precision = autopar.Precision(compute="fp16", loss_scale=2.0**14, growth_interval=3)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=3)
+    eager = eager_on_gpu(torch.float16)
+    eager.max_grad_norm = max_grad_norm
+    with compiled_on_gpus(precision=precision, max_grad_norm=max_grad_norm) as compiled:
+        for given in [batch(0), large(100.0), *map(batch, range(1, 5)), large(300.0), batch(5)]:
+            expected = eager.step(cuda(given), scaler)
+            assert compiled.train_step(*given).item() == pytest.approx(expected, rel=1e-3)
+            assert compiled.loss_scale == scaler.get_scale()
+        assert compiled.num_skipped_steps >= 2
+        assert_near(compiled.full_state_dict(), on_cpu(eager), 0.01)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("group", ["own_group", "joined_here"])
+def test_ranks_under_torchrun_train_as_eager(group: str) -> None:
+    """In a process group that autopar joins, and in the user's own, of NCCL alone."""
+    torchrun(len(gpus()), "tests.runtime.torchrun_gpu", group)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_stages_exchange_messages_over_nccl(num_stages: int, schedule: str) -> None:
+    """Receives are posted before their turn; from three stages on some rank has two neighbours."""
+    if torch.cuda.device_count() < num_stages:
+        pytest.skip(f"needs {num_stages} CUDA devices")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))).double()
+    batches = [tuple(torch.randn(8, 16).double() for _ in "xy") for _ in range(3)]
+    expected = reference_steps_of(model, batches)
+    with autopar.compile(
+        model,
+        [f"cuda:{index}" for index in range(num_stages)],
+        example_inputs=batches[0],
+        loss_fn=F.mse_loss,
+        optimizer=SGD,
+        num_stages=num_stages,
+        num_microbatches=4,
+        schedule=schedule,
+        profile_limit_s=0,
+        call_timeout_s=120,
+    ) as compiled:
+        losses = [compiled.train_step(*given).item() for given in batches]
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def reference_steps_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> list[float]:
+    """The losses of eager training; the model is trained and then as before."""
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    optimizer, losses = SGD(model.parameters()), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.load_state_dict(before)
+    return losses
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_synchronized_batch_norm(dtype: torch.dtype, memory_format: torch.memory_format) -> None:

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from autopar.base.errors import DeviceError
+from autopar.runtime.runners import membership
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,3 +34,12 @@ def test_training_equals_eager_on_every_rank(tmp_path: Path, how: str) -> None:
     losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert losses[0] == losses[1]
     assert torch.tensor(losses).isfinite().all()
+
+
+def test_a_process_group_without_a_backend_for_the_devices_is_refused() -> None:
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DeviceError, match=r"'cuda:gloo', without a backend for cpu devices"):
+            membership.join(torch.device("cpu"), timeout_s=5)
+    finally:
+        dist.destroy_process_group()

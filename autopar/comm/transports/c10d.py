@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -91,14 +92,19 @@ class GlooCollectives(C10dCollectives):
 class C10dMessages:
     """`Messages` as point-to-point operations of a backend.
 
-    Messages to higher and to lower ranks travel in process groups of their own, ``upward`` and
-    ``downward``: NCCL queues all messages of a group between two ranks, so that a receive that
-    waits would block a send.
+    NCCL queues all messages of a process group on a rank, so that a receive that waits would block
+    a send, and another receive. So no two peers of a rank share a process group, nor do the two
+    directions between two ranks: ``queues`` are these groups, by the sum of the two ranks modulo
+    their number and by whether the message goes to the higher one. Messages without a queue travel
+    in ``process_group``. All ranks of the job open theirs at the same time.
     """
 
-    def __init__(self, process_group: Any, upward: Any, downward: Any) -> None:
+    def __init__(
+        self, process_group: Any, queues: Mapping[tuple[int, bool], Any] | None = None
+    ) -> None:
         self._rank = dist.get_rank(process_group)
-        self._process_group, self._upward, self._downward = process_group, upward, downward
+        self._num = dist.get_world_size(process_group)
+        self._process_group, self._queues = process_group, queues or {}
 
     @classmethod
     def serves(cls, device_kind: str, num_ranks: int) -> bool:
@@ -106,12 +112,40 @@ class C10dMessages:
 
     @classmethod
     def open(cls, process_group: Any) -> Self | None:
-        ranks = dist.get_process_group_ranks(process_group)
-        upward, downward = (dist.new_group(ranks, use_local_synchronization=True) for _ in "ud")
-        return cls(process_group, upward, downward)
+        own = tuple(dist.get_process_group_ranks(process_group))
+        found: list[Any] = [own] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        queues = {}
+        # All ranks make all groups: torch names a group that its members alone make by a count of
+        # groups that may differ among them, and NCCL splits its world on all ranks at once.
+        for ranks in sorted(set(found)):
+            for place in sorted({sum(pair) % len(ranks) for pair in _pairs(len(ranks))}):
+                for is_upward in (True, False):
+                    made = dist.new_group(list(ranks))
+                    if ranks == own:
+                        queues[place, is_upward] = made
+        opened = cls(process_group, queues)
+        opened._connect()
+        return opened
+
+    def _connect(self) -> None:
+        """Exchange a first message between any two ranks.
+
+        NCCL connects two ranks at their first message, and both wait for that, also in a receive
+        that is posted early. So it happens here, in one order of all pairs, which is free of
+        circles.
+        """
+        x = torch.zeros(1, device=_device_type_of(self._process_group))
+        for pair in _pairs(self._num):
+            for source, target in (pair, pair[::-1]):
+                if self._rank == source:
+                    self.send(target, [x])()
+                elif self._rank == target:
+                    self.receive(source, [x])()
 
     def _group(self, source: int, target: int) -> Any:
-        return self._upward if target > source else self._downward
+        place = (source + target) % self._num
+        return self._queues.get((place, target > source), self._process_group)
 
     def send(self, rank: int, tensors: Sequence[Tensor]) -> Wait:
         sent, group = [_on_wire(tensor) for tensor in tensors], self._group(self._rank, rank)
@@ -142,7 +176,7 @@ class C10dMessages:
         """The backend keeps no buffers of ours."""
 
     def close(self) -> None:
-        for group in (self._upward, self._downward):
+        for group in self._queues.values():
             dist.destroy_process_group(group)
 
 
@@ -155,10 +189,20 @@ class GlooMessages(C10dMessages):
 
     @classmethod
     def open(cls, process_group: Any) -> Self | None:
-        return cls(process_group, process_group, process_group)
+        return cls(process_group)
 
     def close(self) -> None:
         """The process group belongs to whoever made it."""
+
+
+def _pairs(num: int) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(num), 2))
+
+
+def _device_type_of(process_group: Any) -> str:
+    """The kind of device that has a backend besides gloo, if any: ``cpu:gloo,cuda:nccl``."""
+    parts = [part.split(":") for part in dist.get_backend_config(process_group).split(",")]
+    return next((kind for kind, backend in parts if backend != "gloo"), "cpu")
 
 
 def _end_of(work: Any) -> Wait:

@@ -1,7 +1,8 @@
 """Seals the ports that gloo listens on, once its groups are connected.
 
 gloo accepts any connection for as long as a group lives, and keeps the descriptor. All connections
-of a group exist once it is made, so that the kernel can drop later ones.
+of a group exist once it is made, so that the kernel can drop later ones. NCCL connects later too,
+at the first message between two ranks: where it is one of the backends, nothing is sealed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ _DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # BPF:
 
 
 @contextlib.contextmanager
-def sealed() -> Iterator[None]:
+def sealed(backends: str) -> Iterator[None]:
     """Seal the ports on which this process starts to listen meanwhile, on Linux.
 
-    For code that makes gloo groups alone: a `TCPStore` must stay reachable.
+    For code that makes groups alone, of ``backends`` such as ``"gloo"`` or
+    ``"cpu:gloo,cuda:nccl"``: a `TCPStore` must stay reachable.
     """
+    if any(part.rpartition(":")[2] != "gloo" for part in backends.split(",")):
+        yield
+        return
     before = set(_listening())
     yield
     for fd in _listening():

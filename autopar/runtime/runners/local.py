@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ class RankService:
 
     def model_states(self) -> list[ModelState] | None:
         states = array_of(self.running).model_states()
-        return states if self.rank == 0 else None
+        return [_on_cpu(state) for state in states] if self.rank == 0 else None
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
         array_of(self.running).load_model_states(states)
@@ -172,6 +172,14 @@ class RankService:
     def load_checkpoint(self, path: str) -> str | None:
         """Load; returns None or why it was refused, the same on all ranks."""
         return _refusal(checkpoint.load, self.running, path)
+
+
+def _on_cpu(state: ModelState) -> ModelState:
+    entries = {
+        place: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in held.items()}
+        for place, held in state.optimizer["state"].items()
+    }
+    return replace(state, optimizer={**state.optimizer, "state": entries})
 
 
 def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.base.accelerators import backend_of, is_accelerator
+from autopar.base.errors import DeviceError
 from autopar.base.torch_private import default_store
 from autopar.runtime.faults.host_peers import published_location
 from autopar.runtime.faults.rendezvous import Rendezvous
@@ -56,6 +57,7 @@ def _watch(device: torch.device, timeout_s: float) -> Watch:
     if joins:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     else:
+        _check_backend(device)
         store, rank, num_ranks = default_store(), dist.get_rank(), dist.get_world_size()
     with published_location() as location:
         ranks = Rendezvous(store, rank, num_ranks, location, device, timeout_s)
@@ -72,6 +74,17 @@ def _watch(device: torch.device, timeout_s: float) -> Watch:
             )
             _MEMBERSHIP.joined_here = dist.group.WORLD
         return Watch(ranks)
+
+
+def _check_backend(device: torch.device) -> None:
+    """Raise DeviceError unless the user's process group communicates between such devices."""
+    config = dist.get_backend_config()
+    if device.type not in {part.partition(":")[0] for part in config.split(",")}:
+        raise DeviceError(
+            f"the process group is {config!r}, without a backend for {device.type} devices; write "
+            f"torch.distributed.init_process_group({backend_of(device.type)!r}), or leave it to "
+            "autopar.compile"
+        )
 
 
 def leave(watch: Watch, *, destroy_group: bool = False) -> None:

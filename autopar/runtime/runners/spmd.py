@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.base.accelerators import is_accelerator, module_of
+from autopar.base.accelerators import is_accelerator, module_of, selected
 from autopar.base.errors import DeviceError, InputError
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
@@ -103,7 +102,7 @@ class SpmdRunner:
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        device = rank_device(program.device_type)
+        self.device = device = rank_device(program.device_type)
         if device.type == "cpu":
             keep_freed_memory()
         self.watch = membership.join(device, timeout_s)
@@ -120,7 +119,7 @@ class SpmdRunner:
         self._closed = False
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
-        with self.watch.call("train_step()", self.step_limit):
+        with self.watched("train_step()", self.step_limit):
             try:
                 return self.runtime.train_step(tensors, local=local)
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
@@ -142,68 +141,74 @@ class SpmdRunner:
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)
 
-    def watched(self, name: str) -> AbstractContextManager[None]:
-        """Watch a call that consists of several, each of which may communicate."""
-        return self.watch.call(name)
+    @contextlib.contextmanager
+    def watched(self, name: str, limit: StepLimit | None = None) -> Iterator[None]:
+        """Watch a call, which may consist of several; ``limit`` if it may hang.
+
+        The rank's device is the current one meanwhile, in whatever thread: torch sends objects from
+        the current device where a process group is of GPUs alone.
+        """
+        with selected(self.device), self.watch.call(name, limit):
+            yield
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
-        with self.watch.call("state_dict()"):
+        with self.watched("state_dict()"):
             return self.runtime.state_dict()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        with self.watch.call("full_state_dict()"):
+        with self.watched("full_state_dict()"):
             return self.runtime.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
-        with self.watch.call("gradients()"):
+        with self.watched("gradients()"):
             return self.runtime.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        with self.watch.call("load_state_dict()"):
+        with self.watched("load_state_dict()"):
             self.runtime.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        with self.watch.call("optimizer_state_dict()"):
+        with self.watched("optimizer_state_dict()"):
             return self.runtime.optimizer_state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self.watch.call("load_optimizer_state_dict()"):
+        with self.watched("load_optimizer_state_dict()"):
             self.runtime.load_optimizer_state_dict(state)
 
     def model_states(self) -> list[ModelState]:
-        with self.watch.call("model_states()"):
+        with self.watched("model_states()"):
             return array_of(self.runtime).model_states()
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
-        with self.watch.call("load_model_states()"):
+        with self.watched("load_model_states()"):
             array_of(self.runtime).load_model_states(states)
 
     def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
         checkpoint.check_writable(path)
-        with self.watch.call("save()"):
+        with self.watched("save()"):
             checkpoint.save(self.runtime, path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: checkpoint.Path) -> None:
         checkpoint.check_exists(path)
-        with self.watch.call("load()"):
+        with self.watched("load()"):
             checkpoint.load(self.runtime, path)
 
     def memory_growth_bytes(self) -> list[int]:
-        with self.watch.call("memory_growth_bytes()"):
+        with self.watched("memory_growth_bytes()"):
             return _from_all_ranks(self.peak_memory.growth_bytes())
 
     def start_counting_tensors(self) -> None:
         self.peak_tensors.start()
 
     def counted_tensor_bytes(self) -> list[int]:
-        with self.watch.call("peak_tensor_bytes()"):
+        with self.watched("peak_tensor_bytes()"):
             return _from_all_ranks(self.peak_tensors.stop())
 
     def action_times(self) -> list[list[ActionTime]]:
-        with self.watch.call("action_times()"):
+        with self.watched("action_times()"):
             return _from_all_ranks(self.runtime.action_times())
 
     def close(self) -> None:

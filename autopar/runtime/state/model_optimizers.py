@@ -133,8 +133,10 @@ class ModelOptimizers:
                 for key, value in self.optimizers[model].state.get(row, {}).items():
                     if is_like_parameter(value, row):
                         own_tensors[model, place, key] = value.dtype
-                    else:
-                        own_scalars[model, place, key] = value
+                    else:  # a tensor on another rank's GPU would arrive on that one
+                        own_scalars[model, place, key] = (
+                            value.cpu() if isinstance(value, Tensor) else value
+                        )
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (own_scalars, own_tensors))
         scalars = {k: v for found, _ in reversed(gathered) for k, v in found.items()}
@@ -189,14 +191,25 @@ class ModelOptimizers:
             for place, row in self.rows[model].items():
                 ref = self.options.models[model].trained[place]
                 program = _program_of_row(self.programs[ref.name], ref)
+                optimizer.state.pop(row, None)
                 for key, value in given.optimizer["state"].get(place, {}).items():
                     if isinstance(value, Tensor) and tuple(value.shape) == program.shape != ():
-                        value = local_part(value, program.stored, mesh, rank).to(row.device)
+                        value = local_part(value, program.stored, mesh, rank)
                     if isinstance(value, Tensor):
-                        value = value.clone()
+                        value = value.to(_device_of(key, row, optimizer), copy=True)
                     optimizer.state[row][key] = value
             if self.schedulers[model] is not None and given.scheduler is not None:
                 self.schedulers[model].load_state_dict(given.scheduler)
+
+
+def _device_of(key: str, row: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where torch's optimizers hold a piece of a parameter's state: step counts on the CPU, unless
+    a kernel on the GPU reads them."""
+    groups = (g for g in optimizer.param_groups if any(p is row for p in g["params"]))
+    group = next(groups, {})
+    if key == "step" and not group.get("fused") and not group.get("capturable"):
+        return torch.device("cpu")
+    return row.device
 
 
 def _places(own: ModelOptions, programs: Mapping[str, ParameterProgram]) -> list[list[int]]:

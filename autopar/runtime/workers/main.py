@@ -175,7 +175,7 @@ def _join_group(start: Start) -> None:
             device_id = torch.device(start.device_type, start.device_index)
     store = dist.FileStore(start.store_path, start.world_size)
     store.set_timeout(datetime.timedelta(seconds=start.start_timeout_s))
-    with sealed():
+    with sealed(start.backend):
         dist.init_process_group(
             start.backend,
             store=store,
