@@ -1,6 +1,7 @@
-"""What must hold after a fault: it is named in time, nothing is left, and training goes on.
+"""The properties that must hold after a fault: it is reported in time and nothing is left behind.
 
-In: an injection and what its job has left. Out: sentences that say what does not hold.
+Training must also resume from the checkpoint. Input: an injection and what its job has left.
+Output: a text for each violation.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ OWN_ERRORS = ("WorkerError", "StepError", "InputError", "DeviceError")
 
 
 def faults_of(injection: Injection, outcome: Outcome) -> Iterator[str]:
-    """What does not hold of the job that had the fault."""
+    """The violations in the job that had the fault."""
     if outcome.orphans:
         yield f"processes are left: {', '.join(outcome.orphans)}"
     strays = [name for name in outcome.strays if not name.startswith(TORCHRUN_LOGS)]
     if strays:
         yield f"temporary files are left: {', '.join(strays)}"
     if None in outcome.codes and not (injection.place == "close" and injection.kind == "SIGSTOP"):
-        yield "a process did not end and was killed"  # nobody waits for one stopped while it leaves
+        yield "a process did not end and was killed"  # no peer waits for one stopped in close()
     if "fault_s" not in outcome.told:
         if injection.place not in ("close", "compile"):
             yield "the fault has not happened"
@@ -40,10 +41,10 @@ def faults_of(injection: Injection, outcome: Outcome) -> Iterator[str]:
 
 
 def _told(injection: Injection, outcome: Outcome, rank: int) -> Iterator[str]:
-    """A process that lives on is told who was at fault, in time."""
+    """Check that a surviving process gets an error that names the rank at fault, in time."""
     error = outcome.told.get(f"error.{rank}")
     if error is None:
-        # Who waits in a call that nothing interrupts can only be ended, and its log says why.
+        # A process in an uninterruptible call can only be killed, and its log says why.
         named = rf"WorkerError: rank {injection.victim} of .*\n(?:.*\n)*?rank {rank} is stuck in"
         if not re.search(named, outcome.log):
             yield f"rank {rank} was told nothing"
@@ -60,7 +61,7 @@ def _told(injection: Injection, outcome: Outcome, rank: int) -> Iterator[str]:
 def faults_of_resume(
     outcome: Outcome, expected: Sequence[float], steps: Sequence[int], ranks: Sequence[int]
 ) -> Iterator[str]:
-    """What does not hold of a job that resumed behind one of these steps."""
+    """The violations in a job that resumes from a checkpoint of one of ``steps``."""
     for rank in ranks:
         resumed = outcome.told.get(f"resumed.{rank}")
         if resumed is None:

@@ -1,7 +1,7 @@
-"""Which fault a number stands for: launcher, plan, place, kind, victim and moment, drawn from it.
+"""The fault of each number: launcher, plan, place, kind, victim and moment, drawn from the number.
 
-Numbers that follow each other form a lane: one launcher and plan, and one checkpoint that each
-launch resumes from, so that a launch checks what the fault before it has left.
+Consecutive numbers form a lane: one launcher and plan, and one checkpoint that each launch resumes
+from, so that a launch checks what the fault before it has left.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 
 LANE = 8
-"""Injections of one lane."""
+"""The number of injections in one lane."""
 LAUNCHERS = {"plain": 0.62, "local": 0.32, "torchrun": 0.06}
-"""Processes with RANK and WORLD_SIZE that nobody watches; workers of one process; torchrun's."""
+"""Unsupervised processes with RANK and WORLD_SIZE; local workers of one process; torchrun."""
 PLANS = {
     "data_parallel": 3,
     "zero3": 2,

@@ -1,7 +1,8 @@
-"""Start the processes of one job, wait for their end within a limit, and find what they left.
+"""The launcher of one job: it starts the processes, waits within a limit, and finds what they left.
 
-Everything here runs in a process with one thread that has imported torch: a rank is forked from it
-and ends as an interpreter ends, by leaving the stack. So no caller may catch what a script raises.
+Everything here runs in a process with one thread that has imported torch. A rank is forked from it
+and exits as an interpreter does, by unwinding the stack, so no caller may catch what a script
+raises.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tests.faults.script import main as script
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
-"""A job that has not ended by then has hung."""
+"""Time after which a job counts as hung."""
 GONE_S = 20.0
-"""How long the processes of a job may outlive the one that was waited for."""
+"""How long other processes of a job may outlive those that were waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One launch. ``number`` is that of its fault, None where it has none."""
+    """One launch. ``number`` is that of its fault, None without one."""
 
     folder: Path
     lane: Path
@@ -50,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a job has left: exit codes by process, texts, and processes that had to be killed."""
+    """The remains of a job: exit codes by process, texts, and processes that had to be killed."""
 
     codes: tuple[int | None, ...]
     log: str
@@ -86,7 +87,7 @@ def _start(job: Job) -> list[int]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(job.folder / "tmp"),
-        "TORCHINDUCTOR_CACHE_DIR": str(job.folder / "torch"),  # torch keeps it from run to run
+        "TORCHINDUCTOR_CACHE_DIR": str(job.folder / "torch"),  # torch keeps it between runs
     }
     if job.launcher == "local":
         return [_fork(job, env)]
@@ -109,7 +110,7 @@ def _start(job: Job) -> list[int]:
 
 
 def _fork(job: Job, env: dict[str, str]) -> int:
-    """A process that runs the script and ends as an interpreter does."""
+    """Fork a process that runs the script and exits as an interpreter does."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -126,10 +127,9 @@ def _fork(job: Job, env: dict[str, str]) -> int:
 
 
 def _wait(pids: list[int], limit_s: float) -> list[int | None]:
-    """Exit codes; None for one that has not ended, and is killed.
+    """Exit codes of the processes; None for one that had to be killed at the limit.
 
-    Where one process has ended, the others have `GONE_S` and the time in which a stopped one is
-    found. A stopped process counts as ended: nobody but its peers can end it.
+    A stopped process cannot exit by itself: its peers have to kill it before the limit.
     """
     codes: dict[int, int | None] = {}
     deadline_s = time.monotonic() + limit_s
@@ -149,7 +149,9 @@ def _wait(pids: list[int], limit_s: float) -> list[int | None]:
 
 
 def _end_orphans(job: Job, pids: list[int]) -> list[str]:
-    """Processes of the job that outlive those that were waited for; they are killed."""
+    """Kill processes of the job that outlive those that were waited for; returns a text
+    for each.
+    """
     deadline_s = time.monotonic() + GONE_S
     while (left := _processes_of(job, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -161,9 +163,10 @@ def _end_orphans(job: Job, pids: list[int]) -> list[str]:
 
 
 def _processes_of(job: Job, pids: list[int]) -> list[psutil.Process]:
-    """By the mark in their environment: local workers, what torchrun started, and their children.
+    """The processes with the job's mark in their environment.
 
-    A forked rank has its parent's environment and has been waited for.
+    They are local workers, processes of torchrun, and their children. A forked rank has its
+    parent's environment and has been waited for.
     """
     found = []
     mark = f"{FOLDER}={job.folder}".encode()
@@ -175,6 +178,6 @@ def _processes_of(job: Job, pids: list[int]) -> list[psutil.Process]:
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-        except (OSError, psutil.Error):  # it has ended meanwhile
+        except (OSError, psutil.Error):  # it has exited meanwhile
             continue
     return found

@@ -1,6 +1,6 @@
-"""The model that faults happen to: two blocks with dropout, and an op that fails when told to.
+"""The model under fault injection: two blocks with dropout, and an op that fails on command.
 
-Local workers import this module for the op; what a rank is to do lies in a file.
+Local workers import this module for the op; the command to each rank is a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = "AUTOPAR_FAULT_FOLDER"
 
 
 def order(folder: Path, rank: int, kind: str) -> None:
-    """Tell a rank what to do when it comes to the op."""
+    """Command a rank to fail in a given way at its next call of the op."""
     draft = folder / f"draft{rank}"
     draft.write_text(kind)
     draft.rename(folder / f"order{rank}")
@@ -111,4 +111,4 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "constraints": [autopar.Force("data_parallel")],
     },
 }  # fmt: skip
-"""What ``autopar.plan`` is told for each plan of `tests.faults.draw.PLANS`."""
+"""The options of ``autopar.plan`` for each plan of `tests.faults.draw.PLANS`."""

@@ -1,6 +1,6 @@
-"""Run fault injections side by side and print what did not hold.
+"""Run fault injections in parallel and print every violation.
 
-``python -m tests.faults.run --numbers 0-999 --parallel 4``; exit code 1 if anything did not hold.
+``python -m tests.faults.run --numbers 0-999 --parallel 4``; exit code 1 if there is any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ LANE_LIMIT_S = 1200.0
 
 
 def write_plans(folder: Path) -> None:
-    """In a process of its own: one that has computed may have threads, which a fork loses."""
+    """Write the plans of all lanes, in a process of its own.
+
+    A process that has computed may have threads, which a fork loses.
+    """
     pid = os.fork()
     if pid:
         assert os.waitpid(pid, 0)[1] == 0, "the plans cannot be made"
@@ -48,7 +51,7 @@ def write_plans(folder: Path) -> None:
 
 
 class Lane:
-    """Injections of one launcher and plan, each resuming from what the one before has left."""
+    """Injections of one launcher and plan, each resuming from what the previous one has left."""
 
     def __init__(self, root: Path, numbers: list[int]) -> None:
         self.root = root
@@ -79,7 +82,7 @@ class Lane:
         self._report(before, resumed_faults=resumed)
 
     def _resumed(self, injection: Injection, outcome: Outcome, expected: list[float]) -> list[str]:
-        """What a launch shows of the injection before; notes where the next may resume."""
+        """What a launch shows about the previous injection; records where the next may resume."""
         shown = [rank for rank in self.ranks if f"resumed.{rank}" in outcome.told]
         early = injection.place in ("compile", "load", "first step")
         faults = faults_of_resume(outcome, expected, self.steps, shown if early else self.ranks)
@@ -90,7 +93,7 @@ class Lane:
         return found
 
     def _expected(self) -> list[float]:
-        """The losses of a run that nothing interrupts, on the same plan and launcher."""
+        """The losses of an uninterrupted run on the same plan and launcher."""
         kind = "local" if self.launcher == "local" else "plain"
         path = self.root / f"expected {kind} {self.plan}.json"
         if not path.exists():
@@ -125,7 +128,7 @@ class Lane:
         resumed_faults: list[str] | None = None,
         outcome: Outcome | None = None,
     ) -> None:
-        """Add a line to what is known of an injection; the run's main process reads it."""
+        """Append a line to the results of an injection, which the run's main process reads."""
         entry = {
             "number": injection.number,
             "faults": faults or [],
@@ -145,7 +148,10 @@ def _late_s(outcome: Outcome | None) -> float | None:
 
 
 def start_lane(root: Path, numbers: list[int]) -> int:
-    """Fork a process for a lane. Its ranks leave by this stack: nothing here may catch anything."""
+    """Fork a process for a lane.
+
+    Its ranks exit by unwinding this stack, so nothing here may catch anything.
+    """
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -181,7 +187,7 @@ def run_all(root: Path, numbers: list[int], parallel: int) -> None:
 
 
 def tally(root: Path, numbers: list[int]) -> int:
-    """Print what did not hold, by injection, and the counts; the number of failures."""
+    """Print the violations by injection and the totals; returns the number of failures."""
     entries: dict[int, list[dict[str, object]]] = {number: [] for number in numbers}
     for line in (root / "results").read_text().splitlines():
         entry = json.loads(line)
@@ -220,7 +226,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4, help="lanes side by side")
     parser.add_argument("--keep", type=Path, help="a folder for logs, not removed")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # all that is forked from here computes on one
+    torch.set_num_threads(1)  # every process forked from here computes on one thread
     numbers = numbers_of(options.numbers)
     root = Path(options.keep or tempfile.mkdtemp(prefix="faults-"))
     root.mkdir(parents=True, exist_ok=True)

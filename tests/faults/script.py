@@ -1,8 +1,8 @@
 """The user's script: resume from the checkpoint, check the losses, and train until the fault.
 
-Every rank runs it, or the parent of local workers. What it sees is written to its folder:
-``resumed`` (steps and losses behind the checkpoint), ``pids``, ``fault_s`` (when the fault was
-made) and ``error`` (what this process was told, and when).
+Every rank runs it, or the parent of local workers. It records what it sees in its folder:
+``resumed`` (step and losses after the checkpoint), ``pids``, ``fault_s`` (the time of the fault)
+and ``error`` (the error that this process got, and when).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.faults.draw import OP_FAULTS, SCRIPT_FAULTS, Injection, draw
 from tests.faults.model import batch, make_model, optimizer, order
 
 NUM_CHECKED = 2
-"""Steps behind a checkpoint whose losses are compared."""
+"""The number of steps after a checkpoint whose losses are compared."""
 LIMIT_S = 50.0
-"""A script that no error has ended by then says so."""
+"""Time after which a script that got no error reports it."""
 FIRE_ANYWAY_S = 2.0
-"""When a fault happens though its action has not been seen."""
+"""Time after which a fault happens even if its action has not been seen."""
 
 
 class Script:
@@ -49,7 +49,7 @@ class Script:
         liveness.SILENT_S, step_limit.STALL_S = (
             4.0,
             5.0,
-        )  # a test need not wait as long as a user would
+        )  # shorter than a user's limits
         self.note("pid", os.getpid())
         if self.rank >= 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
             dist.init_process_group("gloo")
@@ -75,7 +75,7 @@ class Script:
             self.act(step + num_steps)
 
     def act(self, step: int) -> None:
-        """What the script is at when the fault happens."""
+        """Do what the script does when the fault happens."""
         injection = self.injection
         assert injection is not None
         if injection.kind in SCRIPT_FAULTS:
@@ -87,7 +87,7 @@ class Script:
         elif injection.place == "close":
             self.fire_after(injection.delay_s / 30)
             self.compiled.close()
-            time.sleep(0.3)  # a victim of a late fault
+            time.sleep(0.3)  # a late fault still needs a victim
             self.over.set()
             return
         else:
@@ -119,7 +119,7 @@ class Script:
     # --- state -----------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Load the checkpoint; how many steps it is behind."""
+        """Load the checkpoint; returns its step."""
         if not (self.lane / "last").exists():
             return 0
         self.compiled.load(self.lane / "last")
@@ -139,7 +139,7 @@ class Script:
         return () if self.rank >= 0 else self.compiled._runner.group.pids
 
     def victim_pid(self) -> int | None:
-        """The process that the signal is for, None where another process sends it to itself."""
+        """The process to signal; None where another process signals itself."""
         assert self.injection is not None
         if self.rank >= 0:
             return os.getpid() if self.rank == self.injection.victim else None
@@ -172,7 +172,7 @@ class Script:
         threading.Timer(delay_s, self.fire).start()
 
     def fire_when_doing(self) -> None:
-        """The fault, as soon as the victim is seen in the drawn action."""
+        """Cause the fault as soon as the victim is in the drawn action."""
         assert self.injection is not None
         if self.injection.kind in OP_FAULTS:
             self.fire()
