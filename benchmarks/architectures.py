@@ -1,14 +1,14 @@
-"""Which architectures of ``transformers`` autopar trains on two processes as eager PyTorch does.
+"""Architectures of ``transformers`` that autopar trains on two processes as eager PyTorch does.
 
 Run: ``python benchmarks/architectures.py [--limit N] [--only NAME ...]``. Every model type of the
 auto-model mappings is built small (see ``small_transformers.py``) and goes through
 
 ====== ==========================================================================================
-build  the model is made, with random weights, in train mode, in float64 if it can be
+build  the model is made, with random weights, in train mode, in float64 if possible
 eager  three steps of SGD in eager PyTorch, twice: both runs must agree, or there is no reference
 export ``torch.export`` alone captures the call, with the loss (the share is of these)
 capture ``autopar.frontend.capture``
-plan   ``autopar.plan`` for two CPU devices on which every split pays: their links cost nothing
+plan   ``autopar.plan`` for two CPU devices with free links, so that every split pays
 train  ``autopar.compile`` with that plan: three steps on two real gloo processes
 match  losses, the first step's gradients, and the weights and buffers after the third
 ====== ==========================================================================================
@@ -16,8 +16,8 @@ match  losses, the first step's gradients, and the weights and buffers after the
 An error is the largest difference of any tensor, relative to its largest number (or to a hundredth
 of the largest number of all tensors of that kind, where that is more). Each architecture has a time
 limit and runs in a process that may die. Writes ``benchmarks/results/architectures.json`` after
-each; what is there, with the same versions, is run again only with ``--again``, ``--failed`` or
-``--only``.
+each; results of the same versions are reused unless ``--again``, ``--failed`` or ``--only`` is
+given.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TRIALS_PER_PROCESS = 20
 REASON_LENGTH = 240
 Row = dict[str, Any]
 
-# Slow devices on links that cost nothing: all work that can be split is worth splitting.
+# Slow devices on free links: all work that can be split is worth splitting.
 CLUSTER = Cluster(
     device=DeviceSpec(
         name="a slow device, so that every split pays",
@@ -82,11 +82,11 @@ CLUSTER = Cluster(
 
 
 class StageError(Exception):
-    """A stage came to a wrong result without an error of its own; the message says which."""
+    """A stage had a wrong result without an error of its own; the message says which."""
 
 
 class Training:
-    """What a few steps of training left behind, eager or compiled."""
+    """The results of a few steps of training, eager or compiled."""
 
     def __init__(self) -> None:
         self.losses: dict[str, Tensor] = {}
@@ -98,7 +98,7 @@ optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
 def train_eagerly(model: nn.Module, task: Task) -> Training:
-    """Train ``model`` itself, and put it back as it was."""
+    """Train ``model`` itself, and restore it afterwards."""
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     stepper, result = optimizer(list(model.parameters())), Training()
@@ -165,7 +165,7 @@ class WholeStep(nn.Module):
 
 
 class Trial:
-    """One architecture on its way through the stages; ``row`` is what is known so far."""
+    """One architecture on its way through the stages; ``row`` holds its results so far."""
 
     def __init__(self, one: Architecture, say: Callable[[str], None]) -> None:
         self.one, self.say = one, say
@@ -197,7 +197,7 @@ class Trial:
         with self.stage("eager"):
             try:
                 task, expected = self._reference(model)
-            except (NoBatchError, RuntimeError):  # grouped products have no float64, say
+            except (NoBatchError, RuntimeError):  # for example, grouped products have no float64
                 self.dtype = torch.float32
                 model = build(self.one, torch.float32)
                 task, expected = self._reference(model)
@@ -206,7 +206,7 @@ class Trial:
         try:
             with self.stage("export"):
                 torch.export.export(WholeStep(model, task), (), batch, strict=False)
-        except Exception as error:  # autopar may do without, and is not blamed if it cannot
+        except Exception as error:  # autopar may still succeed; if not, export is blamed
             row["reason"] = reason_of(error)
         with self.stage("capture"):
             captured = autopar.capture(model, batch, loss_fn=task.loss_fn)
@@ -248,7 +248,7 @@ class Trial:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong, without the paths of this machine."""
+    """One line on what went wrong, without the paths of this machine."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines)}"
     text = re.sub(r"/\S*/(?=[\w.-]+\.py)", "", text)
@@ -256,7 +256,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """The child's side: names come in; stages as they begin, then rows, go out."""
+    """The child's side: receives names; sends stages as they begin, then rows."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch shows each graph that it cannot export
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -309,13 +309,13 @@ class Tester:
     def close(self) -> None:
         if self.process is not None:
             self.connection.close()
-            self.process.kill()  # its workers notice, and end
+            self.process.kill()  # its workers notice, and exit
             self.process.join()
             self.process = None
 
 
 def failed_stage(row: Row) -> str | None:
-    """The first stage that a row did not pass; a capture makes up for a failed export."""
+    """The first stage that a row did not pass; a successful capture overrides a failed export."""
     missing = [stage for stage in STAGES if stage not in row["passed"]]
     if missing == ["export"] or not missing:
         return None
@@ -347,7 +347,7 @@ def document_of(rows: Mapping[str, Row]) -> Row:
 
 
 def known_rows() -> dict[str, Row]:
-    """What an earlier run with the same versions found."""
+    """The results of an earlier run with the same versions."""
     if not RESULT.exists():
         return {}
     document = json.loads(RESULT.read_text())

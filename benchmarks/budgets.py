@@ -1,16 +1,17 @@
-"""Searches through the whole pipeline: capture, price, problem, solve; under memory budgets too.
+"""Searches through the whole pipeline (capture, price, problem, solve), also under memory budgets.
 
     python benchmarks/budgets.py [--quick]
 
-- Llama-3-8B (32 layers, bfloat16, batch 64, sequence 2,048) on 8 x 8 H100 under parts of what the
-  unconstrained plan needs. Twice: the search on its own count of memory, and the planner, which
-  holds the lowered program's count to the budget and tries every mesh. Nothing is recomputed.
+- Llama-3-8B (32 layers, bfloat16, batch 64, sequence 2,048) on 8 x 8 H100, with budgets that are
+  fractions of what the unconstrained plan needs. It is solved twice: by the search, on its own
+  count of memory, and by the planner, which applies the budget to the lowered program's count and
+  tries every mesh. Nothing is recomputed.
 - DenseNet-121 and DenseNet-201 (batch 128, 224 x 224 images) on 2 x 8 A100, every mesh.
 
-A row is met with a gap of at most 1% within 60 s, or INFEASIBLE with the least feasible budget. The
-planner's 60 s are processor time; where nothing fits, it names the most frugal strategy it counted.
-Results go to benchmarks/results/budgets.json with the machine and the versions. --quick leaves out
-DenseNet-201 and takes 4 layers of Llama.
+A row is met with a gap of at most 1% within 60 s, or if it is INFEASIBLE with the least feasible
+budget. The planner's 60 s are processor time; where nothing fits, it names the most frugal strategy
+it counted. Results are written to benchmarks/results/budgets.json with the machine and the
+versions. --quick omits DenseNet-201 and uses 4 layers of Llama.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def priced(graph: Any, preset: str, nodes: int, sizes: tuple[int, ...]) -> Any:
 
 
 def llama_search(graph: Any) -> list[Row]:
-    """The search alone on mesh 8 x 8, in bytes as it counts them, node by node."""
+    """The search alone on mesh 8 x 8, with bytes as it counts them, node by node."""
     from autopar.search import solve
 
     table = priced(graph, "h100-sxm", 8, (8, 8))
@@ -106,7 +107,7 @@ def llama_search(graph: Any) -> list[Row]:
 
 
 def llama_planner(graph: Any) -> list[Row]:
-    """The planner over every mesh, in bytes counted by liveness over the lowered program."""
+    """The planner over every mesh, with bytes counted by liveness over the lowered program."""
     from autopar.base.errors import ConstraintError
     from autopar.cost_models import Cluster
     from autopar.planning.constraints import MemoryBudget
@@ -146,7 +147,7 @@ def llama_planner(graph: Any) -> list[Row]:
 
 
 def densenet(name: str) -> list[Row]:
-    """Every mesh of 16 devices; the time of the search alone, and that of the prices beside it."""
+    """Every mesh of 16 devices; the time of the search alone, and that of pricing."""
     from autopar.search import solve
 
     start = time.perf_counter()
@@ -178,7 +179,7 @@ def densenet(name: str) -> list[Row]:
 
 
 def show(row: Row) -> None:
-    """One line, as it is stored."""
+    """Print one row, as it is stored."""
     print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 

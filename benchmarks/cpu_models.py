@@ -22,7 +22,7 @@ WORDS = 4096
 
 
 def fresh(name: str) -> Made:
-    """One of ``MODELS`` in train mode: the same weights and batch each time."""
+    """One of ``MODELS`` in train mode, with the same weights and batch each time."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     return model.train(), batch
@@ -50,7 +50,7 @@ def _images(batch: int, size: int, classes: int = 8) -> Batch:
 
 
 def _transformers(kind: str, batch: Batch, **config: Any) -> Made:
-    """A class of ``transformers`` by the name of its head, with a configuration of its own."""
+    """A class of ``transformers``, by the name of its head, with a configuration of its own."""
     import transformers
 
     prefix = kind.partition("For")[0].removesuffix("LMHeadModel")
@@ -82,7 +82,7 @@ def lstm() -> Made:
 
 
 def gpt2() -> Made:
-    """Six layers of 512, 8,192 words, 4 sequences of 256, without dropout."""
+    """GPT-2 with six layers of 512, 8,192 words, 4 sequences of 256, and no dropout."""
     return _transformers(
         "GPT2LMHeadModel", _tokens(4, 256, 8192), n_layer=6, n_embd=512, n_head=8, vocab_size=8192,
         n_positions=256, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -130,7 +130,7 @@ def vit() -> Made:
 
 
 def resnet50() -> Made:
-    """ResNet-50, 16 images of 96 x 96, 100 classes."""
+    """ResNet-50 on 16 images of 96 x 96, with 100 classes."""
     return _transformers("ResNetForImageClassification", _images(16, 96, 100), num_labels=100)
 
 

@@ -4,16 +4,18 @@
                                    [--fresh | --again]
 
 Every model is profiled, planned (searched, data parallel, ZeRO-3, tensor parallel), and trained for
-a few steps, one plan after the other, as a user trains one: plans that live together and take turns
-find each other's data in the caches. A row is kept as soon as it is measured, so a run can be
-stopped and gone on with. Rows during whose steps the processors were never at their usual
-pace (`Pace`) are measured again by the next run, whatever their errors. fidelity.json in
-benchmarks/results/ has the rows with errors and, per model, Kendall's tau between the predicted and
-the measured order of its plans; fidelity.png shows them. With --again the plans of rows that are
-there are made from the prices that are there and take their steps once more: "repeat_error" is the
-same code's time by then beside its time in the row, the host's part in the error. Memory is
-compared twice: the tensors held at once, which is what a GPU's allocator counts too, and by how
-much a process on the CPU grows, which has the heap's holes and libraries besides.
+a few steps, one plan after another, as a user trains one: concurrent plans that take turns would
+evict each other's data from the caches. A row is stored as soon as it is measured, so a run can be
+interrupted and continued. Rows during whose steps the processors were never at their usual pace
+(`Pace`) are measured again by the next run, whatever their errors.
+
+fidelity.json in benchmarks/results/ has the rows with errors and, per model, Kendall's tau between
+the predicted and the measured order of its plans; fidelity.png plots them. With --again the plans
+of existing rows are made from the stored prices and their steps timed once more: "repeat_error"
+compares the same code's later time with that of the row, which is the host's share of the error.
+
+Memory is compared twice: the tensors held at once, which a GPU's allocator counts too, and the
+growth of a process on the CPU, which also includes the heap's fragmentation and libraries.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def main() -> None:
 
 
 def known_rows() -> list[Row]:
-    """The rows that are there, if they were measured on a machine like this."""
+    """The stored rows, if they were measured on a machine like this."""
     if not RESULT.exists():
         return []
     document = json.loads(RESULT.read_text())
@@ -113,13 +115,13 @@ def by_key(rows: list[Row]) -> dict[Key, Row]:
 
 
 def slow_rows(rows: dict[Key, Row]) -> set[Key]:
-    """Those that were measured while the processors were slow, as all steps' paces say."""
+    """Rows measured while the processors were slow, by the paces of all steps."""
     usual_s = SLOW * min((r["pace_s"] for r in rows.values()), default=0.0)
     return {key for key, r in rows.items() if r["pace_s"] > usual_s}
 
 
 def plans_of(count: int) -> dict[str, list[Any]]:
-    """Constraints of each plan; one process has but one plan."""
+    """Constraints of each plan; a single process has only one plan."""
     from autopar import Force
 
     if count == 1:
@@ -130,8 +132,10 @@ def plans_of(count: int) -> dict[str, list[Any]]:
 
 
 def measured(name: str, count: int, plan: str, num_steps: int) -> Row | None:
-    """The row of one plan, whose processes have the machine to themselves; None where there is no
-    such plan."""
+    """The row of one plan, whose processes have the machine to themselves.
+
+    None where there is no such plan.
+    """
     import autopar
     from autopar.base.errors import ConstraintError
 
@@ -159,11 +163,11 @@ def measured(name: str, count: int, plan: str, num_steps: int) -> Row | None:
 
 
 class Steps:
-    """Seconds of steps, and how far each was disturbed.
+    """Seconds of steps, and how much each was disturbed.
 
-    By other programs that used the machine, or by processors that before or after it were not at
-    their usual pace; below 1 it counts as quiet. Each follows another step, as in training: the
-    measure of the pace leaves none of its data in the caches.
+    Disturbances are other programs on the machine and processors that were not at their usual pace
+    before or after the step; below 1 a step counts as undisturbed. Each step follows another, as in
+    training: measuring the pace leaves none of its data in the caches.
     """
 
     def __init__(self, step: Callable[[], Any]) -> None:
@@ -188,7 +192,7 @@ class Steps:
         self.num_quiet += disturbance < 1
 
     def best(self, num_steps: int) -> Times:
-        """The least disturbed."""
+        """The least disturbed steps."""
         best = sorted(self._found)[:num_steps]
         return Times([seconds for _, seconds, _ in best], [pace_s for *_, pace_s in best])
 
@@ -213,7 +217,7 @@ def row(
     tensors = max(compiled.peak_tensor_bytes(**batch))
     predicted = compiled.plan.prediction
     counted = predicted.memory_bytes
-    # Workers on CPUs read the batch from the caller's memory.
+    # CPU workers read the batch from the caller's memory.
     own = sum(counted.values()) - (counted.get("inputs", 0) if predicted.resident_bytes else 0)
     return recounted({
         "model": name,
@@ -240,7 +244,7 @@ def row(
 
 
 def recounted(made: Row) -> Row:
-    """With what a process grows by, or a GPU holds, as today's formula has it for the tensors."""
+    """The row with the growth of a process, or the memory of a GPU, by the current formula."""
     from autopar.cost_models.memory import resident_bytes
 
     counted, grown = made["predicted_memory_bytes"], made["measured_bytes"]
@@ -250,7 +254,7 @@ def recounted(made: Row) -> Row:
 
 
 def summary(rows: list[Row]) -> Row:
-    """Medians and worst of the errors, and the ranking of each model's plans on two processes."""
+    """Median and worst errors, and the ranking of each model's plans on two processes."""
 
     def of(key: str) -> Row:
         errors = sorted(abs(r[key]) for r in rows if r.get(key) is not None)
@@ -277,9 +281,9 @@ def summary(rows: list[Row]) -> Row:
 
 
 def kendall_tau(rows: list[Row]) -> float | None:
-    """Tau-b between predicted and measured over pairs of plans, two within 3% tied.
+    """Tau-b between predicted and measured over pairs of plans; two within 3% are tied.
 
-    None where there is no order, predicted or measured; 0 where only one of them has one.
+    None where neither has an order; 0 where only one of them has.
     """
 
     def order(key: str) -> list[int]:
@@ -316,7 +320,7 @@ def write(rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row]) -> None:
-    """Predicted over measured, time on the left and memory on the right, one point a row."""
+    """Plot predicted over measured, time on the left and memory on the right, one point per row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")

@@ -1,13 +1,14 @@
 """Fits the curves of CUDA kernels to published measurements and writes cost_models/gpu_curves.json.
 
 Run: ``python benchmarks/fit_gpu_prices.py FOLDER``; the folder holds ``kernels_float32.csv``,
-``kernels_float16.csv`` and ``devices.json``. The rows are NeuSight's (sitar-lab/NeuSight,
-ASPLOS 2025) and Vidur's (microsoft/vidur, MLSys 2024), both under the MIT licence; only fitted
-parameters are kept.
+``kernels_float16.csv`` and ``devices.json``. The rows are from NeuSight (sitar-lab/NeuSight, ASPLOS
+2025) and Vidur (microsoft/vidur, MLSys 2024), both under the MIT licence; only fitted parameters
+are kept.
 
-Each chip, precision and family has its own few parameters, held near common starting values. Chips
-that nobody measured get the middle of those that were, and the part of the peak that products
-reach from the chip's power: what its process takes for an operation, times the peak, must fit in.
+Each chip, precision and family has its own few parameters, regularized towards common starting
+values. A chip without measurements gets the median parameters of the others; the fraction of peak
+that its products reach follows from its power: the energy per operation of its process, times the
+rate, must fit in.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ NUM_FOLDS = 5
 MAX_ROWS = 300
 MAX_FIXED_S = 1e-4
 RAGGED_AT_MOST = 0.95
-"""A smaller loss than this is not worth prices that fall from one size to the next."""
+"""A smaller loss is not worth prices that fall from one size to the next."""
 HOLD = 0.1
-"""How firmly a parameter is held at its start, against one row's logarithm of the error."""
+"""Weight of a parameter's distance from its start, relative to one row's log error."""
 
 Row = dict[str, Any]
 Params = np.ndarray[Any, Any]
@@ -53,7 +54,7 @@ Params = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChipFacts:
-    """What is published of a chip: its devices' names, its process, board power, float32 peak."""
+    """Published facts on a chip: its devices' names, process, board power, float32 peak."""
 
     names: tuple[str, ...]
     nanometres: float
@@ -97,7 +98,7 @@ HALF_PEAKS = {  # device of the half-precision rows: name, dense rate, bytes/s, 
     "H100": ("NVIDIA H100 80GB HBM3", 989.4e12, 3350e9, 132),
 }
 
-# Where the list of devices counts multiprocessors otherwise than the makers do.
+# Devices whose multiprocessors are counted differently in the list than by their makers.
 UNITS = {"Tesla P4": 20, "NVIDIA L4": 58}
 
 _READS = {
@@ -115,7 +116,9 @@ TRAFFIC_START = np.array([1.7, -10.3, -1.5])
 
 
 def read(folder: Path, name: str) -> list[Row]:
-    """Rows with their sizes as numbers; those under three microseconds are too coarse."""
+    """Rows with their sizes as numbers; times under three microseconds are too coarse
+    and left out.
+    """
     with (folder / name).open() as file:
         rows: list[Row] = [dict(row) for row in csv.DictReader(file)]
     for row in rows:
@@ -126,7 +129,7 @@ def read(folder: Path, name: str) -> list[Row]:
 
 
 def devices(folder: Path) -> dict[str, DeviceSpec]:
-    """The devices of the rows; those of half precision are called by their chip, as in the rows."""
+    """The devices of the rows; those of half precision are named by their chip, as in the rows."""
     found = {}
     for name, facts in json.loads((folder / "devices.json").read_text()).items():
         if not name.endswith("_TP"):
@@ -151,11 +154,11 @@ def _part(x: float) -> float:
 
 
 def curve_of(family: str, x: Params) -> ProductCurve | TrafficCurve:
-    """The curve that a fit's unbounded numbers stand for."""
+    """The curve that a fit's unbounded numbers parametrize."""
     if family in ("pointwise", "normalization", "softmax"):
         again = 0.0 if family == "pointwise" else float(np.exp(x[2]))
         return TrafficCurve(memory=_part(x[0]), fixed_s=float(np.exp(x[1])), again=again)
-    # Few convolutions are so small that the fixed time shows: it must not stand for something else.
+    # Few convolutions are so small that the fixed time shows; it must not absorb other effects.
     fixed_s = min(float(np.exp(x[4])), MAX_FIXED_S)
     return ProductCurve(
         compute=_part(x[0]), memory=_part(x[1]), cache=float(np.exp(x[2])),
@@ -203,7 +206,7 @@ def times(rows: Sequence[Row]) -> Any:
 
 
 def fit(rows: Sequence[Row], family: str, known: dict[str, DeviceSpec]) -> Params:
-    """Parameters by least logarithms, large ones counted linearly, each held near its start."""
+    """Parameters by robust least squares of log errors, regularized towards their start."""
     if len(rows) > MAX_ROWS:
         chosen = np.random.default_rng(0).choice(len(rows), MAX_ROWS, replace=False)
         rows = [rows[i] for i in chosen]
@@ -228,9 +231,9 @@ def chip_name(device: str) -> str:
 
 
 def energy_part(chip: str, fits: dict[str, Params]) -> float:
-    """The part of the float32 peak that the board's power allows, by the other chips' energies."""
+    """The fraction of float32 peak that the board's power allows, by the other chips' energies."""
 
-    def energy(name: str) -> float:  # picojoules for each operation reached
+    def energy(name: str) -> float:  # picojoules per operation at the rate reached
         return CHIPS[name].watts / (CHIPS[name].tera * _part(fits[name][0]))
 
     others = [name for name in fits if name != chip and name in CHIPS]
@@ -244,10 +247,10 @@ def energy_part(chip: str, fits: dict[str, Params]) -> float:
 
 
 def expected(chip: str, family: str, precision: str, fits: dict[str, Params]) -> Params:
-    """Parameters of a chip from those of the others."""
+    """The parameters of a chip, estimated from those of the others."""
     middle = np.median([x for name, x in fits.items() if name != chip], axis=0)
     if family in ("linear", "batched", "convolution"):
-        middle[6] = 0.0  # a matter of each library's kernels, not of chips
+        middle[6] = 0.0  # a property of each library's kernels, not of chips
     if precision == "float32" and family in ("linear", "batched", "convolution"):
         part = energy_part(chip, fits)
         middle[0] = np.log(part / (1 - part))
@@ -273,7 +276,7 @@ def unseen(rows: list[Row], family: str, known: dict[str, DeviceSpec]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Of one precision and family: parameters by chip, errors by device, and left-out chips."""
+    """Results of one precision and family: parameters by chip, errors by device, left-out chips."""
 
     fits: dict[str, Params]
     by_device: dict[str, Any]
@@ -289,7 +292,7 @@ class Result:
 
 
 def judge(rows: list[Row], family: str, precision: str, known: dict[str, DeviceSpec]) -> Result:
-    """Fits every chip of one family, and tries each fit on what it did not see."""
+    """Fit every chip of one family, and test each fit on data that it did not see."""
     chips: dict[str, list[Row]] = {}
     for row in rows:
         if row["family"] == family:
@@ -308,7 +311,7 @@ def judge(rows: list[Row], family: str, precision: str, known: dict[str, DeviceS
 
 
 def curves(chip: str, results: dict[tuple[str, str], Result], precision: str) -> Curves:
-    """The curves of one chip; families that were not measured on it are expected ones."""
+    """The curves of one chip; families that were not measured on it are estimated."""
     found: dict[str, Any] = {}
     fitted = False
     for (of, family), result in results.items():
@@ -336,7 +339,7 @@ def _digits(value: Any) -> float:
 
 
 def run(folder: Path, say: Callable[[str], None] = print) -> dict[tuple[str, str], Result]:
-    """Every precision and family of the folder."""
+    """Fit every precision and family of the folder."""
     known = devices(folder)
     results = {}
     for precision in ("float32", "float16"):

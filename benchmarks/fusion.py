@@ -1,17 +1,17 @@
-"""Arrays of models beside the same models trained without fusion, on this machine's CPUs or GPU.
+"""Arrays of models compared with the same models trained without fusion, on CPUs or one GPU.
 
     python benchmarks/fusion.py [--rounds 5] [--cases mlp convnet transformer] [--sizes 1 2 4 8]
 
-A contender trains B models on one shared batch, each with a learning rate of its own; its time is
-that of `STEPS` steps of all of them, and samples a second are those of all models together. A round
-runs every contender once, in a new order. Contenders: ``array``, ``autopar.compile`` of all models
-on one device; ``one by one``, eager PyTorch, a step of each model after the other; ``processes``, B
-processes at once, each with its share of the cores; ``vmap``, ``torch.func.stack_module_state``
-under ``vmap`` with one optimizer for all (and so one learning rate). Then ``partial``: arrays of
-transformers in which the last k blocks differ by model, so that they are computed model by model.
-Then ``sweep``: 81 configurations, by random search and by Hyperband, in arrays, one by one, and in
-as many processes as there are cores. Kept in benchmarks/results/fusion.json: medians and, by round,
-the array over the best other.
+A contender trains B models on one shared batch, each with its own learning rate. Its time is that
+of `STEPS` steps of all models, and its samples per second count all models. A round runs every
+contender once, in a new order. Contenders: ``array``, ``autopar.compile`` of all models on one
+device; ``one by one``, eager PyTorch, one step of each model in turn; ``processes``, B concurrent
+processes, each with its share of the cores; ``vmap``, ``torch.func.stack_module_state`` under
+``vmap`` with one optimizer for all (and so one learning rate). Case ``partial``: arrays of
+transformers in which the last k blocks differ between models and are computed model by model. Case
+``sweep``: 81 configurations, by random search and by Hyperband, in arrays, one by one, and in as
+many processes as there are cores. Writes medians and, by round, the array over the best other
+contender to benchmarks/results/fusion.json.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def convnet() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Four blocks; those of ``odd`` have an activation that other models do not have there."""
+    """Four blocks; those in ``odd`` have an activation that differs from that of other models."""
 
     def __init__(self, odd: int = 0, number: int = 0) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of four heads and two linear layers, each behind a layer norm."""
+    """Attention with four heads and a two-layer MLP, each after a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def optimizers(num: int) -> list[Callable[..., torch.optim.Optimizer]]:
     return [functools.partial(torch.optim.AdamW, lr=1e-3 * 0.9**i) for i in range(num)]
 
 
-# --- contenders: each gives a function that makes STEPS steps of all models ----------------------
+# --- contenders: each returns a function that runs STEPS steps of all models ---------------------
 
 
 def array_of(models: Sequence[nn.Module], batch: Batch, device: str) -> tuple[Callable, Callable]:
@@ -214,7 +214,7 @@ CONTENDERS = {
 
 
 def compared(name: str, num: int, rounds: int, device: str) -> dict[str, Any]:
-    """Samples a second of each contender, by round."""
+    """Samples per second of each contender, by round."""
     models, batch = case(name, num)
     with ExitStack() as stack:
         running: dict[str, Callable] = {}
@@ -253,7 +253,7 @@ def interleaved(
 
 
 def partly_fused(num_odd: int, num: int, rounds: int, device: str) -> dict[str, Any]:
-    """Arrays of transformers whose last blocks differ from model to model."""
+    """Arrays of transformers whose last blocks differ between models."""
     _, batch = case("transformer", 1)
     models = [Transformer(num_odd, i).train() for i in range(num)]
     steps, close = array_of(models, batch, device)
@@ -276,7 +276,7 @@ def candidate(configuration: Any) -> Candidate:
 
 
 def serial(searcher: Searcher, batch: Batch, pool: Any = None) -> None:
-    """Every trial by itself; one after the other, or by the processes of a pool."""
+    """Train every trial alone, one after another or in a pool of processes."""
     done: dict[int, int] = {}
     held: dict[int, Any] = {}
     while requests := list(searcher.ask()):
@@ -305,7 +305,7 @@ def _train(task: Any) -> tuple[float, Any]:
 
 
 def swept(device: str) -> list[dict[str, Any]]:
-    """Seconds of a whole sweep of 81 configurations, starts of processes included."""
+    """Seconds of a whole sweep of 81 configurations, including starts of processes."""
     _, batch = case("mlp", 1)
     compile = functools.partial(
         autopar.compile, devices=[device], example_inputs=batch, loss_fn=F.cross_entropy,

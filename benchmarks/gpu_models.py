@@ -1,10 +1,10 @@
-"""Whole models planned on one GPU, held against measured steps in float32.
+"""Whole models planned on one GPU, compared with measured steps in float32.
 
 Run: ``python benchmarks/gpu_models.py FOLDER``. The folder holds ``models_float32.csv`` and
 ``model_configs.json`` (NeuSight, sitar-lab/NeuSight, MIT licence: transformers with eager
 attention, forward, or forward with backward, no optimizer). Each model is made on the meta device
-and planned with the presets' prices and nothing else; rows of ``torch.compile`` are left out, as
-are mixtures of experts. Printed and written to ``benchmarks/results/gpu_models.json``.
+and planned with the presets' prices only; rows of ``torch.compile`` and mixtures of experts are
+left out. Prints and writes ``benchmarks/results/gpu_models.json``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PRESETS = {
     "NVIDIA_L4": "l4", "Tesla_P100-PCIE-16GB": "p100", "Tesla_P4": "p4", "Tesla_T4": "t4",
 }  # fmt: skip
 ASKED = "median 7, worst 20"
-# Enough for every model: whether one fits is not the question here.
+# Enough for every model: capacity is not tested here.
 MEMORY_BYTES = 1 << 41
 
 
 def logits_sum(output: Any, *_: Any) -> torch.Tensor:
-    """A loss that costs next to nothing: inference has none."""
+    """A loss of negligible cost, for inference, which has none."""
     found: torch.Tensor = output["logits"].sum()
     return found
 
@@ -62,7 +62,7 @@ def model_of(config: dict[str, Any], sequence: int, mode: str) -> torch.nn.Modul
 
 @cache
 def predicted(folder: Path, name: str, preset: str, mode: str, sequence: int, batch: int) -> float:
-    """Seconds of the forward pass, or of both passes, as the plan on one device predicts them."""
+    """Predicted seconds of the forward pass, or of both passes, for the plan on one device."""
     config = json.loads((folder / "model_configs.json").read_text())[name]
     model = model_of(config, sequence, mode).train(mode == "train")
     cluster = autopar.Cluster.preset(preset, devices_per_node=1)

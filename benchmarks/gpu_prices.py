@@ -1,9 +1,9 @@
-"""GPU prices held against measurements: kernels, collectives inside a node, published errors.
+"""GPU prices compared with measurements: kernels, collectives within a node, published errors.
 
 Run: ``python benchmarks/gpu_prices.py FOLDER``, about a minute on one core. Kernels are priced by
-fits that did not see them: over five folds of the shapes, and over each chip left out; beside them
-the plain roofline and the errors that NeuSight's authors published on this data. Collectives are
-priced by the presets. Printed and written to ``benchmarks/results/gpu_prices.json``.
+fits that did not see them: over five folds of the shapes, and over each chip left out; they are
+compared with the plain roofline and with the errors that NeuSight's authors published on this data.
+Collectives are priced by the presets. Prints and writes ``benchmarks/results/gpu_prices.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASKED = {
     "kernels": "median 10, p90 30; a chip left out: median 20",
     "collectives": "median 10, p90 25",
 }
-# Mean errors in percent that NeuSight's authors report, the least of the methods they compare.
+# Mean errors in percent reported by NeuSight's authors, the lowest of the methods they compare.
 PUBLISHED = {"batched": 14, "linear": 14, "pointwise": 14, "softmax": 14, "normalization": 20}
 NODES = {"a100_dgx": "a100-80", "h100_dgx": "h100-sxm"}
 
@@ -40,7 +40,7 @@ def summary(off: Any) -> dict[str, float]:
 
 
 def roofline(folder: Path, precision: str, family: str) -> Any:
-    """Errors of the larger of arithmetic and traffic at the datasheet's peaks."""
+    """Errors of the larger of compute and memory time at the datasheet's peaks."""
     known = devices(folder)
     rows = [r for r in read(folder, f"kernels_{precision}.csv") if r["family"] == family]
     item_bytes = 2 if precision == "float16" else 4

@@ -1,11 +1,11 @@
 """Large models planned jointly and offline: GPT-3 175B on 1,024 A100, Llama-3-70B on 512 H100.
 
 Run: ``python benchmarks/large.py``. Each case runs in a process of its own: the model's shapes on
-the meta device, bfloat16, ``schedule="auto"``, nothing fixed. Printed and written to
+the meta device, bfloat16, ``schedule="auto"``, nothing fixed. Prints and writes
 ``benchmarks/results/large.json``: wall and processor seconds by part, peak memory of the process
-(targets: 60 s, 4 GB, two cores), the plan with its predicted throughput, model FLOP utilisation and
-memory, and the other combinations with their times or the reasons against them. What others
-reported of the same models is quoted with its source, not run here.
+(targets: 60 s, 4 GB, two cores), the plan with its predicted throughput, model FLOP utilization and
+memory, and the other combinations with their times or the reasons against them. Results that others
+reported for the same models are quoted with their source, not run here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LISTED = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, the cluster it is planned for, its batch, and what others reached with it."""
+    """A model, the cluster it is planned for, its batch, and the results of others with it."""
 
     title: str
     make: Callable[[], Any]
@@ -41,7 +41,7 @@ class Case:
 
 
 def gpt3() -> Any:
-    """GPT-3 175B, as GPT-2 in other sizes; no dropout."""
+    """GPT-3 175B, as GPT-2 with other sizes and no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -82,7 +82,7 @@ CASES = (
 
 
 def plan_case(index: int) -> dict[str, Any]:
-    """Plan one case; seconds of each part as the planner reports it, and peak memory."""
+    """Plan one case; returns seconds of each step of the planner, and peak memory."""
     import torch
     import transformers  # noqa: F401  (its import is no part of planning)
 
@@ -113,14 +113,14 @@ def plan_case(index: int) -> dict[str, Any]:
 
 
 def _reporting(mark: Callable[[str], None]) -> Any:
-    """In the place of the progress bar: the planner's own steps with their times."""
+    """A replacement of the progress bar that records the planner's steps with their times."""
     import contextlib
 
     return lambda shown: contextlib.nullcontext(mark)
 
 
 def _costs(marks: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Seconds by kind of step: the first word of what the planner reports."""
+    """Seconds by kind of step: the first word of the planner's text for it."""
     parts: dict[str, dict[str, float]] = {}
     for (text, wall_s, cpu_s), (_, wall_end_s, cpu_end_s) in itertools.pairwise(marks):
         part = parts.setdefault(text.split()[0], {"steps": 0, "wall_s": 0.0, "cpu_s": 0.0})

@@ -1,8 +1,9 @@
-"""Networks of realistic sizes, on the meta device: the families that the tests train, and PaSE's.
+"""Networks of realistic sizes on the meta device: the families that the tests train, and PaSE's.
 
 ``NETWORKS`` maps a name to a function that returns a module (which returns its loss) and a global
-batch; no memory is allocated. PaSE's four have the sizes of the authors' own graphs and the batches
-of the paper (128 images, 64 sentences); the others those of their papers or first releases.
+batch; no memory is allocated. PaSE's four networks have the sizes of the authors' own graphs and
+the batches of the paper (128 images, 64 sentences); the others have those of their papers or first
+releases.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def images(batch: int, size: int = 224) -> Batch:
 
 
 class Classifier(nn.Module):
-    """Layers in a row, then the cross-entropy of their output."""
+    """A sequence of layers, followed by the cross-entropy of their output."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Classifier(nn.Module):
 
 
 def alexnet() -> tuple[nn.Module, Batch]:
-    """As in PaSE's graph: one tower, 227 x 227 images, 1,024 classes."""
+    """AlexNet as in PaSE's graph: one tower, 227 x 227 images, 1,024 classes."""
     relu = nn.ReLU
     return Classifier(
         nn.Conv2d(3, 96, 11, stride=4), relu(), nn.MaxPool2d(3, 2),
@@ -63,7 +64,7 @@ class ConvNorm(nn.Sequential):
 
 
 class Branches(nn.Module):
-    """Branches side by side, concatenated over channels."""
+    """Parallel branches, concatenated over channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ def _inception_e(n: int) -> nn.Module:
 
 
 def inception_v3() -> tuple[nn.Module, Batch]:
-    """As in PaSE's graph: no auxiliary head, 299 x 299 images."""
+    """Inception v3 as in PaSE's graph: no auxiliary head, 299 x 299 images."""
     return Classifier(
         ConvNorm(3, 32, 3, stride=2), ConvNorm(32, 32, 3), ConvNorm(32, 64, 3, padding=1),
         nn.MaxPool2d(3, 2), ConvNorm(64, 80, 1), ConvNorm(80, 192, 3), nn.MaxPool2d(3, 2),
@@ -165,12 +166,12 @@ class RecurrentLanguageModel(nn.Module):
 
 
 def rnnlm() -> tuple[nn.Module, Batch]:
-    """As in PaSE's graph: 2 layers of 2,048, 100,000 words, sentences of 256."""
+    """The language model of PaSE's graph: 2 layers of 2,048, 100,000 words, sentences of 256."""
     return RecurrentLanguageModel(100_000, 2048), tokens(64, 256)
 
 
 class Attention(nn.Module):
-    """Multi-head attention with a fused query-key-value product where memory is the input."""
+    """Multi-head attention with a fused query-key-value projection for self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -188,7 +189,7 @@ class Attention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention to itself, to the encoder (in a decoder), and the feed-forward part."""
+    """Self-attention, cross-attention (in a decoder), and the feed-forward network."""
 
     def __init__(self, width: int, heads: int, inner: int, *, decoder: bool) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class TransformerLayer(nn.Module):
 
 
 class TranslationTransformer(nn.Module):
-    """Vaswani et al. 2017 with the sizes of PaSE's small one."""
+    """The transformer of Vaswani et al. 2017 with the sizes of PaSE's small one."""
 
     def __init__(self, vocabulary: int = 50_000, width: int = 512, length: int = 256) -> None:
         super().__init__()
@@ -228,7 +229,7 @@ class TranslationTransformer(nn.Module):
 
 
 def transformer() -> tuple[nn.Module, Batch]:
-    """As in PaSE's graph: 6 + 6 layers of 512, 8 heads, 50,000 words, sentences of 256."""
+    """The transformer of PaSE's graph: 6 + 6 layers of 512, 50,000 words, sentences of 256."""
     return TranslationTransformer(), {**tokens(64, 256), "target_ids": ids(64, 256)}
 
 
@@ -250,7 +251,7 @@ def mlp() -> tuple[nn.Module, Batch]:
 
 
 def _transformers(kind: str, batch: Batch, **config: Any) -> tuple[nn.Module, Batch]:
-    """A class of ``transformers`` by the name of its head, with a configuration of its own."""
+    """A class of ``transformers``, by the name of its head, with a configuration of its own."""
     import transformers
 
     prefix = kind.partition("For")[0].removesuffix("LMHeadModel")
@@ -271,7 +272,7 @@ def resnet50() -> tuple[nn.Module, Batch]:
 
 
 def llama() -> tuple[nn.Module, Batch]:
-    """The shapes of Llama-3-8B, 8 layers of 32, in bfloat16."""
+    """The shapes of Llama-3-8B with 8 of its 32 layers, in bfloat16."""
     module, batch = _transformers(
         "LlamaForCausalLM", tokens(64, 2048), num_hidden_layers=8, hidden_size=4096,
         intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
@@ -295,7 +296,7 @@ def mobilenet_v2() -> tuple[nn.Module, Batch]:
 
 
 def mixtral() -> tuple[nn.Module, Batch]:
-    """The shapes of Mixtral-8x7B, 2 layers of 32, in bfloat16."""
+    """The shapes of Mixtral-8x7B with 2 of its 32 layers, in bfloat16."""
     module, batch = _transformers(
         "MixtralForCausalLM", tokens(64, 1024), num_hidden_layers=2, use_cache=False
     )
@@ -303,7 +304,7 @@ def mixtral() -> tuple[nn.Module, Batch]:
 
 
 def vgg16() -> tuple[nn.Module, Batch]:
-    """Simonyan and Zisserman 2014, configuration D."""
+    """VGG-16 (Simonyan and Zisserman 2014, configuration D)."""
     layers: list[nn.Module] = []
     channels = 3
     for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
@@ -337,7 +338,7 @@ class DenseBlock(nn.Module):
 
 
 def densenet(depths: tuple[int, ...]) -> tuple[nn.Module, Batch]:
-    """Huang et al. 2016, DenseNet-BC with growth 32."""
+    """DenseNet-BC with growth rate 32 (Huang et al. 2016)."""
     channels = 64
     layers: list[nn.Module] = [
         nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False),
@@ -385,7 +386,7 @@ NETWORKS: dict[str, Network] = {
 
 
 def captured(name: str) -> Any:
-    """The network's graph, captured on the meta device."""
+    """The graph of a network, captured on the meta device."""
     from autopar.frontend.capture import capture
 
     with torch.device("meta"):

@@ -1,11 +1,11 @@
-"""What agreeing on finite steps costs: nonfinite="raise" beside "ignore" on two local processes.
+"""The cost of agreeing on finite steps: nonfinite="raise" and "ignore" on two local processes.
 
     python benchmarks/nonfinite.py [--rounds 10] [--cases "data parallel" zero3] [--model gpt2]
 
-One model under one plan, compiled twice; a round has `STEPS` steps of each, in a new order.
-Printed and kept in benchmarks/results/nonfinite.json: the median time of a step as the caller sees
-it, and the processors' time that the workers spent on a step, which other programs on the machine
-disturb less; "raise" over "ignore" by round, with the median and the quartiles of the rounds.
+One model is compiled twice under one plan; a round has `STEPS` steps of each, in a new order.
+Prints and writes to benchmarks/results/nonfinite.json the median time of a step as the caller sees
+it, and the processor time that the workers spend on a step, which other programs on the machine
+disturb less; also "raise" over "ignore" by round, with its median and quartiles.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ make_optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
 def processor_s(compiled: Compiled) -> float:
-    """Time that processors have spent on the workers so far, all their threads."""
+    """Processor time of the workers so far, over all their threads."""
     runner = compiled._runner
     assert isinstance(runner, LocalRunner)
     files = (f for pid in runner.group.pids for f in Path(f"/proc/{pid}/task").glob("*/schedstat"))
@@ -52,7 +52,7 @@ def processor_s(compiled: Compiled) -> float:
 
 
 def measured(compiled: Compiled, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Median time of a step, and processors' time of one, in seconds."""
+    """Median time and processor time of one step, in seconds."""
     times_s, before_s = [], processor_s(compiled)
     for _ in range(STEPS):
         start_s = time.perf_counter()
@@ -62,7 +62,7 @@ def measured(compiled: Compiled, batch: dict[str, torch.Tensor]) -> tuple[float,
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Of the rounds' (ignore, raise) times."""
+    """Medians and quartiles of the rounds' (ignore, raise) times."""
     low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
     return {
         "ignore_s": statistics.median(a for a, _ in pairs),

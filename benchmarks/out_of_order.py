@@ -1,10 +1,10 @@
-"""What out-of-order weight gradients gain on V100s, predicted, beside the published ranges.
+"""Predicted gains of out-of-order weight gradients on V100s, with the published ranges.
 
 Run: ``PYTHONPATH=. python benchmarks/out_of_order.py`` in the repository. Captures real-size models
 on the meta device, prices every op on the V100 preset, and predicts the second stream on one GPU,
 reverse first-k under data parallelism, and fast-forwarding with modulo allocation in a pipeline (Oh
 et al., EuroSys 2022). Prints tables and writes ``results/out_of_order.json`` and ``.png``. Nothing
-is measured: the figures are the cost model's and the simulator's, the same on every machine.
+is measured: the figures are those of the cost model and the simulator, the same on every machine.
 """
 
 import json
@@ -55,8 +55,8 @@ PUBLISHED = {
     "data_parallel": (1.10, 1.27),
     "pipeline": (1.41, 1.99),
 }
-INTERFERENCE = 0.05  # what both streams lose to each other's caches while they co-run
-# launch to launch from a framework without captured graphs; with them it is the preset's
+INTERFERENCE = 0.05  # what both streams lose to cache interference while they co-run
+# time between launches of a framework without captured graphs; with them, the preset's is used
 EAGER_LAUNCHES_S = (5e-6, 10e-6, 20e-6)
 DENSENET_121 = (6, 12, 24, 16)
 SEQUENCE = 128
@@ -65,9 +65,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model, and the batch on each GPU that the authors' scripts give or, failing that, ours.
+    """A model and its batch per GPU, from the authors' scripts where they give one.
 
-    ``measured_samples_per_s``: training throughput of one V100 in float32, where one is public.
+    ``measured_samples_per_s``: training throughput of one V100 in float32, where one is published.
     """
 
     name: str
@@ -103,7 +103,7 @@ def mobilenet(batch: int, width: float = 1.0) -> tuple[nn.Module, dict[str, torc
 
 
 def densenet121(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Growth 32, with ImageNet's stem and head in place of the small model's."""
+    """DenseNet-121: growth 32, with ImageNet's stem and head instead of the small model's."""
     model: Any = densenet(growth=32, depths=DENSENET_121)
     model.features[0] = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
     model.head = nn.Linear(model.head.in_features, 1000)
@@ -180,7 +180,7 @@ def v100(nodes: int, per_node: int) -> Cluster:
 
 
 def ethernet(nodes: int, per_node: int) -> Cluster:
-    """One 10 Gb/s adapter a node, as the authors' p3.2xlarge and p3.8xlarge instances have."""
+    """One 10 Gb/s adapter per node, as in the authors' p3.2xlarge and p3.8xlarge instances."""
     cluster = v100(nodes, per_node)
     level = Level(
         name="10 Gb/s Ethernet",
@@ -203,7 +203,7 @@ NETWORKS = {
 
 
 def single_gpu() -> list[Row]:
-    """The second stream over the conventional order, and beside an eager framework's launches."""
+    """Gain of the second stream over the conventional order, also with eager launch times."""
     device = v100(1, 1).device
     rows = []
     for item in WORKLOADS:
@@ -250,7 +250,7 @@ def single_gpu() -> list[Row]:
 
 
 def depthwise_s(graph: Graph, blocks: tuple[Block, ...], layers: tuple[LayerTimes, ...]) -> float:
-    """Seconds of the layers of depthwise convolutions: kernels of one input channel."""
+    """Seconds of the layers with depthwise convolutions: kernels of one input channel."""
     depthwise = {p.index for p in graph.parameters if len(p.shape) == 4 and p.shape[1] == 1}
     return sum(
         layer.total_s
@@ -260,7 +260,7 @@ def depthwise_s(graph: Graph, blocks: tuple[Block, ...], layers: tuple[LayerTime
 
 
 def filled(layer: LayerTimes) -> float:
-    """Seconds in which the layer's work would take the whole device."""
+    """Seconds in which the layer's work would occupy the whole device."""
     return (
         layer.forward_s * layer.forward_share
         + layer.input_grad_s * layer.input_grad_share
@@ -306,7 +306,7 @@ def single_note(row: Row) -> str:
 
 
 def data_parallel() -> list[Row]:
-    """Reverse first-k over wait-free reduction in the usual order, on 4 nodes of 4 V100."""
+    """Gain of reverse first-k over wait-free reduction in the usual order, on 4 nodes of 4 V100."""
     return [
         data_parallel_row(item, item.parallel_batch, network, cluster)
         for network, cluster in NETWORKS.items()
@@ -359,14 +359,14 @@ def first_k(durations: Durations, layers: tuple[LayerTimes, ...], cluster: Clust
 
 
 def loads(durations: Durations, layers: tuple[LayerTimes, ...]) -> tuple[float, float]:
-    """Seconds of all compute with the updates, and of all reductions."""
+    """Seconds of all computation with the updates, and of all reductions."""
     table = durations.table(len(layers))
     compute = sum(sum(table[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.U))
     return compute, sum(table[Kind.G])
 
 
 def loaded(durations: Durations, layers: tuple[LayerTimes, ...], load: float) -> Durations:
-    """The durations with reductions that take ``load`` of the compute time in all."""
+    """The durations, with reductions that take ``load`` of the compute time in total."""
     compute_s, reduce_s = loads(durations, layers)
     reductions = durations.table(len(layers))[Kind.G]
     return replace(durations, G=tuple(g * load * compute_s / reduce_s for g in reductions))
@@ -379,7 +379,7 @@ def at_measured_speed(
     batch: int,
     measured_samples_per_s: float,
 ) -> Row:
-    """The gain where all compute is as much faster as the measured throughput is."""
+    """The gain if all computation were scaled to the measured throughput."""
     compute_s, reduce_s = loads(durations, layers)
     measured_s = batch / measured_samples_per_s
     ratio = measured_s / compute_s
@@ -465,7 +465,7 @@ PIPELINES = tuple(
 
 
 def pipeline() -> list[Row]:
-    """Fast-forwarding with modulo allocation over GPipe on contiguous stages of even cost."""
+    """Gain of fast-forwarding with modulo allocation over GPipe on contiguous, balanced stages."""
     return [pipeline_row(case) for case in PIPELINES]
 
 
@@ -534,7 +534,9 @@ def compared(gpipe: Timeline, recomputing: Timeline, by_group: dict[int, Timelin
 def loads_of_pipeline(
     case: Pipeline, layers: tuple[LayerTimes, ...], gpipe_s: float, links: Links
 ) -> Row:
-    """What bounds any schedule: even work, the dearest layer, and a message beside a forward."""
+    """Bounds for any schedule: balanced work, the most expensive layer, a message over
+    a forward.
+    """
     even_s = sum(layer.total_s for layer in layers) / case.num_devices
     dearest = max(layers, key=lambda layer: layer.total_s)
     return {
@@ -553,7 +555,7 @@ def transformer_layers(graph: Graph) -> tuple[Block, ...]:
 
 
 def even_stages(costs: list[float], num_stages: int) -> list[int]:
-    """Sizes of the contiguous stages whose dearest is cheapest."""
+    """Sizes of the contiguous stages whose largest cost is minimal."""
 
     @cache
     def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
@@ -628,7 +630,9 @@ def settings() -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Speed-up over the conventional order against the share of layers that is reversed."""
+    """Plot the speed-up over the conventional order against the share of layers that is
+    reversed.
+    """
     from matplotlib import pyplot
 
     networks = ("10 Gb/s Ethernet", SCALED)

@@ -1,20 +1,21 @@
-"""Data parallelism with overlapped reductions beside DistributedDataParallel, two processes.
+"""Data parallelism with overlapped reductions compared with DistributedDataParallel, two processes.
 
     python benchmarks/overlap.py [--rounds 6] [--cases gpt2 resnet50] [--links full 1gbit]
 
-Two gloo processes hold each contender's own copy of one model and optimizer. A round runs
-`STEPS` consecutive steps of each contender, in a new order, after a barrier, until the weights of
-the last step are there; the time is that of the slower process, for one step. Ours: data
-parallelism as it is without a schedule, the conventional order (a stage's reductions begin with its
-last W, its weights are updated just before its next forward) and reverse-first-k (k by the plan's
-prices). Batch normalisation is local in all of them, as DistributedDataParallel has it.
+Two gloo processes hold each contender's own copy of one model and optimizer. A round runs `STEPS`
+consecutive steps of each contender, in a new order, after a barrier, until the weights of the last
+step are final; the time is that of the slower process, per step. Ours: data parallelism without a
+schedule, with the conventional order (a stage's reductions start after its last W, its weights are
+updated just before its next forward) and with reverse first-k (k by the plan's prices). Batch
+normalization is local in all of them, as in DistributedDataParallel.
 
-Over the link as it is, ours goes over sockets of the thread that computes (one host). The link
-``1gbit`` stands for one between hosts, where all is gloo's, and is slowed in the process
-(`SlowLink`): an all-reduce of 64 KiB or more is complete, for DistributedDataParallel (by a
+Over the full link, ours communicates through sockets on the computing thread (one host). The link
+``1gbit`` emulates one between hosts, where gloo does all communication, and is slowed down in the
+process (`SlowLink`): an all-reduce of 64 KiB or more is complete, for DistributedDataParallel (by a
 communication hook) and for ours alike, when the collective has ended and its bytes would have
-passed a link of that bandwidth, one after the other.
-Printed and kept in benchmarks/results/overlap.json: medians, and ours over DDP's, also by round.
+passed a link of that bandwidth, one after another.
+
+Prints and writes to benchmarks/results/overlap.json medians, and ours over DDP's, also by round.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ Steps = Callable[..., Any]
 
 
 class SlowLink:
-    """All-reduces that take at least as long as a link of this bandwidth would; see the top.
+    """All-reduces that take at least as long as over a link of this bandwidth.
 
-    Of n processes each sends 2 (n - 1) / n of the bytes.
+    Each of n processes sends 2 (n - 1) / n of the bytes.
     """
 
     def __init__(self, bandwidth_bytes_per_s: float) -> None:
@@ -78,7 +79,7 @@ class SlowLink:
         threading.Thread(target=self._complete, daemon=True).start()
 
     def start(self, tensor: Tensor, group: Any = None) -> torch.futures.Future[Tensor]:
-        """Begin to sum in place; the future is complete when the link is done."""
+        """Start a sum in place; the future is complete when the link is done."""
         size = dist.get_world_size(group)
         sent_bytes = tensor.nbytes * 2 * (size - 1) / size
         begin_s = max(time.perf_counter(), self.free_at_s)
@@ -96,7 +97,7 @@ class SlowLink:
             done.set_result(tensor)
 
     def install(self) -> None:
-        """Slow ``torch.distributed.all_reduce`` down in this process."""
+        """Slow down ``torch.distributed.all_reduce`` in this process."""
 
         def slowed(
             tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -110,10 +111,10 @@ class SlowLink:
             return None
 
         dist.all_reduce = slowed
-        registry.COLLECTIVES = (GlooCollectives,)  # this link is not between cores of a host
+        registry.COLLECTIVES = (GlooCollectives,)  # this link is not within a host
 
     def mean(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Begin to average in place: DistributedDataParallel's own hook, over this link."""
+        """Start an average in place: DistributedDataParallel's own hook, over this link."""
         return self.start(tensor.div_(dist.get_world_size()))
 
 
@@ -134,7 +135,7 @@ def main() -> None:
 
 
 def run(case: str, link: str, rounds: int) -> dict[str, Any]:
-    """Start the processes of one case; the row that rank 0 wrote."""
+    """Start the processes of one case; returns the row that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -157,7 +158,7 @@ def worker(case: str, link: str, rounds: int, out: Path) -> None:
     orders: dict[str, list[int]] = {}
     for name, schedule in OURS.items():
         contenders[name], orders[name] = our_steps(case, bandwidth, schedule)
-    # The second loss follows the first update; what rounding becomes in many steps is not asked.
+    # The second loss follows the first update; later ones would differ by accumulated rounding.
     losses = {name: steps(2) for name, steps in contenders.items()}
     for name, loss in losses.items():
         torch.testing.assert_close(loss, losses["DDP"], rtol=1e-3, atol=1e-3, msg=name)
@@ -193,7 +194,7 @@ def ddp_steps(case: str, slow: SlowLink | None) -> Steps:
 
 
 def our_steps(case: str, bandwidth: float | None, schedule: str | None) -> tuple[Steps, list[int]]:
-    """Ours under a schedule, and the order in which it reduces the stages."""
+    """Our steps under a schedule, and the order in which it reduces the stages."""
     model, batch = fresh(case)
     cluster = autopar.Cluster.detect(dist.get_world_size())
     if bandwidth is not None:
@@ -212,7 +213,7 @@ def our_steps(case: str, bandwidth: float | None, schedule: str | None) -> tuple
     def steps(count: int = STEPS) -> Tensor:
         for _ in range(count):
             loss = compiled.train_step(**batch)
-        compiled.gradients()  # waits for the last reductions and updates
+        compiled.gradients()  # wait for the last reductions and updates
         return loss
 
     return steps, order
@@ -241,7 +242,7 @@ def row(
 
 
 def write(made: dict[str, Any]) -> None:
-    """Print a row, and put it in the place of that of the same case and link."""
+    """Print a row, and replace that of the same case and link."""
     print(f"{made['case']}, link {made['link']}: {made['median_s']}")
     for name, each in made["over_ddp"].items():
         print(f"    {name} / DDP: {each['of_medians']} (by round {each['median_of_rounds']})")

@@ -1,15 +1,16 @@
-"""Pipelines beside torch.distributed.pipelining: the same stages and micro-batches, two processes.
+"""Pipelines compared with torch.distributed.pipelining: same stages and micro-batches.
 
     python benchmarks/pipelines.py [--rounds 12]
 
-Both processes hold each contender's own copy of one model, a chain of transformer layers, and its
+Two processes hold each contender's own copy of one model, a chain of transformer layers, and its
 optimizer. Each round runs one step of each contender, in a new order, after a barrier; a step's
-time is that of the slower process. Printed and kept in benchmarks/results/pipelines.json: medians,
-and ours over torch's for each schedule, also round by round; before anything is timed, both must
-have made the same losses. Then each of our schedules' bubble, the share of both devices' time
-between the first and the last action in which they neither compute nor handle a message, beside
-that of the simulated schedule: with every action's own time of that step, and with one time for all
-actions of a kind and stage, their median. Both know the latency of a message.
+time is that of the slower process. Before anything is timed, both must have computed the same
+losses. Prints and writes to benchmarks/results/pipelines.json medians, and ours over torch's for
+each schedule, also by round. It also reports the bubble of each of our schedules, the share of both
+devices' time between the first and the last action in which they neither compute nor handle a
+message, and that of the simulated schedule: with every action's own time in that step, and with one
+time for all actions of a kind and stage, their median. Both simulations know the latency of a
+message.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from autopar.schedules.action import SEND_KINDS
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
-# Our name, torch's class, stages on each of two devices, whether they return (a V).
+# Our name, torch's class, stages on each of two devices, whether they form a V.
 SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1, False),
     "interleaved": ("ScheduleInterleaved1F1B", 2, False),
@@ -150,8 +151,8 @@ class OurStep:
 def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
     """The measured bubble and the simulated ones, as shares of the makespan; medians over steps.
 
-    ``error`` is that of a step simulated with its own actions' times, ``error_of_medians`` that of
-    the schedule simulated with one time a kind and stage.
+    ``error`` is that of a step simulated with the times of its own actions, ``error_of_medians``
+    that of the schedule simulated with one time per kind and stage.
     """
     _, schedule = step.compiled.plan.schedule.pipeline()
     links = Links(latency_s=message_s())
@@ -189,8 +190,11 @@ def bubble(step: OurStep, num_steps: int = 12) -> dict[str, float]:
 
 
 def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
-    """Seconds of each computing action, with the handling of messages: what is sent, behind it;
-    what is received, which can only be handled once it has come, ahead of the next one."""
+    """Seconds of each computing action, including the handling of its messages.
+
+    A sent message is handled after the action; a received one, which must have arrived, before the
+    next.
+    """
     found: list[tuple[Action, float]] = []
     ahead_s = 0.0
     for item in times:
@@ -207,13 +211,15 @@ def with_messages(times: list[Any]) -> list[tuple[Action, float]]:
 
 
 def message_s(num: int = 50) -> float:
-    """Median seconds from one process to the other of a message of one number, as ours sends them:
-    what is left of a message besides the handling of its bytes, which is in the actions."""
+    """Median seconds of a one-element message between the processes, sent as ours are.
+
+    This is the latency without the handling of bytes, which is part of the actions' times.
+    """
     messages, peer = SharedMemoryMessages.open(dist.group.WORLD), 1 - dist.get_rank()
     assert messages is not None
     tensor, taken = torch.zeros(1), []
     for _ in range(num):
-        time.sleep(0.005)  # as long as an action: who waits, sleeps
+        time.sleep(0.005)  # as long as an action, so that the waiting process sleeps
         dist.barrier()
         start_s = time.perf_counter()
         for sends in (dist.get_rank() == 0, dist.get_rank() == 1):
@@ -227,7 +233,7 @@ def message_s(num: int = 50) -> float:
 
 
 def torch_step(name: str) -> Step:
-    """torch's schedule over the same stages, its loss on both ranks."""
+    """torch's schedule over the same stages, with its loss on both ranks."""
     from torch.distributed import pipelining
 
     model, x, y = fresh()

@@ -1,9 +1,9 @@
-"""How long planning takes, offline, on the machine at hand, and how much memory it needs.
+"""Time and memory of planning, offline, on this machine.
 
 Run: ``python benchmarks/planning.py``. Each case runs in a process of its own: Llama-3-8B shapes
 (meta device, bfloat16, batch 64, sequence 2,048) for 8 x 8 H100, with 8 and with 32 layers. Writes
-``benchmarks/results/planning.json``, with processor time beside wall time, which other work on the
-machine makes longer. The peer's figures are quoted with their source, not run here.
+``benchmarks/results/planning.json``, with processor time as well as wall time, which other work on
+the machine inflates. The figures of other systems are quoted with their source, not run here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PEER = {
 
 
 def llama_graph(num_layers: int) -> Any:
-    """Llama-3-8B shapes with so many layers, captured on the meta device."""
+    """Llama-3-8B shapes with ``num_layers`` layers, captured on the meta device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +50,7 @@ def llama_graph(num_layers: int) -> Any:
 
 
 def plan_llama(num_layers: int) -> dict[str, Any]:
-    """Plan one model; wall seconds of each part as the planner reports it, and peak memory."""
+    """Plan one model; returns wall seconds of each step of the planner, and peak memory."""
     import transformers  # noqa: F401  (its import is no part of planning)
 
     import autopar

@@ -1,10 +1,11 @@
-"""How long it takes to profile a model for eight CPU devices, the first time and the second.
+"""Time to profile a model for eight CPU devices, the first and the second time.
 
     PYTHONPATH=. python benchmarks/profiling.py [--models resnet50 gpt2]
 
 Every op call that a plan on eight devices may make (all meshes) is measured into an empty store, as
-`autopar.compile` does, and then once more. Printed and kept in benchmarks/results/profiling.json:
-seconds, and the calls measured, of both; what the time limit left is priced without a measurement.
+`autopar.compile` does, and then once more. Prints and writes to benchmarks/results/profiling.json
+the seconds and the number of measured calls of both runs; calls beyond the time limit are priced
+without a measurement.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NUM_DEVICES, LIMIT_S = 8, 110.0
 
 
 def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """GPT-2 of 12 layers: 768 wide, 50,257 words, 8 sequences of 256."""
+    """GPT-2 with 12 layers: width 768, 50,257 words, 8 sequences of 256."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = torch.randint(0, 50257, (8, 256))
@@ -62,7 +63,9 @@ def main() -> None:
 
 
 def profiled(captured: Captured, cluster: Cluster, path: Path) -> dict[str, Any]:
-    """One profile, with what the store has got by it; listing the calls is part of the time."""
+    """One profile, with the number of calls it added to the store; listing the calls is
+    timed too.
+    """
     before = stored(cluster, path)
     start = time.perf_counter()
     calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, None))

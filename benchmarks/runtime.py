@@ -1,11 +1,12 @@
-"""Training steps beside eager PyTorch, DistributedDataParallel and FSDP2, in the same processes.
+"""Training steps compared with eager PyTorch, DistributedDataParallel and FSDP2.
 
     python benchmarks/runtime.py [--rounds 12] [--cases gpt2 resnet50] [--world-sizes 1 2]
 
-Each case starts its processes once. In every process all contenders hold their own copy of the
-same model and optimizer; each round runs one step of each, in a new order, after a barrier, so that
-what else the machine does falls on all alike. A step's time is that of the slowest rank. Printed
-and kept in benchmarks/results/runtime.json: medians, and ours over each peer's, also by round.
+Each case starts its processes once. In every process all contenders hold their own copy of the same
+model and optimizer; each round runs one step of each, in a new order, after a barrier, so that
+other load on the machine affects all of them alike. A step's time is that of the slowest rank.
+Prints and writes to benchmarks/results/runtime.json medians, and ours over each peer's, also by
+round.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def run(case: str, num_processes: int, rounds: int) -> dict[str, Any]:
-    """Start the processes of one case; the row that rank 0 wrote."""
+    """Start the processes of one case; returns the row that rank 0 wrote."""
     num_threads = max(1, num_cores() // num_processes)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
@@ -90,9 +91,9 @@ def one_process(case: str) -> tuple[dict[str, Step], list[str]]:
 
 
 def two_processes(case: str) -> tuple[dict[str, Step], list[str]]:
-    """Peers on halves of the batch; ours under a searched plan and under known ones.
+    """Peers on halves of the batch; ours under a searched plan and under known strategies.
 
-    Batch normalisation is local in all of them, as DistributedDataParallel has it.
+    Batch normalization is local in all of them, as in DistributedDataParallel.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -121,7 +122,7 @@ def two_processes(case: str) -> tuple[dict[str, Step], list[str]]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts, as users of FSDP2 wrap them: transformer layers, stages of a ResNet."""
+    """The repeated modules, as users of FSDP2 wrap them: transformer layers, stages of a ResNet."""
     names = ("GPT2Block", "ResNetStage")
     return [m for m in model.modules() if type(m).__name__ in names]
 

@@ -1,9 +1,9 @@
 """Figures of autopar.schedules: scale, bubbles, merged Chimera, search against CP-SAT, gains of k.
 
 Run: ``python benchmarks/schedules.py [--quick]``. Prints tables and writes
-``benchmarks/results/schedules.json`` with the machine and the versions. Times are of this machine,
-wall seconds with whatever else ran on it and, where given, processor seconds;
-bubbles, gaps and gains are of the simulation, and are the same everywhere.
+``benchmarks/results/schedules.json`` with the machine and the versions. Times are wall seconds on
+this machine under its current load and, where given, processor seconds; bubbles, gaps and gains
+come from the simulation and are the same everywhere.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Wall seconds and the function's value."""
+    """Wall seconds and the function's result."""
     start = time.perf_counter()
     value = function()
     return round(time.perf_counter() - start, 3), value
@@ -56,7 +56,7 @@ def scale() -> list[Row]:
 
 
 def scaled(name: str, options: Row) -> Row:
-    """One run: wall seconds of each part, and processor seconds of all."""
+    """One run: wall seconds of each part, and processor seconds in total."""
     links = Links(latency_s=0.01, bandwidth_bytes_per_s=100.0, message_bytes=1.0)
     cpu = time.process_time()
     build_s, schedule = timed(lambda: build(name, num_stages=64, num_microbatches=512, **options))
@@ -145,7 +145,7 @@ def drawn(seed: int, devices: int, batches: int) -> SearchProblem:
 
 
 def against_oracle(num_cases: int, devices: int, batches: int, limit_s: float) -> list[Row]:
-    """The search, the best generator alone and CP-SAT on the same drawn cases."""
+    """The search, the best generator alone and CP-SAT on the same random cases."""
     rows = []
     for seed in range(num_cases):
         problem = drawn(seed, devices, batches)
@@ -182,10 +182,10 @@ def against_oracle(num_cases: int, devices: int, batches: int, limit_s: float) -
 
 
 def gains() -> list[Row]:
-    """Reverse-first-k and the second stream over a made-up 50-layer profile.
+    """Gains of reverse first-k and the second stream on a synthetic 50-layer profile.
 
-    Forward, input and weight gradients of equal time; gradients grow with depth as in
-    convolutional networks; reductions take ``load`` of the backward's time in all.
+    Forward, input and weight gradients take equal time; gradients grow with depth as in
+    convolutional networks; reductions take ``load`` of the backward's time in total.
     """
     rows = []
     layers = 50

@@ -1,10 +1,10 @@
-"""Time the search on instances with known optima, and on graphs large, dense and short of memory.
+"""Search times on instances with known optima, and on large, dense and memory-limited graphs.
 
     python benchmarks/search.py [FOLDER] [--quick]
 
 FOLDER holds PaSE instances as .npz (by default those in tests/search/data). Three more parts are
-made here from numbers: a graph of 10,000 nodes, dense blocks, and layers under memory budgets.
-Results go to benchmarks/results/search.json with the machine and the versions.
+generated here: a graph of 10,000 nodes, dense blocks, and layers under memory budgets. Writes
+benchmarks/results/search.json with the machine and the versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.search import Problem, solve
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "search.json"
 
-# Seconds the authors' own program took to search, on a two-core machine.
+# Search seconds of the authors' own program on a two-core machine.
 AUTHORS_S = {
     "inception3_p4": 6.9,
     "inception3_p8": 10.3,
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Run every part; exit status 1 if a figure that is required was missed."""
+    """Run every part; exit status 1 if a required figure was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = ROOT.parent / "tests" / "search" / "data"
     parser.add_argument("folder", nargs="?", type=Path, default=default)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def instance_row(path: Path) -> Row:
-    """One instance: the median of some runs, loading left out, checking included."""
+    """One instance: the median of several runs, without loading, with checking."""
     with np.load(path) as data:
         nodes = [data[f"node_{node}"] for node in range(int(data["n_nodes"]))]
         edges = {(int(i), int(j)): data[f"edge_{i}_{j}"] for i, j in data["edges"]}
@@ -94,7 +94,7 @@ def instance_row(path: Path) -> Row:
 
 
 def large_row(*, shared: bool) -> Row:
-    """Blocks of five nodes with two skips: equal blocks, or every table its own."""
+    """Blocks of five nodes with two skips: equal blocks, or each with its own tables."""
     rng = np.random.default_rng(0)
     num_nodes, num_choices, block = 10_000, 81, 5
     pool = [rng.random((num_choices, num_choices)) for _ in range(block + 2)]
@@ -166,7 +166,9 @@ def dense_row(*, num_choices: int) -> Row:
 
 
 def budget_rows() -> list[Row]:
-    """Budgets as parts of what the unconstrained optimum needs; one stage, and four."""
+    """Budgets as fractions of what the unconstrained optimum needs, with one stage and
+    with four.
+    """
     rows = []
     for num_stages in (1, 4):
         free = layers(num_stages=num_stages, budgets=None)
@@ -191,7 +193,7 @@ def budget_rows() -> list[Row]:
 
 
 def layers(*, num_stages: int, budgets: list[float] | None) -> Problem:
-    """32 equal layers of 60 operators on two axes, nine choices an axis."""
+    """32 equal layers of 60 operators on two axes, with nine choices per axis."""
     rng = np.random.default_rng(0)
     num_layers, num_ops, per_axis = 32, 60, 9
     table = rng.random((5, 5)) * 4
@@ -230,7 +232,7 @@ def layers(*, num_stages: int, budgets: list[float] | None) -> Problem:
 
 
 def show(title: str, rows: list[Row]) -> None:
-    """One line a row, as it is stored."""
+    """Print one line per row, as it is stored."""
     print(f"{title}:")
     for row in rows:
         print("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)

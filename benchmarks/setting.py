@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: the head of every results file."""
+"""The machine and versions of a benchmark run, which head every results file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def setting(*packages: str) -> dict[str, Any]:
-    """The machine, its load now, and the versions of ``packages``."""
+    """The machine, its current load, and the versions of ``packages``."""
     return {
         "machine": {
             "processor": processor_name(),
@@ -26,12 +26,12 @@ def setting(*packages: str) -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """How many this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def processor_name() -> str:
-    """The processor as the system names it."""
+    """The processor's name as the system reports it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,16 +1,16 @@
 """Every architecture of ``transformers``, small: random weights, batches with a loss, no download.
 
-In comes a model type (``"llama"``); out goes a model of a few thousand parameters and a way to
-make its batches. The procedure is the same for all:
+Input: a model type (``"llama"``). Output: a model of a few thousand parameters and a way to make
+its batches. The procedure is the same for all:
 
 1. The class is the first that the auto-model mappings of `TASKS` name for the model type.
-2. The default config is made again with every size capped by `SIZES`, the table of attribute
-   names; sub-configs alike, token ids small and distinct, dropout and its like (`ZEROS`) at zero.
-   `OVERRIDES` holds what single model types need besides.
-3. Weights are drawn as the model draws them, plus noise: what starts at zero would hide errors.
-4. The batch holds what the signature of ``forward`` asks for. Of several candidates (with and
-   without image, longer audio) the first counts on which the model runs and its loss has a
-   gradient. A model without a loss of its own is trained towards a fixed pattern.
+2. The default config is rebuilt with every size capped by `SIZES`, the table of attribute names;
+   sub-configs likewise, with small and distinct token ids, and dropout and the like (`ZEROS`) at
+   zero. `OVERRIDES` holds what single model types need in addition.
+3. Weights are initialized by the model, plus noise: zero weights would hide errors.
+4. The batch holds what the signature of ``forward`` asks for. The first candidate (with and without
+   image, longer audio) is taken on which the model runs and its loss has a gradient. A model
+   without a loss of its own is trained towards a fixed pattern.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TASKS = (
 )  # fmt: skip
 
 BATCH, SEQUENCE, VOCABULARY = 4, 8, 96
-FIRST_TOKEN = 48  # ids below are kept for special tokens
+FIRST_TOKEN = 48  # smaller ids are reserved for special tokens
 IMAGE, FRAMES = 64, 64
 NOISE = 0.02
 
-# What a size is called, and the most it may be; the first pattern that fits counts.
+# Patterns of the names of sizes, and their caps; the first pattern that matches counts.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"type_vocab_size|num_channels|pretraining_tp|chunk_size_feed_forward", 1 << 30),
     (r"vocab_size|max_target_positions", VOCABULARY),
@@ -83,7 +83,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_mel_bins|max_source_positions|input_feat_per_channel|num_mels", 32),
     (r"^dim$|width$|hidden_channels|base_channels|latent_channels|stem_", 32),
 )
-# Whatever adds random numbers, or keeps what training does not need.
+# Options that add random numbers, or keep what training does not need.
 ZEROS = re.compile(
     r"drop(?!_token)|mask_time_prob|mask_feature_prob|jitter|random_noise|mask_ratio$"
 )
@@ -94,7 +94,7 @@ _MROPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2}
-# What single model types need besides; a dictionary under the name of a sub-config goes into it.
+# Additions for single model types; a dictionary under the name of a sub-config applies to it.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bit": {"num_groups": 4},
@@ -142,7 +142,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One model type, the class that stands for it, and the mapping that named it."""
+    """One model type, the class that represents it, and the mapping that named it."""
 
     name: str
     class_name: str
@@ -150,7 +150,7 @@ class Architecture:
 
 
 def architectures() -> list[Architecture]:
-    """All model types that the mappings of `TASKS` name, the mappings taking turns."""
+    """All model types that the mappings of `TASKS` name, in round-robin order of the mappings."""
     by_task: list[list[Architecture]] = []
     seen: set[str] = set()
     for task in TASKS:
@@ -184,7 +184,7 @@ def _shrunk(
             changed[key] = _shrunk(value, overrides.get(key, {}), tokens)
         else:
             if isinstance(value, list) and len(value) == getattr(config, "num_hidden_layers", 0):
-                continue  # one entry a layer: made anew
+                continue  # one entry per layer: built anew
             small = _small_value(key, value, tokens)
             if key == "num_key_value_heads" and latent_attention:
                 small = _small_value("num_attention_heads", value, tokens)
@@ -220,12 +220,12 @@ def _capped(value: Any, most: int) -> Any:
 
 
 def _power_of_two(size: int) -> int:
-    """The largest that is no larger: what one stage has, the next one has to divide."""
+    """The largest power of two up to ``size``, so that the sizes of stages divide each other."""
     return 1 << (size.bit_length() - 1) if size > 0 else size
 
 
 def build(one: Architecture, dtype: torch.dtype) -> nn.Module:
-    """The small model in train mode, the same each time."""
+    """The small model in train mode, identical each time."""
     torch.manual_seed(0)
     config = small_config(one.name)
     model_class = getattr(transformers, one.class_name)
@@ -237,7 +237,7 @@ def build(one: Architecture, dtype: torch.dtype) -> nn.Module:
 
 
 class PatternLoss:
-    """The loss of a model that has none: the distance of its first output to a fixed pattern."""
+    """A loss for models that have none: the distance of the first output to a fixed pattern."""
 
     def __call__(self, output: Any) -> Tensor:
         leaves = torch.utils._pytree.tree_leaves(output)
@@ -255,7 +255,7 @@ class Task:
 
 
 class NoBatchError(Exception):
-    """No candidate batch suits the model; the message says what the model said to the first."""
+    """No candidate batch suits the model; the message has the model's error for the first."""
 
 
 def find_task(one: Architecture, model: nn.Module) -> Task:
@@ -290,7 +290,7 @@ def loss_of(model: nn.Module, task: Task, batch: Batch) -> Tensor:
 
 
 def candidates(one: Architecture, model: nn.Module) -> Iterator[Callable[[int], Batch]]:
-    """Batch makers, the richest first."""
+    """Batch makers, those with the most fields first."""
     wanted = inspect.signature(model.forward).parameters
     makers = _Makers(one, model, frozenset(wanted))
     for fields in makers.variants():
@@ -307,7 +307,7 @@ class _Makers:
         self.dtype = next(model.parameters()).dtype
 
     def variants(self) -> Iterator[dict[str, Any]]:
-        """Which fields a candidate holds, with options such as the length of audio."""
+        """The fields of each candidate, with options such as the length of audio."""
         if self.one.task == "TIME_SERIES_PREDICTION":
             yield from ({"past_values": n, "future_values": m} for n, m in ((64, 16), (32, 8)))
         if "pixel_values" in self.wanted and "input_ids" in self.wanted:
@@ -355,7 +355,7 @@ class _Makers:
             yield {"pixel_values": (), "decoder_input_ids": True}
 
     def _image_tokens(self) -> Iterator[tuple[int, int] | tuple[()]]:
-        """The id that stands for an image patch and how many of them an image takes."""
+        """The token id of an image patch, and the number of such tokens per image."""
         token = _attribute(self.config, "image_token_id", "image_token_index")
         inner = getattr(self.model, "model", self.model)
         if token is not None and hasattr(inner, "get_image_features"):
@@ -366,7 +366,7 @@ class _Makers:
                 parts = features if isinstance(features, list | tuple) else [features]
                 width = parts[0].shape[-1]
                 yield (token, sum(p.numel() for p in parts) // width // BATCH)
-            except Exception:  # the model wants more than pixels: it is tried without images
+            except Exception:  # the model needs more than pixels: it is tried without images
                 return
         else:
             yield ()
@@ -444,7 +444,7 @@ class _Makers:
             return None
         ids = batch.get("input_ids")
         shape = (BATCH, SEQUENCE) if ids is None else tuple(ids.shape)
-        if self.one.task == "CTC":  # no longer than the frames of the shortest sound
+        if self.one.task == "CTC":  # no longer than the frames of the shortest audio
             classes = self.config.vocab_size
             return torch.randint(1, classes, (BATCH, SEQUENCE // 2), generator=generator)
         labels = torch.randint(FIRST_TOKEN, VOCABULARY, shape, generator=generator)
@@ -455,7 +455,7 @@ class _Makers:
 
 
 def _attribute(config: Any, *names: str) -> Any:
-    """The first of these attributes that a config or, else, one of its sub-configs has."""
+    """The first of these attributes that a config, or else one of its sub-configs, has."""
     for name in names:
         if getattr(config, name, None) is not None:
             return getattr(config, name)

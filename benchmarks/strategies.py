@@ -1,13 +1,13 @@
-"""Plans against every known strategy, by the same prices: networks x devices x kinds of device.
+"""Plans compared with every known strategy at the same prices: networks x devices x device types.
 
     python benchmarks/strategies.py [--networks alexnet gpt2] [--instances FOLDER] [--fresh]
 
 Each cell searches every mesh of up to two axes exactly, offline, and prices the strategies of
 `autopar.planning.baselines`. The global batch is the same for any number of devices. For PaSE's
-four networks the speed-up over data parallelism stands beside the paper's, and beside what the
-authors' own cost model says of their own graphs (FOLDER holds these instances as .npz), with a
-reason where they differ by more than a quarter. benchmarks/results/strategies.json keeps the cells;
-a cell that is there is not made again unless --fresh is given.
+four networks the speed-up over data parallelism is compared with the paper's, and with that of the
+authors' own cost model on their own graphs (FOLDER holds these instances as .npz), with a reason
+where they differ by more than a quarter. benchmarks/results/strategies.json keeps the cells;
+existing cells are recomputed only with --fresh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULT = ROOT / "results" / "strategies.json"
 DEVICES = (4, 8, 16, 32, 64)
 PRESETS = ("1080ti", "2080ti", "a100-80", "h100-sxm")
 DEVICES_PER_NODE = 8
-PASE_STEPS_PER_NODE = 3_000  # of FlexFlow's chain, for PaSE's networks; planning takes fewer
+PASE_STEPS_PER_NODE = 3_000  # FlexFlow's chain, for PaSE's networks; planning takes fewer
 
 # Speed-up over data parallelism in the paper's figure 6, read off the bars, at 4 to 64 devices.
 PAPER = {
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Make the missing cells, then the summary; exit status 1 if a plan was ever worse."""
+    """Compute the missing cells, then the summary; exit status 1 if a plan was ever worse."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--instances", type=Path, default=ROOT.parent / "tests" / "search" / "data")
@@ -84,7 +84,7 @@ def prepared_of(network: str) -> Any:
 
 
 def cell(network: str, prepared: Any, preset: str, count: int) -> Row:
-    """One network on so many devices of one kind: the plan and every known strategy."""
+    """One network on ``count`` devices of one type: the plan and every known strategy."""
     from autopar.cost_models import Cluster
     from autopar.planning.baselines import MARKOV_STEPS_PER_NODE, price_baselines
     from autopar.planning.planner import make_setting
@@ -133,7 +133,7 @@ def cell(network: str, prepared: Any, preset: str, count: int) -> Row:
 
 
 def parts_ms(best: Any, known: Any) -> Row:
-    """Milliseconds of the plan and of data parallelism by what they are spent on."""
+    """Milliseconds of the plan and of data parallelism, by category."""
     from autopar.plan.strategy_names import DATA
     from autopar.pricing.step_time import time_parts
 
@@ -150,7 +150,7 @@ def parts_ms(best: Any, known: Any) -> Row:
 
 
 def show(row: Row) -> None:
-    """One line a cell."""
+    """Print one line per cell."""
     times = {name: each["over_plan"] for name, each in row["baselines"].items()}
     best, formula = row["best_that_can_be_run"], row["best_by_formula"]
     print(
@@ -163,7 +163,7 @@ def show(row: Row) -> None:
 
 
 def write(cells: list[Row], instances: Path) -> None:
-    """The table with its summary, machine and versions."""
+    """Write the table with its summary, machine and versions."""
     packages = ("torch", "transformers", "numpy", "ortools")
     document = {
         **setting(*packages),
@@ -205,7 +205,9 @@ def summary(cells: list[Row]) -> Row:
 
 
 def pase_rows(cells: list[Row], instances: Path) -> list[Row]:
-    """PaSE's networks: our speed-up over data parallelism, the paper's, and its cost model's."""
+    """PaSE's networks: our speed-up over data parallelism, the paper's, and that of its
+    cost model.
+    """
     rows = []
     for row in cells:
         paper = PAPER.get((row["network"], row["preset"]))
@@ -230,7 +232,7 @@ def pase_rows(cells: list[Row], instances: Path) -> list[Row]:
 
 
 def hidden_speed_up(parts: Row) -> float:
-    """Our speed-up if all communication, of both strategies, ran beside the backward pass."""
+    """Our speed-up if all communication, in both strategies, overlapped with the backward pass."""
 
     def hidden_ms(part: Row) -> float:
         return part["forward"] + part["update"] + max(part["backward"], part["communication"])
@@ -239,7 +241,9 @@ def hidden_speed_up(parts: Row) -> float:
 
 
 def reason(row: Row, ours: float, published: float) -> str:
-    """What would have to be different for the paper's figure, from the parts of our prices."""
+    """A text on what explains the difference from the paper's figure, by the parts of
+    our prices.
+    """
     plan, data = (sum(row["parts_ms"][each].values()) for each in ("plan", "data_parallel"))
     moved = row["parts_ms"]["data_parallel"]["communication"]
     if ours > published:
@@ -269,8 +273,8 @@ STRONG_SCALING = (
     "The batch is fixed, so a step shrinks with the number of devices and what does not shrink "
     "weighs more: the paper's speed-ups fall with it, those of both cost models rise."
 )
-# Facts that bear on where the paper's speed-up is the larger. How its runs moved gradients is not
-# published, so what made them slow is a guess and is marked as one.
+# Possible reasons where the paper's speed-up is larger. How its runs moved gradients is not
+# published, so why they were slow is a guess and is marked as one.
 SLOW_LINKS = {
     "alexnet": (
         "The presets give both cards the same bus (four links for a node); the paper says that the "
@@ -290,11 +294,12 @@ SLOW_LINKS = {
 
 
 def authors_speed_up(folder: Path, network: str, count: int) -> float | None:
-    """Data parallelism over the optimum in the authors' own graph and prices, if it is there.
+    """Speed-up of the optimum over data parallelism in the authors' own graph and prices.
 
-    Their data parallelism splits every layer on its first dimension that takes all devices: the
-    batch, which stands first, behind at most a stack or the layers of an LSTM. None where a layer
-    cannot be split so far, as their convolutions, which keep four images a device.
+    Their data parallelism splits every layer on its first dimension that can use all devices: the
+    batch, which is the first dimension but for a stack or the layers of an LSTM. None where the
+    instance is missing, and where a layer cannot be split that far, as their convolutions, which
+    keep four images per device.
     """
     path = folder / f"{INSTANCES.get(network, network)}_p{count}.npz"
     if not path.exists():

@@ -1,10 +1,10 @@
-"""Predicted throughput of 1F1B and zero-bubble pipelines beside the published one, on 8 A100s.
+"""Predicted throughput of 1F1B and zero-bubble pipelines on 8 A100s, with the published one.
 
-Run: ``python benchmarks/zero_bubble.py``. Captures two GPTs on the meta device,
-prices every op on the A100-80 preset, deals the layers to 8 stages as the authors did (the first
-and the last stage hold one layer less, for the embedding and the head), simulates the schedules and
-adds the update of the slowest stage. Prints samples per GPU and second beside those of Qi et al.,
-ICLR 2024, table 4, and writes ``results/zero_bubble.json``. Nothing is measured.
+Run: ``python benchmarks/zero_bubble.py``. Captures two GPTs on the meta device, prices every op on
+the A100-80 preset, assigns the layers to 8 stages as the authors did (the first and the last stage
+have one layer less, for the embedding and the head), simulates the schedules and adds the update of
+the slowest stage. Prints samples per GPU and second with those of Qi et al., ICLR 2024, table 4,
+and writes ``results/zero_bubble.json``. Nothing is measured.
 """
 
 import json
@@ -35,7 +35,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
         "1f1b": (3.50, 3.70, 4.03), "zb_h1": (3.88, 4.00, 4.20), "zb_h2": (4.32, 4.35, 4.39),
     },
 }  # fmt: skip
-# Adam in float32 beside bfloat16 weights: gradient and weight read and written, two moments and
+# Adam in float32 with bfloat16 weights: gradient and weight read and written, two moments and
 # a float32 copy read and written.
 UPDATE_BYTES = 2 + 2 + 3 * 8
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def gpt(shape: dict[str, int]) -> Graph:
 
 
 def stages(graph: Graph, num_layers: int) -> list[Block]:
-    """The graph's blocks dealt to the stages: the first and the last have one layer less."""
+    """The graph's blocks by stage; the first and the last stage have one layer less."""
     blocks = [b for b in graph.blocks if b.name != "fixed"]
     is_layer = [".h." in f".{b.name}." and "#" not in b.name for b in blocks]
     assert sum(is_layer) == num_layers, [b.name for b in blocks]
