@@ -116,9 +116,7 @@ TRAFFIC_START = np.array([1.7, -10.3, -1.5])
 
 
 def read(folder: Path, name: str) -> list[Row]:
-    """Rows with their sizes as numbers; times under three microseconds are too coarse
-    and left out.
-    """
+    """Rows with their sizes as numbers, without times too coarse to fit (under 3 microseconds)."""
     with (folder / name).open() as file:
         rows: list[Row] = [dict(row) for row in csv.DictReader(file)]
     for row in rows:

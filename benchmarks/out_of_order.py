@@ -534,9 +534,7 @@ def compared(gpipe: Timeline, recomputing: Timeline, by_group: dict[int, Timelin
 def loads_of_pipeline(
     case: Pipeline, layers: tuple[LayerTimes, ...], gpipe_s: float, links: Links
 ) -> Row:
-    """Bounds for any schedule: balanced work, the most expensive layer, a message over
-    a forward.
-    """
+    """Bounds for any schedule: balanced work, the costliest layer, a message over a forward."""
     even_s = sum(layer.total_s for layer in layers) / case.num_devices
     dearest = max(layers, key=lambda layer: layer.total_s)
     return {
@@ -630,9 +628,7 @@ def settings() -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Plot the speed-up over the conventional order against the share of layers that is
-    reversed.
-    """
+    """Plot the speed-up over the conventional order against the share of reversed layers."""
     from matplotlib import pyplot
 
     networks = ("10 Gb/s Ethernet", SCALED)

@@ -51,7 +51,7 @@ from autopar.schedules import Kind
 
 RESULT = Path(__file__).parent / "results" / "overlap.json"
 LINKS: dict[str, float | None] = {"full": None, "1gbit": 1e9 / 8}
-"""Bandwidths in bytes a second; None is the link as it is."""
+"""Bandwidths in bytes per second; None leaves the link as it is."""
 SMALL_BYTES = 64 * 1024
 STEPS = 8
 NUM_STAGES = {"resnet50": 18}

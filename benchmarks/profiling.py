@@ -63,9 +63,7 @@ def main() -> None:
 
 
 def profiled(captured: Captured, cluster: Cluster, path: Path) -> dict[str, Any]:
-    """One profile, with the number of calls it added to the store; listing the calls is
-    timed too.
-    """
+    """One profile, with the calls it added to the store; listing the calls is timed too."""
     before = stored(cluster, path)
     start = time.perf_counter()
     calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, None))

@@ -111,7 +111,7 @@ def bubbles() -> list[Row]:
 
 
 def merged_chimera() -> list[Row]:
-    """Chimera at N = 4D and B = 2F beside 1F1B."""
+    """Chimera at N = 4D and B = 2F compared with 1F1B."""
     rows = []
     for depth in (4, 8, 16, 32):
         costs = Durations(F=1, B=2)

@@ -166,9 +166,7 @@ def dense_row(*, num_choices: int) -> Row:
 
 
 def budget_rows() -> list[Row]:
-    """Budgets as fractions of what the unconstrained optimum needs, with one stage and
-    with four.
-    """
+    """Budgets as fractions of what the unconstrained optimum needs, with one and four stages."""
     rows = []
     for num_stages in (1, 4):
         free = layers(num_stages=num_stages, budgets=None)

@@ -205,9 +205,7 @@ def summary(cells: list[Row]) -> Row:
 
 
 def pase_rows(cells: list[Row], instances: Path) -> list[Row]:
-    """PaSE's networks: our speed-up over data parallelism, the paper's, and that of its
-    cost model.
-    """
+    """PaSE's networks: our speed-up over data parallelism, the paper's, its cost model's."""
     rows = []
     for row in cells:
         paper = PAPER.get((row["network"], row["preset"]))
@@ -241,9 +239,7 @@ def hidden_speed_up(parts: Row) -> float:
 
 
 def reason(row: Row, ours: float, published: float) -> str:
-    """A text on what explains the difference from the paper's figure, by the parts of
-    our prices.
-    """
+    """A text on the difference from the paper's figure, by the parts of our prices."""
     plan, data = (sum(row["parts_ms"][each].values()) for each in ("plan", "data_parallel"))
     moved = row["parts_ms"]["data_parallel"]["communication"]
     if ours > published:

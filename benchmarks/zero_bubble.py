@@ -1,4 +1,4 @@
-"""Predicted throughput of 1F1B and zero-bubble pipelines on 8 A100s, with the published one.
+"""Predicted throughput of 1F1B and zero-bubble pipelines on 8 A100s, compared with the published.
 
 Run: ``python benchmarks/zero_bubble.py``. Captures two GPTs on the meta device, prices every op on
 the A100-80 preset, assigns the layers to 8 stages as the authors did (the first and the last stage

@@ -157,9 +157,7 @@ CallKey = tuple[Any, tuple[Any, ...]]
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
-    """A key equal for calls that one program can run: structure, shapes, dtypes and
-    plain values.
-    """
+    """A key of calls that one program can run: structure, shapes, dtypes, plain values."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
@@ -168,9 +166,7 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
 
 
 def _constant_key(leaf: Any) -> Any:
-    """A key that tells apart ``True``, ``1`` and ``1.0``, which are equal but not alike
-    to a model.
-    """
+    """A key that tells apart ``True``, ``1`` and ``1.0``, which compare as equal."""
     return type(leaf), leaf
 
 

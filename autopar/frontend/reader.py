@@ -354,9 +354,7 @@ class ProgramReader:
                 value["differentiable"] = False
 
     def _propagate_fixed(self, mutated: set[int], max_bytes: float = math.inf) -> set[int]:
-        """The values that depend on constants alone and take no more than ``max_bytes``
-        of memory.
-        """
+        """The values that depend on constants alone and take at most ``max_bytes``."""
         fixed = {
             i for i, v in enumerate(self.values)
             if v["kind"] is not ValueKind.ACTIVATION and v["fixed"] and i not in mutated

@@ -80,9 +80,7 @@ class Targets:
 def find_targets(
     loss_fn: LossFn, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Targets:
-    """The split of one call's arguments; raises InputError where ``loss_fn`` lacks a
-    required one.
-    """
+    """The split of a call's arguments; raises InputError where ``loss_fn`` lacks one."""
     positional, named, takes_more = _parameters(loss_fn)
     model_names, model_room = _room(model)
     needed = [p.name for p in (*positional, *named) if p.default is p.empty]

@@ -26,9 +26,7 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class UntracedCalls(TorchFunctionMode):
-    """A tracing mode in which reads of ``data`` become ``detach()``; other untraceable
-    calls fail.
-    """
+    """A tracing mode: reads of ``data`` become ``detach()``; other untraceable calls fail."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ_DATA:
@@ -49,9 +47,7 @@ class UntracedCalls(TorchFunctionMode):
 
 
 def refuse_averages_over_all_batches(model: nn.Module) -> None:
-    """Raise CaptureError for running averages over all batches, whose weight is a count
-    of batches.
-    """
+    """Raise CaptureError for running averages over all batches, weighted by a count."""
     for name, part in model.named_modules():
         is_averaging = isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
         if is_averaging and part.momentum is None:

@@ -83,8 +83,9 @@ class GraphBuilder:
         return ref
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record one call; returns the `Ref` of its result, or a tuple with None for
-        non-tensors.
+        """Record one call; returns the `Ref` of its result, or a tuple for several.
+
+        The tuple has None for results that are not tensors.
         """
         frozen = _tuples(args)
         frozen_kwargs = tuple((k, _tuples(v)) for k, v in kwargs.items())

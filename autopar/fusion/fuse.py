@@ -176,9 +176,7 @@ class _Fusion:
                 self.lanes[model][value.index] = Lane(ref, dim, 0 if dim is None else model)
 
     def _place(self, models: Sequence[int], values: Sequence[Value]) -> None:
-        """Put stored values of several models into the array, as one tensor where they
-        are alike.
-        """
+        """Put stored values of several models into the array, as one tensor if alike."""
         if all(v.index in self.lanes[m] for m, v in zip(models, values)):
             return
         missing = [(m, v) for m, v in zip(models, values) if v.index not in self.lanes[m]]
@@ -411,9 +409,7 @@ class _Fusion:
 
 
 def _draws(graph: Graph) -> dict[int, Draw]:
-    """The ops of a model that draw random numbers, each with its position among those
-    of its block.
-    """
+    """The ops of a model that draw random numbers, with their positions in their blocks."""
     found: dict[int, Draw] = {}
     for block in graph.blocks:
         place = 0

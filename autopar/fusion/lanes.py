@@ -15,9 +15,7 @@ from autopar.ir.graph import Ref
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One model's value: row ``row`` of dimension ``dim`` of ``ref``, or all of it if
-    dim is None.
-    """
+    """One model's value: ``row`` along ``dim`` of ``ref``, or all of ``ref`` if dim is None."""
 
     ref: Ref
     dim: int | None = None

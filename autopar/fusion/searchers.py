@@ -177,7 +177,7 @@ class Hyperband:
     def ask(self) -> Sequence[Request]:
         """The next rung of this bracket, or the first of the next; empty after the last bracket.
 
-        Raises InputError while a trial of the round has no value yet.
+        Raises InputError where the next rung needs a value that is missing.
         """
         current = self._current
         if current is not None and len(current.rungs) > 1:

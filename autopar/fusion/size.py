@@ -74,8 +74,8 @@ def largest_array(
     * ``example_inputs``: one batch, shared by all models: a tuple of the model's arguments, or a
       mapping.
     * ``loss_fn``: the loss, where the model does not return it.
-    * ``optimizer``: the optimizer of every model, whose states count as memory.
-    * ``compute``: the cost model of ops; by default that of the cluster's device.
+    * ``optimizer``: the optimizer of every model, whose states count as memory; by default AdamW.
+    * ``compute``: the cost model of ops; by default the roofline of the cluster's device.
     * ``memory_bytes``: a budget for tensors in bytes, below the memory of the device.
     * ``at_most``: the largest number of models tried.
 

@@ -108,9 +108,7 @@ def sweep(
 
 
 class _Sweep:
-    """Trains rounds of trials; between rounds their states are kept in ``snapshots``,
-    on the host.
-    """
+    """Trains rounds of trials, whose states are kept on the host in between."""
 
     def __init__(
         self,

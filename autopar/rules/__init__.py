@@ -1,6 +1,4 @@
-"""Rules: what the compiler knows about each op family, one file per family (see
-`registry.Rule`).
-"""
+"""Rules: what the compiler knows about each op family, in one file each (see `registry.Rule`)."""
 
 from autopar.rules import families
 from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies

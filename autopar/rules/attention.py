@@ -21,9 +21,7 @@ Outputs = Sequence[Value | None]
 def _attention_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Attention on a shard; causal attention split along the queries gets the mask of
-    its own rows.
-    """
+    """Attention on a shard; a causal one split along the queries gets the mask of its rows."""
     query, key, value, *rest = args
     mask = rest[0] if rest else kwargs.pop("attn_mask", None)
     dropout = rest[1] if len(rest) > 1 else kwargs.pop("dropout_p", 0.0)

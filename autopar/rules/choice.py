@@ -136,9 +136,7 @@ def padded_dims(space: Space, choice: Choice, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _may_pad(space: Space, dim: str) -> bool:
-    """Whether the rule allows padding, and ``dim`` is never a factor of a larger tensor
-    dimension.
-    """
+    """Whether the rule allows padding and ``dim`` is a tensor dimension of its own everywhere."""
     return dim in space.padded and all(
         all(f == dim or space.sizes[f] == 1 for f in factors)
         for operand in (*space.inputs, *space.outputs)

@@ -1,10 +1,10 @@
 """Which digits of which dimensions are worth splitting at, found by walking the graph.
 
 A digit is a factor of a dimension whose index is a tuple in row-major order (see
-`autopar.rules.choice`): the heads of a fused query-key-value projection are the digit behind the
-factor 3 of its output, the sequence of a flattened batch the digit behind the batch. Digits start
-at anchors, the ops that do the work (products, attention), as contiguous splits of their
-dimensions; views and element-wise ops carry them to other anchors, where they become options.
+`autopar.rules.choice`): in the output of a fused query-key-value projection the heads are the digit
+after the factor 3, in a flattened batch the sequence is the digit after the batch. Digits start at
+anchors, the ops that do the work (products, attention), as contiguous splits of their dimensions;
+views and element-wise ops carry them to other anchors, where they become options.
 """
 
 from __future__ import annotations

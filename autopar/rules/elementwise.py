@@ -125,7 +125,7 @@ def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None
 
 @register("aten.type_as.default")
 def type_as_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """The op reads only the dtype of its second operand, which is split alike where it can be."""
+    """The op reads only the dtype of its second operand, which is split likewise where possible."""
     shape, other = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
     dims = builder.dims("d", shape)

@@ -1,6 +1,4 @@
-"""Grouped matrix products (mixture of experts): rows, columns, inner dimension, experts
-are free.
-"""
+"""Grouped matrix products (mixture of experts): rows, columns, inner dimension, experts free."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
 def _grouped_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """The calls for split experts: moves of rows, and the product of this device's
-    share of them.
-    """
+    """The calls for split experts: moves of rows, and a product of this device's rows."""
     num = mesh.size(choice.axes_of("e"))
     if num == 1:
         return None

@@ -27,9 +27,7 @@ def _indexed_dims(op: Op, inputs: Sequence[Value]) -> list[int] | None:
 def _picked_layout(
     free: dict[int, str], rank: int, indexed: Sequence[int], picked: Sequence[str]
 ) -> tuple[str, ...]:
-    """The dimensions of ``x[indices]``: the picked ones in place for adjacent indices,
-    else first.
-    """
+    """Dimensions of ``x[indices]``: the picked ones in place for adjacent indices, else first."""
     first, last = indexed[0], indexed[-1]
     if last - first + 1 != len(indexed):
         return (*picked, *free.values())
@@ -74,9 +72,7 @@ def index_put_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
 
 @register("aten.gather.default")
 def gather_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``out[i, j] = x[i, index[i, j]]``: dimensions of equal size and that of the index
-    are free.
-    """
+    """``out[i, j] = x[i, index[i, j]]``: free where sizes agree, and along the index itself."""
     source, index = inputs[0].shape, inputs[1].shape
     if not source or len(index) != len(source):
         return None

@@ -16,9 +16,7 @@ from autopar.rules.space import Space, SpaceBuilder, layout
 def _model_dropout_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Dropout on a shard: shards draw differently, but a model's draws do not depend on
-    its device.
-    """
+    """Dropout on a shard: shards draw differently, a model's draws are the same on any device."""
     others = context.axes_of(*(d for d in context.space.sizes if d != "m"))
     axes = context.mesh.axes_label(others) if others else ""
     return context.op.target(*args[:5], axes)

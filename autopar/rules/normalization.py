@@ -60,9 +60,7 @@ def group_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space
 
 @register("aten.instance_norm.default")
 def instance_norm_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[n, c, ...]``: batch and channels are free; no split where there are running
-    statistics.
-    """
+    """``x[n, c, ...]``: batch and channels are free; no split with running statistics."""
     if op.args[3] is not None or op.args[4] is not None:
         return None
     shape = inputs[0].shape

@@ -28,7 +28,7 @@ def linear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
         [layout(*rows, n)],
         sums=frozenset({k}),
         partial_inputs=frozenset({2}),
-        padded=rows,  # a bias makes the rows behind the end non-zero
+        padded=rows,  # a bias makes padding rows non-zero
         clean={n, k} if len(inputs) > 2 else {n, k, *rows},
         anchor=True,
     )
@@ -123,7 +123,7 @@ def bilinear_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space |
         [layout(*rows, n)],
         sums=frozenset({i, j}),
         partial_inputs=frozenset({3}),
-        padded=rows,  # a bias makes the rows behind the end non-zero
+        padded=rows,  # a bias makes padding rows non-zero
         clean={n, i, j} if len(inputs) > 3 else {n, i, j, *rows},
         anchor=True,
     )

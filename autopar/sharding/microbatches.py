@@ -250,9 +250,7 @@ class Microbatches:
         return is_valid(whole, shape, mesh) and not paddings(whole, shape, mesh)[first.dim]
 
     def cut(self, strategy: Strategy) -> Strategy:
-        """``strategy`` with the axis in time; raises PlanError where a micro-batch does
-        not divide.
-        """
+        """``strategy`` with the axis in time; raises PlanError where it does not divide."""
         graph, assignment = self.graph, strategy.assignment
         mesh = self.mesh_of(assignment.mesh)
         for op, choice in zip(graph.ops, assignment.choices):
@@ -287,9 +285,7 @@ class Microbatches:
         return result
 
     def _total_relays(self, assignment: Assignment) -> dict[int, Placements]:
-        """The relay placements of totals: summed over micro-batches, otherwise placed
-        as produced.
-        """
+        """The relays of totals: summed over micro-batches, otherwise placed as produced."""
         relays = {}
         for total in self.totals:
             producer, position = self.analysis.producers[total]
@@ -299,9 +295,7 @@ class Microbatches:
         return relays
 
     def _start(self) -> None:
-        """Set the states of stored values: inputs with the batch in front are split,
-        others whole.
-        """
+        """Set the states of stored values: inputs with a batch are split, others whole."""
         graph = self.graph
         for value in graph.values:
             has_batch = value.kind is ValueKind.INPUT and value.shape[:1] == (self.batch,)

@@ -71,9 +71,7 @@ class Analysis:
 
     @cached_property
     def sequence_splits(self) -> tuple[Split | None, ...]:
-        """For each op, its split along the sequence (the second dimension of token
-        ids), or None.
-        """
+        """For each op, its split along the sequence (dimension 1 of token ids), or None."""
         values = self.graph.values
         ids = [
             i
@@ -83,9 +81,7 @@ class Analysis:
         return self._splits_along(1, ids)
 
     def _splits_along(self, dim: int, inputs: Sequence[int]) -> tuple[Split | None, ...]:
-        """For each op, its split along one dimension of the inputs that agree with the
-        first on it.
-        """
+        """For each op, its split along one dimension of inputs that agree with the first."""
         values = self.graph.values
         size = values[inputs[0]].shape[dim] if inputs else 0
         digits = {i: (dim, 1) for i in inputs if values[i].shape[dim] == size}

@@ -149,9 +149,7 @@ def _wait(pids: list[int], limit_s: float) -> list[int | None]:
 
 
 def _end_orphans(job: Job, pids: list[int]) -> list[str]:
-    """Kill processes of the job that outlive those that were waited for; returns a text
-    for each.
-    """
+    """Kill processes of the job that outlive those waited for; returns a text for each."""
     deadline_s = time.monotonic() + GONE_S
     while (left := _processes_of(job, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.1)

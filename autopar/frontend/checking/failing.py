@@ -22,9 +22,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class _LastCall(TorchFunctionMode):
-    """A mode that keeps the name of the running torch function and the user's line that
-    called it.
-    """
+    """A mode that keeps the running torch function's name and the user's line of its call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,9 +60,7 @@ class AlikeRows:
         self.made: list[RawOp] = []
 
     def rewritten(self, ops: Sequence[RawOp], roots: Collection[int]) -> list[RawOp]:
-        """``ops``, some of which compute one row; ``roots`` are further values that are
-        read whole.
-        """
+        """``ops``, some of which compute one row; ``roots`` are values to be read whole."""
         own = [op for op in ops if all(o is None or o in self.fixed for o in op["outputs"])]
         for op in own:
             if not self._narrowed(op):
@@ -133,9 +131,7 @@ class AlikeRows:
         return True
 
     def _is_along_others(self, op: RawOp, inputs: Sequence[int]) -> bool:
-        """Whether all operands are narrow in the same dimensions, none of which the op
-        works along.
-        """
+        """Whether operands are narrow in the same dimensions, none of which the op works along."""
         position, default = _ALONG[op["target"]]
         args = op["args"]
         given = args[position] if len(args) > position else dict(op["kwargs"]).get("dim", default)
@@ -181,9 +177,7 @@ class AlikeRows:
         return index
 
     def _read(self, whole: Sequence[int], *, is_contiguous: bool) -> None:
-        """Expand values that are read whole; into memory of their own for ops that may
-        rely on it.
-        """
+        """Expand values that are read whole; as copies for ops that may rely on contiguity."""
         for index in whole:
             if index not in self.expansions:
                 continue

@@ -84,9 +84,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _indexed(node: fx.Node) -> _Indexed | None:
-    """The counted indices of an op; None without any, or where an index is not an
-    integer tensor.
-    """
+    """The counted indices of an op; None without any, or with a non-integer index."""
     source, entries = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(entries, Sequence)
@@ -182,9 +180,7 @@ def _gathered(ops: Ops, found: _Indexed, dim: int, index: fx.Node) -> tuple[fx.N
 
 
 def _placed(free: Sequence[int], indexed: Sequence[int], picked: Sequence[int]) -> list[_Label]:
-    """The dimensions of an indexed tensor: picked ones in place for adjacent indices,
-    else first.
-    """
+    """The dimensions of an indexed tensor: picked ones in place for adjacent indices, or first."""
     if not indexed:
         return [("x", d) for d in free]
     is_adjacent = indexed[-1] - indexed[0] + 1 == len(indexed)

@@ -105,9 +105,7 @@ def _storage_of(value: Any) -> int | None:
 
 
 class _Memory:
-    """Which nodes share memory, how each was derived from it, and through which a
-    gradient flows.
-    """
+    """Which nodes share memory, how each was derived, and through which a gradient flows."""
 
     def __init__(self, graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
         self.graph, self.without_grad = graph, without_grad

@@ -56,9 +56,7 @@ def layer_norm_form(call: Call) -> Results | None:
 
 
 def _along(call: Call, place: int, dim: int, num_normalized: int) -> Ref:
-    """``[B, *normalized]``, shaped to broadcast against ``x`` with the model dimension
-    at ``dim``.
-    """
+    """``[B, *normalized]``, broadcastable against ``x`` with the models along ``dim``."""
     operand = call.operands[place]
     if operand.dim is None:
         return operand.ref
