@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from autopar.base.errors import InputError
 
 Configuration: TypeAlias = Mapping[str, Any]
+"""The value of each hyperparameter by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Choice:
 
 
 Space: TypeAlias = Mapping[str, Uniform | Integers | Choice]
+"""The distribution of each hyperparameter by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ class TrainedArray(Protocol):
 
 
 CompileArray: TypeAlias = Callable[..., TrainedArray]
+"""Compiles a list of models, with the keywords that `sweep` passes."""
 
 
 def sweep(

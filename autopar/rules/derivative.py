@@ -36,6 +36,10 @@ class Keeps:
 
 
 KEEPS_OPERANDS = Keeps()
+"""The derivative reads every floating-point operand."""
 KEEPS_FACTORS = Keeps(operands=Operands.FACTORS)
+"""The derivative reads the factors of a product, each for the gradient of another."""
 KEEPS_OUTPUT = Keeps(operands=Operands.NONE, output=True)
+"""The derivative reads the output only, as for exp and tanh."""
 KEEPS_NOTHING = Keeps(operands=Operands.NONE)
+"""The derivative reads nothing, as for views and sums."""
