@@ -30,10 +30,8 @@ def eager_losses(num_layers: int) -> list[float]:
     return losses
 
 
-def compiled_losses(num_layers: int) -> list[float]:
-    compiled = autopar.compile(
-        Layers(num_layers), 2, example_inputs={"x": X}, optimizer=sgd, profile_limit_s=0
-    )
+def compiled_losses(model: Layers) -> list[float]:
+    compiled = autopar.compile(model, 2, example_inputs={"x": X}, optimizer=sgd, profile_limit_s=0)
     try:
         return [compiled.train_step(x=X).item() for _ in range(NUM_STEPS)]
     finally:
@@ -42,7 +40,8 @@ def compiled_losses(num_layers: int) -> list[float]:
 
 def test_two_threads_compile_and_train_as_eager() -> None:
     sizes = (2, 3)
-    found = at_once([lambda size=size: compiled_losses(size) for size in sizes])
+    models = [Layers(size) for size in sizes]  # here: threads would draw from one generator
+    found = at_once([lambda model=model: compiled_losses(model) for model in models])
     for size, losses in zip(sizes, found):
         assert losses == pytest.approx(eager_losses(size), rel=1e-5)
 
