@@ -1,8 +1,9 @@
-"""What depends on the kind of a device, through torch's device-generic modules.
+"""Selection, generators and backends of accelerators, through torch's device-generic modules.
 
 A kind besides the CPU is an accelerator: ``torch.get_device_module`` (``torch.cuda`` and the like)
 counts and selects its devices and tells their memory, and one of torch's backends communicates
-between them. No other file of the runtime has to know which kinds there are.
+between them. Other files name a kind only where the user's request is read
+(`autopar.runtime.host.devices`) or where torch itself makes an exception for one.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ def text_of(source: object) -> str:
     else:
         raise DocumentError(
             f"pass JSON text, its UTF-8 bytes, or the path of a JSON file, not {shown(source)} of "
-            "type "
-            f"{type(source).__name__}"
+            f"type {type(source).__name__}"
         )
     if len(data) > MAX_BYTES:
         raise _too_large(len(data))

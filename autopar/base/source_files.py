@@ -1,4 +1,4 @@
-"""Whether a source file is the user's, ours or torch's, by the real paths of the packages."""
+"""The origin of a source file, the user's, ours or torch's, by the real paths of the packages."""
 
 from __future__ import annotations
 

@@ -181,8 +181,10 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether something runs in its backward pass: ``Module._backward_hooks``,
-    ``._backward_pre_hooks`` (2.11 to 2.13)."""
+    """Whether a module has hooks on its backward pass.
+
+    ``Module._backward_hooks``, ``._backward_pre_hooks`` (2.11 to 2.13).
+    """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -290,7 +292,7 @@ def canonical_call(
 def without_vmap_loops() -> Iterator[None]:
     """Let ``torch.vmap`` raise where it would run an operator row by row.
 
-    torch._C._functorch: the switch of that fallback (2.11 to 2.13).
+    ``torch._C._functorch``: the switch of that fallback (2.11 to 2.13).
     """
     functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()
@@ -305,7 +307,7 @@ def without_vmap_loops() -> Iterator[None]:
 def default_store() -> Any:
     """The store over which the default process group was made.
 
-    torch.distributed.distributed_c10d._get_default_store (2.11 to 2.13).
+    ``torch.distributed.distributed_c10d._get_default_store`` (2.11 to 2.13).
     """
     from torch.distributed import distributed_c10d
 

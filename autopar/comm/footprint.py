@@ -58,7 +58,7 @@ class Scatter:
 
     @property
     def deferred_bytes(self) -> int:
-        """What of the results is made only when it is waited for."""
+        """Bytes of the results that are allocated only when it is waited for."""
         return self.shard_bytes if self.traits.receives_whole else 0
 
 

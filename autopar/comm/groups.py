@@ -257,11 +257,12 @@ def _reduced(x: Tensor, group: Group, reduction: Reduction = Reduction.SUM) -> T
     return x
 
 
-def _all_reduce(group: Group) -> LocalFunction:
+def _all_reduce(group: Group, reduction: Reduction = Reduction.SUM) -> LocalFunction:
     def all_reduce(x: Tensor) -> Tensor:
         if x.dtype is torch.bool:  # the sum of booleans is a logical or; as bytes it would count
-            return _reduced(_as_bytes(x), group, Reduction.MAX).to(torch.bool)
-        return _reduced(x.clone(memory_format=torch.contiguous_format), group)
+            copy = x.to(torch.uint8, memory_format=torch.contiguous_format)
+            return _reduced(copy, group, Reduction.MAX).to(torch.bool)
+        return _reduced(x.clone(memory_format=torch.contiguous_format), group, reduction)
 
     return all_reduce
 
@@ -277,18 +278,8 @@ def _all_reduce_in_place(group: Group) -> LocalFunction:
     return all_reduce
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.to(torch.uint8, memory_format=torch.contiguous_format)
-
-
 def _all_reduce_max(group: Group) -> LocalFunction:
-    def all_reduce_max(x: Tensor) -> Tensor:
-        if x.dtype is torch.bool:
-            return _reduced(_as_bytes(x), group, Reduction.MAX).to(torch.bool)
-        copy = x.clone(memory_format=torch.contiguous_format)
-        return _reduced(copy, group, Reduction.MAX)
-
-    return all_reduce_max
+    return _all_reduce(group, Reduction.MAX)
 
 
 def _wire(x: Tensor) -> Tensor:

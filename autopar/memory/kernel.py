@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.comm.footprint import workspace_bytes
-from autopar.comm.ops import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from autopar.comm.ops import COLLECTIVES
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
-from autopar.lowering.types import Kernel
+from autopar.lowering.types import Kernel, graphs_of
 from autopar.rules.traced import traced_of
 
 
@@ -58,10 +58,7 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
         return scratch(node.meta["val"], args, device.num_threads)
 
     memory = KernelMemory()
-    graphs = {"F": kernel.forward, "I": kernel.backward_input, "W": kernel.backward_weight}
-    for phase, module in graphs.items():
-        if module is None:
-            continue
+    for phase, module in graphs_of(kernel):
         given = [n for n in module.graph.nodes if n.op == "placeholder"]
         inputs = sum(_storages(given, allocator).values())
         found = graph_memory(module.graph, workspace_bytes=working, allocator=allocator)
@@ -112,8 +109,8 @@ def _input_gradients(
 
 
 def _collective_bytes(node: fx.Node, device_kind: str) -> int:
-    """What a collective inside a graph needs besides its operand and its result."""
-    if node.target not in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
+    """Buffers of a node that is a collective, besides its operand and its result."""
+    if node.target not in COLLECTIVES:
         return 0
     operand, _, num, *digits = node.args
     assert isinstance(operand, fx.Node)
@@ -124,7 +121,6 @@ def _collective_bytes(node: fx.Node, device_kind: str) -> int:
 
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:
     """Bytes of a graph's results that are not views of its operands."""
-
     results: Any = graph.output_node().args[0]
     given = _storages((node for node in graph.nodes if node.op == "placeholder"), allocator)
     made = _storages(results, allocator)
@@ -140,8 +136,4 @@ def _storages(nodes: Iterable[fx.Node], allocator: Allocator) -> dict[int, int]:
 
 def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return _bytes(value) if isinstance(value, Tensor) else 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

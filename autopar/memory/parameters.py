@@ -57,5 +57,5 @@ class ParameterBytes:
 def part_bytes(
     program: RankProgram, shape: tuple[int, ...], placements: Placements, dtype: torch.dtype
 ) -> int:
-    """Of one device's shard."""
+    """Bytes of one device's shard."""
     return math.prod(local_shape(shape, placements, program.mesh)) * dtype.itemsize

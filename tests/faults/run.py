@@ -82,7 +82,7 @@ class Lane:
         self._report(before, resumed_faults=resumed)
 
     def _resumed(self, injection: Injection, outcome: Outcome, expected: list[float]) -> list[str]:
-        """What a launch shows about the previous injection; records where the next may resume."""
+        """The violations after the previous injection; records where the next launch may resume."""
         shown = [rank for rank in self.ranks if f"resumed.{rank}" in outcome.told]
         early = injection.place in ("compile", "load", "first step")
         faults = faults_of_resume(outcome, expected, self.steps, shown if early else self.ranks)

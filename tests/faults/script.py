@@ -46,10 +46,7 @@ class Script:
         self.over = threading.Event()
 
     def run(self, plan: str, num_ranks: int, num_steps: int) -> None:
-        liveness.SILENT_S, step_limit.STALL_S = (
-            4.0,
-            5.0,
-        )  # shorter than a user's limits
+        liveness.SILENT_S, step_limit.STALL_S = 4.0, 5.0  # shorter than a user's limits
         self.note("pid", os.getpid())
         if self.rank >= 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
             dist.init_process_group("gloo")

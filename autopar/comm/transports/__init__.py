@@ -1,1 +1,1 @@
-"""What carries collectives and messages between processes, behind one protocol (`base`)."""
+"""Transports of collectives and messages between processes, behind one protocol (`base`)."""

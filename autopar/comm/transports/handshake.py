@@ -102,17 +102,17 @@ class _Acceptor:
             rank = client.rank(self.key)
             if rank is None:
                 return
-            if rank in self.awaited:
-                client.welcome(self.key)
-                self.awaited.remove(rank)
-                self.found[rank] = client.socket
-                self._forget(client)
-                return
+            if rank not in self.awaited:
+                raise PermissionError(f"rank {rank} is not awaited")
+            client.welcome(self.key)
         except BlockingIOError:
             return
-        except OSError:
-            pass
-        self._reject(client)
+        except OSError:  # it does not know the key, is no awaited rank, or is gone
+            self._reject(client)
+            return
+        self.awaited.remove(rank)
+        self.found[rank] = client.socket
+        self._forget(client)
 
     def _forget(self, client: _Client) -> None:
         self.selector.unregister(client.socket)

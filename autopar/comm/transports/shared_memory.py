@@ -80,8 +80,8 @@ class SharedMemoryMessages:
 
 
 class _What(IntEnum):
-    """What a record announces: a slot of the writer's is full, a slot of the reader's is free, or a
-    slot of the writer's is no more."""
+    """Kinds of records: a slot of the writer's is full, one of the reader's is free, or one of the
+    writer's is no more."""
 
     FULL = 0
     FREE = 1

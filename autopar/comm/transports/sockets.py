@@ -33,7 +33,7 @@ WHOLE_BYTES = 1 << 17
 """An all-reduce of up to so many bytes is an all-gather of the operands, which every rank sums; a
 larger one is a reduce-scatter and an all-gather."""
 _CHUNK_BYTES = 1 << 16
-"""What is sent before as much is received: a rank is at most two chunks ahead of another, which a
+"""Bytes sent before as many are received: a rank is at most two chunks ahead of another, which a
 socket's buffer holds."""
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.faults.liveness import is_gone, is_stopped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a process runs; processes with equal ``host`` see each other's files and ids."""
+    """A process and its progress page; those with equal ``host`` see each other's files and ids."""
 
     host: tuple[str, ...]
     pid: int
@@ -68,7 +68,7 @@ class HostPeers:
                 self._pages[rank] = os.open(location.page_path, os.O_RDONLY)
 
     def doing(self) -> Mapping[int, str]:
-        """What each one reported last; empty outside of a call."""
+        """The last report of each one; empty outside of a call."""
         return {rank: progress.read(fd) for rank, fd in self._pages.items()}
 
     def stopped(self) -> list[int]:
@@ -76,8 +76,8 @@ class HostPeers:
         return [rank for rank, pid in self._pids.items() if is_stopped(pid)]
 
     def fault(self) -> tuple[int, str] | None:
-        """A rank that is gone or stopped, and which of both."""
-        for rank, pid in self._pids.items():
+        """A rank that is stopped or gone, and which of the two."""
+        for rank, pid in list(self._pids.items()):  # another thread may `add` meanwhile
             if is_stopped(pid):
                 return rank, "is stopped"
             if is_gone(pid):

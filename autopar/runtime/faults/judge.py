@@ -60,7 +60,7 @@ class CallNumber:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What is known of one rank: ``call`` is the method that it is in, ``doing`` the action there.
+    """The condition of one rank: ``call`` is the method that it is in, ``doing`` the action there.
 
     ``late``: it has been in that call for longer than it should. ``idle``: it has done nothing
     there for so long that it hangs, unless it waits. ``waited``: it has been in it for so long that
@@ -88,7 +88,7 @@ class Condition:
 
     @property
     def place(self) -> str:
-        """What the rank is in, for messages."""
+        """The action and call that the rank is in, for messages."""
         if not self.doing and not self.call:
             return "outside of a step"
         if not self.doing or self.doing.startswith(START):
@@ -209,7 +209,7 @@ def _behind_a_delay(conditions: Sequence[Condition]) -> Condition | None:
     all_are_idle = bool(busy) and all(c.idle for c in [*busy, *waiting])
     if not cut_off and not all_are_idle and not any(c.late for c in conditions):
         return None
-    gone = [c for c in conditions if c.state in (State.ENDED, State.LEFT)]
+    gone = [c for c in conditions if c.is_gone]
     outside = [c for c in conditions if c.state in (State.OUTSIDE, State.STOPPED, State.SILENT)]
     if gone:
         return gone[0]

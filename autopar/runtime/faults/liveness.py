@@ -1,4 +1,4 @@
-"""Whether a process on this host is stopped or idle, according to the kernel.
+"""The state of a process on this host as the kernel shows it: stopped, gone or idle.
 
 In: a process id. Out: for how long the process has been stopped, or has been idle: in one and the
 same action, it and its children have used no processor time. Without ``/proc`` no process is ever

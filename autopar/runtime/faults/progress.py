@@ -50,7 +50,7 @@ def report(text: bytes) -> None:
 
 
 def current() -> str:
-    """What this process reported last; empty for nothing."""
+    """The last report of this process; empty if there is none."""
     return "" if _PAGE.memory is None else _text(_PAGE.memory[:])
 
 
@@ -62,7 +62,7 @@ def new_page() -> Any:
 
 
 def read(fd: int) -> str:
-    """What was last reported there; empty for nothing."""
+    """The last report in this file; empty if there is none."""
     return _text(os.pread(fd, SIZE_BYTES, 0))
 
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 EXIT_S = 10.0
 """How long the exit of a process may take after a fault."""
 _POLL_S = 0.1
+_STORE_POLL_S = 0.02  # a wait in the store itself could not be ended, and may lock out other users
 _SETTLE_S = 3.0  # a connection breaks before the process that held it is seen to be gone
 _NUMBERS = itertools.count()  # joining is collective, so equal on all ranks
 
@@ -51,27 +52,31 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.peers = HostPeers(own)
         self._found = {rank: own}
-        number = next(_NUMBERS)
-        self.supervised(lambda: self._publish_and_read(store, f"autopar/join/{number}"))
+        prefix, is_over = f"autopar/join/{next(_NUMBERS)}", threading.Event()
+        try:
+            self.supervised(lambda: self._publish_and_read(store, prefix, is_over))
+        finally:
+            is_over.set()  # after an error, nobody needs the other locations
 
     @property
     def locations(self) -> list[Location]:
         """Every rank's, by rank."""
         return [self._found[rank] for rank in range(self.num_ranks)]
 
-    def _publish_and_read(self, store: dist.Store, prefix: str) -> None:
+    def _publish_and_read(self, store: dist.Store, prefix: str, is_over: threading.Event) -> None:
         store.set(f"{prefix}/{self.rank}", msgspec.json.encode(self._found[self.rank]).decode())
         for other in range(self.num_ranks):
             if other == self.rank:
                 continue
             while not store.check([f"{prefix}/{other}"]):
-                time.sleep(_POLL_S / 5)
+                if is_over.wait(_STORE_POLL_S):
+                    return
             text = store.get(f"{prefix}/{other}")
             self._found[other] = location = msgspec.json.decode(text, type=Location)
             self.peers.add(other, location)
 
     def supervised(self, collective: Callable[[], T]) -> T:
-        """What a collective returns. It runs in a thread, because nothing can interrupt it."""
+        """Run a collective and return its result; in a thread, as nothing can interrupt it."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -84,24 +89,23 @@ class Rendezvous:
 
         threading.Thread(target=run, name="autopar-rendezvous", daemon=True).start()
         deadline_s = time.monotonic() + self.timeout_s
-        while time.monotonic() < deadline_s:
-            done = wait([result], _POLL_S).done
-            if done and result.exception() is None:
-                return result.result()
-            if (fault := self._fault(_SETTLE_S if done else 0.0)) is not None:
-                raise self._error(*fault)
-            if done:
-                return result.result()
-        absent = [rank for rank in range(self.num_ranks) if rank not in self._found]
-        raise self._error(
-            absent[0] if absent else None, f"did not join within {self.timeout_s:g} s"
-        )
+        while not wait([result], _POLL_S).done:
+            self._check_peers()
+            if time.monotonic() > deadline_s:
+                absent = (rank for rank in range(self.num_ranks) if rank not in self._found)
+                raise self._error(next(absent, None), f"did not join within {self.timeout_s:g} s")
+        if result.exception() is not None:
+            settled_s = time.monotonic() + _SETTLE_S
+            while time.monotonic() < settled_s:
+                self._check_peers()
+                time.sleep(_POLL_S)
+        return result.result()
 
-    def _fault(self, limit_s: float) -> tuple[int, str] | None:
-        deadline_s = time.monotonic() + limit_s
-        while (found := self.peers.fault()) is None and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        return found
+    def _check_peers(self) -> None:
+        """Raise WorkerError if a rank on this host is stopped or gone."""
+        fault = self.peers.fault()
+        if fault is not None:
+            raise self._error(*fault)
 
     def _error(self, rank: int | None, what: str) -> WorkerError:
         # The thread may stay in its collective, and threads of the process group with it.

@@ -1,4 +1,4 @@
-"""When a training step counts as hung: far slower than all before it, or without any progress."""
+"""The limits beyond which a training step counts as hung: of its time, and without progress."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one rank: its last messages, and when they arrived."""
+    """The last messages of one rank, and when they arrived."""
 
     heard_s: float
     status: Message = field(default_factory=dict)

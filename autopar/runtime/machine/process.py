@@ -38,7 +38,7 @@ from autopar.comm.ops import (
 )
 from autopar.comm.transports.base import Collectives
 from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
-from autopar.lowering.types import RankProgram, TensorMeta
+from autopar.lowering.types import RankProgram, TensorMeta, graphs_of
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Seeds, is_random, random_nodes, split_axes
@@ -125,10 +125,9 @@ class ProcessMachine:
     def release(self, program: RankProgram) -> None:
         """Drop the functions made from a program's graphs."""
         for kernel in program.kernels:
-            for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
-                if module is not None:
-                    self._bound.pop(module, None)
-                    self._calls.pop(module, None)
+            for _, module in graphs_of(kernel):
+                self._bound.pop(module, None)
+                self._calls.pop(module, None)
 
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
@@ -300,9 +299,8 @@ def labels_of(program: RankProgram) -> set[str]:
     """The axes labels of all collectives and slices of a program."""
     labels = set()
     for kernel in program.kernels:
-        for module in (kernel.forward, kernel.backward_input, kernel.backward_weight):
-            nodes = () if module is None else module.graph.nodes
-            labels |= {str(n.args[1]) for n in nodes if n.target in RAW_OPS}
+        for _, module in graphs_of(kernel):
+            labels |= {str(n.args[1]) for n in module.graph.nodes if n.target in RAW_OPS}
     return labels
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Phase(IntEnum):
-    """Which of a block's graphs runs."""
+    """The graph of a block that runs: F, I or W."""
 
     FORWARD = 0
     INPUT = 1

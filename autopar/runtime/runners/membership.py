@@ -24,7 +24,7 @@ from autopar.runtime.faults.watch import Watch
 
 @dataclass(slots=True)
 class _Membership:
-    """The watch over the default process group, how many users it has, and the process group that
+    """The watch over the default process group, the number of its users, and the process group that
     was joined here, None where the user has joined it."""
 
     watch: Watch | None = None

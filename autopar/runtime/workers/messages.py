@@ -208,7 +208,7 @@ class Channel:
 
 
 def _left(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the parts after their first ``count`` bytes; none is empty."""
+    """The rest of the parts after their first ``count`` bytes; none is empty."""
     left = []
     for part in parts:
         if count < len(part):

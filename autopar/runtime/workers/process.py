@@ -91,7 +91,7 @@ class WorkerProcess:
         return os.pread(self._stack_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
 
     def doing(self) -> str:
-        """What it was doing in a training step, as `` in action 2B5``; empty outside of one."""
+        """Its action in a training step, as `` in action 2B5``; empty outside of one."""
         text = progress.read(self._page.fileno())
         return f" in {text}" if text not in ("", progress.IN_CALL) else ""
 
