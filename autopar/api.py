@@ -338,7 +338,7 @@ class _Compiler:
         self.progress = progress
 
     def compile(self, inputs: Any, captured: Captured | None = None) -> Compiled:
-        """With what was ``captured`` already, of a model that is a graph of several."""
+        """Compile for a batch; ``captured`` is given for an array, whose graph exists already."""
         limit_s = self.options.running.call_timeout_s
         with (
             in_turn(_TWO_THREADS if is_spmd() else None),
@@ -368,7 +368,7 @@ class _Compiler:
         return None if given is None else _agreed(lambda: _loaded(given))
 
     def _precision(self, replayed: Plan | None) -> Precision | None:
-        """What was asked for, or what the plan was made with; InputError where they differ."""
+        """The precision asked for, or the plan's; raises InputError where they differ."""
         given = self.planning.precision
         if replayed is not None:
             planned = replayed.graph.precision

@@ -113,17 +113,16 @@ class Signature:
 
     def example(self) -> Arguments:
         """A call like the example, with tensors that hold no data."""
-        leaves = [
-            torch.empty(
-                self.input_shapes[leaf.position],
-                dtype=self.input_dtypes[leaf.position],
-                device="meta",
-            )
-            if isinstance(leaf, _InputSlot)
-            else leaf
-            for leaf in self.leaves
-        ]
-        return Arguments(*pytree.tree_unflatten(leaves, self.in_spec))
+        pairs = zip(self.input_shapes, self.input_dtypes)
+        return self.call_of([torch.empty(s, dtype=d, device="meta") for s, d in pairs])
+
+    def call_of(self, tensors: Sequence[Tensor]) -> Arguments:
+        """The call with these tensor inputs; the inverse of `flatten`."""
+        return Arguments(*pytree.tree_unflatten(_filled(self.leaves, tensors), self.in_spec))
+
+    def output_of(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's own output, of its tensors in order."""
+        return pytree.tree_unflatten(_filled(self.out_leaves, tensors), self.out_spec)
 
     def describe(self) -> str:
         return ", ".join(
@@ -135,6 +134,10 @@ class Signature:
 @dataclass(frozen=True, slots=True)
 class _InputSlot:
     position: int
+
+
+def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    return [tensors[x.position] if isinstance(x, _InputSlot) else x for x in leaves]
 
 
 def signature_of_tensors(

@@ -28,7 +28,7 @@ class Row:
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Row, ...]:
     """The ops of all graphs, each in one row, in an order that is valid for every graph."""
-    keys = [_keys(graph) for graph in graphs]
+    keys = [[_key(op, graph) for op in graph.ops] for graph in graphs]
     rows = [Row((0,), (i,)) for i in range(len(keys[0]))]
     row_keys = list(keys[0])
     for model in range(1, len(graphs)):
@@ -89,10 +89,6 @@ def _longest(left: Sequence[Key], right: Sequence[Key]) -> list[tuple[int, int]]
         else:
             j += 1
     return pairs
-
-
-def _keys(graph: Graph) -> list[Key]:
-    return [_key(op, graph) for op in graph.ops]
 
 
 def _key(op: Op, graph: Graph) -> Key:

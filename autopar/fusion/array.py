@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from autopar.base.closing import Closing
 from autopar.base.errors import InputError, NonFiniteError
 from autopar.frontend.capture import Captured, Step, capture, check_model, split_inputs
 from autopar.frontend.targets import LossFn, find_targets
@@ -55,7 +55,7 @@ Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayO
 """Plans, lowers and starts the graph of an array."""
 
 
-class Array:
+class Array(Closing):
     """Models that train together, each with the result of training alone.
 
     Made by ``autopar.compile([model_0, ..., model_n], ...)``. A model's number is its position in
@@ -115,8 +115,8 @@ class Array:
             member, capture_ = self.members[index], self._captures[index]
             slices = {part.target: part for part in self.fused.slices[place]}
             trained = [v for v in capture_.graph.parameters if v.differentiable]
-            order = list(state_of(self._steps[index]))
-            trained.sort(key=lambda v: order.index(str(v.target)))
+            order = {name: n for n, name in enumerate(state_of(self._steps[index]))}
+            trained.sort(key=lambda v, order=order: order[str(v.target)])
             models.append(
                 ModelOptions(
                     trained=tuple(
@@ -160,7 +160,6 @@ class Array:
         rows = self._compiled.train_step(*tensors)
         self.grad_norms = rows[NORM]
         losses, updated = rows[LOSS], rows[UPDATED].bool().tolist()
-        dtype = self.fused.captured.graph.values[self.fused.captured.graph.loss or 0].dtype
         wrong = [index for index, took in zip(self.active, updated) if not took]
         if wrong and self._raises:
             bad = [i for i, norm, loss in zip(self.active, rows[NORM], losses)
@@ -175,7 +174,7 @@ class Array:
             self.num_skipped_steps[index] += 1
         if wrong and self._nonfinite_leaves:
             self.leave(*wrong)
-        return losses.to(dtype)
+        return losses.to(self.fused.loss_dtype)
 
     def _call_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         is_own = len(args) == 1 and not kwargs and _is_list_of_batches(args[0], len(self.active))
@@ -330,17 +329,6 @@ class Array:
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""
         self._compiled.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _step_of(member: Member, inputs: Any) -> Step:

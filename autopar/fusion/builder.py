@@ -158,6 +158,14 @@ class GraphBuilder:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         return self._values[ref.index].shape
 
+    def moved(self, ref: Ref, source: int, target: int) -> Ref:
+        """A value with its dimension ``source`` at ``target``."""
+        if source == target:
+            return ref
+        order = list(range(len(self.shape(ref))))
+        order.insert(target, order.pop(source))
+        return self.emit(torch.ops.aten.permute.default, ref, order)
+
     def set_differentiable(self, ref: Ref, differentiable: bool) -> None:
         """Set whether a gradient flows through the result of an op, where the model differs."""
         value = self._values[ref.index]

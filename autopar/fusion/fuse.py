@@ -21,13 +21,13 @@ from torch import nn
 from autopar.base.errors import InputError
 from autopar.base.exclusive import in_turn
 from autopar.frontend.capture import Captured, Signature, signature_of_tensors
-from autopar.frontend.reader import is_random
 from autopar.fusion.align import Row, aligned
 from autopar.fusion.builder import GraphBuilder
 from autopar.fusion.forms.base import Call, Draw, Results, aten
 from autopar.fusion.forms.registry import forms_of
 from autopar.fusion.lanes import Lane, Operand, as_operand
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind
+from autopar.runtime.machine.randomness import draws
 
 LOSSES = "losses_of_models"
 LOOP = "model by model"
@@ -75,6 +75,12 @@ class Fused:
     @property
     def num_models(self) -> int:
         return len(self.slices)
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        graph = self.captured.graph
+        assert graph.loss is not None
+        return graph.values[graph.loss].dtype
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Models connected by fused ops, directly or through others, largest group first."""
@@ -288,9 +294,7 @@ class _Fusion:
             [self.lanes[m][v] for m, v in zip(row.models, values)]
             for values in zip(*(op.inputs for op in ops))
         ]
-        is_drawn = (
-            is_random(first.target) and self.draws[row.models[0]].get(first.index) is not None
-        )
+        is_drawn = first.index in self.draws[row.models[0]]
         if len(ops) > 1 and not is_drawn:
             shared = [as_operand(each, None) for each in lanes]
             if all(o is not None and o.dim is None for o in shared):
@@ -401,11 +405,7 @@ class _Fusion:
         if operand.dim is None:
             size = (num, *self.builder.shape(operand.ref))
             return self.builder.emit(aten.expand.default, operand.ref, list(size))
-        order = list(range(len(self.builder.shape(operand.ref))))
-        order.insert(0, order.pop(operand.dim))
-        if order == sorted(order):
-            return operand.ref
-        return self.builder.emit(aten.permute.default, operand.ref, order)
+        return self.builder.moved(operand.ref, operand.dim, 0)
 
 
 def _draws(graph: Graph) -> dict[int, Draw]:
@@ -414,16 +414,7 @@ def _draws(graph: Graph) -> dict[int, Draw]:
     for block in graph.blocks:
         place = 0
         for op in graph.block_ops(block):
-            if is_random(op.target) and _drops(op):
+            if draws(op.target, op.args, dict(op.kwargs)):
                 found[op.index] = Draw(block.index, place)
                 place += 1
     return found
-
-
-def _drops(op: Op) -> bool:
-    """Whether a random op draws random numbers; dropout with probability 0 does not."""
-    schema = op.target._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= {**dict(zip((a.name for a in schema), op.args)), **dict(op.kwargs)}
-    shares = [given[n] for n in ("p", "dropout_p", "dropout") if n in given]
-    return (not shares or any(share != 0 for share in shares)) and given.get("train") is not False

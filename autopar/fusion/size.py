@@ -6,6 +6,7 @@ that its lowered program holds, and the predicted step time of every size tried.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ from torch import nn
 
 from autopar.base.errors import ConstraintError, InputError
 from autopar.cost_models import Cluster, ComputeModel
-from autopar.frontend.capture import capture
+from autopar.frontend.capture import Captured, capture
 from autopar.frontend.targets import LossFn
 from autopar.fusion.fuse import fuse
 from autopar.planning.constraints import MemoryBudget
-from autopar.planning.planner import make_planned
+from autopar.planning.planner import Planned, make_planned
 from autopar.planning.space import space_of
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 
@@ -88,23 +89,12 @@ def largest_array(
         )
     captured = capture(model, example_inputs, loss_fn=loss_fn)
     spec = optimizer_spec(optimizer, cluster.device)
-    budgets = () if memory_bytes is None else (MemoryBudget(memory_bytes),)
-
-    def sized(num: int) -> ArraySize | None:
-        array = fuse([captured] * num, [model] * num, shares_batch=True).captured
-        try:
-            prediction = make_planned(
-                array, cluster, space_of(1), constraints=budgets, compute=compute, optimizer=spec
-            ).plan.prediction
-        except ConstraintError:
-            return None
-        return ArraySize(
-            num_models=num,
-            peak_bytes=sum(prediction.memory_bytes.values()),
-            step_time_s=prediction.step_time_s,
-        )
-
-    found = _Search(sized, at_most).run()
+    constraints = () if memory_bytes is None else (MemoryBudget(memory_bytes),)
+    plan = functools.partial(
+        make_planned, cluster=cluster, space=space_of(1), constraints=constraints,
+        compute=compute, optimizer=spec,
+    )  # fmt: skip
+    found = _Search(lambda num: _sized(model, captured, num, plan), at_most).run()
     if not found:
         room = memory_bytes or cluster.usable_memory_bytes
         raise InputError(
@@ -116,6 +106,22 @@ def largest_array(
         largest=sizes[-1],
         pays_best=min(sizes, key=lambda s: s.time_of_a_model_s),
         looked_at=sizes,
+    )
+
+
+def _sized(
+    model: nn.Module, captured: Captured, num: int, plan: Callable[[Captured], Planned]
+) -> ArraySize | None:
+    """The prediction for an array of ``num`` models; None where it does not fit."""
+    array = fuse([captured] * num, [model] * num, shares_batch=True).captured
+    try:
+        prediction = plan(array).plan.prediction
+    except ConstraintError:
+        return None
+    return ArraySize(
+        num_models=num,
+        peak_bytes=sum(prediction.memory_bytes.values()),
+        step_time_s=prediction.step_time_s,
     )
 
 

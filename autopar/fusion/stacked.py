@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.base.torch_private import pytree
 from autopar.frontend.capture import Signature, Step
 from autopar.frontend.reader import loss_fn_name
 from autopar.fusion.fuse import LOSSES, Fused, Slice
@@ -54,8 +53,7 @@ class StackedModels(nn.Module):
             if first.row is not None:
                 data = torch.stack([t.detach() for t in tensors])
             self._keep(name, data, first)
-        loss = fused.captured.graph.values[fused.captured.graph.loss or 0]
-        self._keep(LOSSES, torch.zeros(len(steps), dtype=loss.dtype), None)
+        self._keep(LOSSES, torch.zeros(len(steps), dtype=fused.loss_dtype), None)
         self.train(steps[0].training)
 
     def _keep(self, name: str, data: Tensor, part: Slice | None) -> None:
@@ -92,11 +90,7 @@ class StackedModels(nn.Module):
         losses = []
         for model, (step, signature) in enumerate(zip(self.calls.steps, self.calls.signatures)):
             own = tensors if self.shares_batch else [t[model] for t in tensors]
-            leaves = [
-                own[leaf.position] if hasattr(leaf, "position") else leaf
-                for leaf in signature.leaves
-            ]
-            args, kwargs = pytree.tree_unflatten(leaves, signature.in_spec)
+            args, kwargs = signature.call_of(own)
             state = _named_for(step, rows_of(self.fused_slices[model], held))
             out = torch.func.functional_call(step, state, args, kwargs, tie_weights=True)
             losses.append(out[0].reshape(()))

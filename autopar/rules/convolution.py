@@ -25,6 +25,21 @@ from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 
+CONVOLUTIONS = (
+    "aten.conv1d.default",
+    "aten.conv2d.default",
+    "aten.conv3d.default",
+    "aten.conv1d.padding",
+    "aten.conv2d.padding",
+    "aten.conv3d.padding",
+    "aten.convolution.default",
+)
+TRANSPOSED_CONVOLUTIONS = (
+    "aten.conv_transpose1d.default",
+    "aten.conv_transpose2d.input",
+    "aten.conv_transpose3d.input",
+)
+
 _GROUPS = {"aten.convolution.default": 8}
 
 
@@ -48,13 +63,7 @@ def _local_groups(
 
 
 @register(
-    "aten.conv1d.default",
-    "aten.conv2d.default",
-    "aten.conv3d.default",
-    "aten.conv1d.padding",
-    "aten.conv2d.padding",
-    "aten.conv3d.padding",
-    "aten.convolution.default",
+    *CONVOLUTIONS,
     arguments=_local_groups,
     keeps=KEEPS_FACTORS,
     layer=Layer.CONVOLUTION,
@@ -85,9 +94,7 @@ def conv_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
 
 
 @register(
-    "aten.conv_transpose1d.default",
-    "aten.conv_transpose2d.input",
-    "aten.conv_transpose3d.input",
+    *TRANSPOSED_CONVOLUTIONS,
     arguments=_local_groups,
     keeps=KEEPS_FACTORS,
     layer=Layer.CONVOLUTION,

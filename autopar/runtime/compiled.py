@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from autopar.base.closing import Closing
 from autopar.base.errors import InputError
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured
@@ -84,7 +84,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class Compiled:
+class Compiled(Closing):
     """A model compiled for its devices: train it, call it, read its state.
 
     Arguments:
@@ -237,7 +237,7 @@ class Compiled:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next step is multiplied by; 1 but with ``precision="fp16"``."""
+        """Scale of the loss in the next step; 1 but with ``precision="fp16"``."""
         return self._runner.loss_scale
 
     @property
@@ -313,7 +313,7 @@ class Compiled:
         self._runner.load_optimizer_state_dict(state)
 
     def model_states(self) -> list[ModelState]:
-        """Of an array: optimizer, scheduler and count of steps of each model, whole."""
+        """Each array model's training state: optimizer, scheduler and number of steps."""
         return self._runner.model_states()
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
@@ -339,17 +339,6 @@ class Compiled:
     def close(self) -> None:
         """End the workers, or leave the process group if it was joined here."""
         self._runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.base.torch_private import pytree
 from autopar.cost_models import Cluster
-from autopar.frontend.capture import Captured, split_inputs
+from autopar.frontend.capture import Captured, capture, split_inputs
 from autopar.fusion.array import Array, Member, members_of
 from autopar.fusion.stacked import StackedModels
 from autopar.ir.mesh import Mesh
@@ -31,8 +31,21 @@ from tests.runtime.conftest import Groups
 ALONE = Mesh(("x",), (1,))
 
 
+def alone_of(
+    groups: Groups, model: nn.Module, batch: tuple[Tensor, ...], *, optimizer: Any, seed: int
+) -> LocalRunner:
+    """One model that is compiled as itself, not as an array of one."""
+    captured = capture(model, batch)
+    analysis = prepare(captured).analysis
+    program = lower(Strategy(analysis, random_assignment(analysis, ALONE, 0)))
+    keys = state_keys(model, captured, program)
+    ranks = RankOptions(keys=keys, optimizer=optimizer, seed=seed)
+    group = groups(1)
+    return LocalRunner(program, initial_state(model), ranks, lambda: group, owns_group=False)
+
+
 class OnGroup:
-    """What an array needs of a compiled model, on workers that go on afterwards."""
+    """The methods of a compiled model that an array calls, on workers that go on afterwards."""
 
     plan = None
 

@@ -84,7 +84,7 @@ def check_step(models: Sequence[nn.Module], batch: Any, *, tolerance: float = 1e
             if parameter.grad is not None and name in gradients[index]:
                 close(gradients[index][name], parameter.grad, tolerance, name)
         given = {n for n, p in alone.named_parameters() if p.grad is not None}
-        assert given <= gradients[index].keys() | set(), given - gradients[index].keys()
+        assert given <= gradients[index].keys(), given - gradients[index].keys()
         for name, buffer in alone.named_buffers():
             if name in buffers[index]:
                 close(buffers[index][name], buffer, tolerance, name)

@@ -14,7 +14,7 @@ import autopar
 from autopar.base.errors import InputError, NonFiniteError
 from autopar.fusion.array import members_of
 from autopar.runtime.step.agreement import NonFinite
-from tests.fusion.arrays import Alone, array_of, assert_state, check_array, doubled
+from tests.fusion.arrays import Alone, alone_of, array_of, assert_state, check_array, doubled
 from tests.runtime.conftest import Groups
 
 SGD = functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1)
@@ -118,16 +118,32 @@ class Dropped(nn.Module):
         return F.cross_entropy(self.second(hidden), y)
 
 
-def test_a_model_draws_in_an_array_what_it_draws_alone(groups: Groups) -> None:
+class Attentive(nn.Module):
+    """Attention that drops nothing, before dropout in the same block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        heads = self.first(x).view(-1, 2, 4, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+        return F.cross_entropy(self.second(F.dropout(mixed, 0.5)), y)
+
+
+@pytest.mark.parametrize("kind", [Dropped, Attentive])
+def test_a_model_draws_in_an_array_what_it_draws_alone(
+    kind: type[nn.Module], groups: Groups
+) -> None:
     torch.manual_seed(0)
-    models: list[nn.Module] = [Dropped().double() for _ in range(3)]
+    models: list[nn.Module] = [kind().double() for _ in range(3)]
     batches = batches_of(3)
     make = functools.partial(torch.optim.SGD, lr=0.1)
     array = array_of(groups, models, batches[0], optimizer=make, seed=[3, 4, 3])
     together = torch.stack([array.train_step(*b) for b in batches], 1)
     for index, model in enumerate(models):
-        alone = array_of(groups, [model], batches[0], optimizer=make, seed=[3, 4, 3][index])
-        losses = torch.cat([alone.train_step(*b) for b in batches])
+        alone = alone_of(groups, model, batches[0], optimizer=make, seed=[3, 4, 3][index])
+        losses = torch.stack([alone.train_step(b) for b in batches])
         torch.testing.assert_close(together[index], losses)
     assert len({float(x) for x in together[:, 0]}) == 3
 

@@ -23,7 +23,7 @@ from autopar.fusion import (
     Uniform,
     sweep,
 )
-from autopar.fusion.array import Array
+from autopar.fusion.array import Array, Member
 from autopar.fusion.searchers import Configuration
 from autopar.runtime.step.agreement import NonFinite
 from tests.fusion.arrays import Alone, array_of
@@ -70,11 +70,8 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 def alone(configuration: Configuration, num_steps: int) -> float:
     """The loss of the last step of a trial in eager PyTorch."""
     made = candidate(configuration)
-    array_less = Alone.__new__(Alone)
-    array_less.model, array_less.loss_fn, array_less.limit = made.model, F.cross_entropy, None
-    array_less.optimizer = made.optimizer(list(made.model.parameters()))
-    array_less.scheduler = None
-    return float([array_less.step(batch_of(step)) for step in range(num_steps)][-1])
+    eager = Alone(Member(model=made.model, loss_fn=F.cross_entropy, optimizer=made.optimizer))
+    return float([eager.step(batch_of(step)) for step in range(num_steps)][-1])
 
 
 def test_random_search_gives_every_trial_the_value_it_has_alone(groups: Groups) -> None:

@@ -11,8 +11,6 @@ from autopar.fusion.forms.dropout import dropped
 from autopar.fusion.lanes import Operand
 from autopar.ir.graph import Ref
 
-_BOOL = torch.bool
-
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -64,14 +62,14 @@ def dropped_attention_form(call: Call) -> Results | None:
     scores = call.emit(aten.matmul.default, left, right)
     if call.argument("is_causal"):
         rows, columns = size[-2], call.shape(key)[-2]
-        ones = call.emit(aten.ones.default, (rows, columns), dtype=_BOOL)
+        ones = call.emit(aten.ones.default, (rows, columns), dtype=torch.bool)
         upper = call.emit(aten.triu.default, ones, 1)
         scores = call.emit(aten.masked_fill.Scalar, scores, upper, -math.inf)
     place = call.operand_of("attn_mask")
     if place is not None:
         mask = _mask(call)
         assert mask is not None
-        if call.builder.value(mask).dtype is _BOOL:
+        if call.builder.value(mask).dtype is torch.bool:
             without = call.emit(aten.logical_not.default, mask)
             scores = call.emit(aten.masked_fill.Scalar, scores, without, -math.inf)
         else:

@@ -66,11 +66,9 @@ class Call:
 
     def moved(self, operand: Operand, dim: int) -> Ref:
         """A stacked operand with the model dimension at ``dim``."""
-        if operand.dim == dim or operand.dim is None:
+        if operand.dim is None:
             return operand.ref
-        order = list(range(len(self.shape(operand.ref))))
-        order.insert(dim, order.pop(operand.dim))
-        return self.emit(aten.permute.default, operand.ref, order)
+        return self.builder.moved(operand.ref, operand.dim, dim)
 
     def expand(self, ref: Ref, size: Sequence[int]) -> Ref:
         return self.emit(aten.expand.default, ref, list(size))

@@ -10,21 +10,7 @@ from typing import Any
 
 from autopar.fusion.forms.base import Call, Results, form
 from autopar.fusion.lanes import Operand
-
-CONVOLUTIONS = (
-    "aten.conv1d.default",
-    "aten.conv2d.default",
-    "aten.conv3d.default",
-    "aten.conv1d.padding",
-    "aten.conv2d.padding",
-    "aten.conv3d.padding",
-    "aten.convolution.default",
-)
-TRANSPOSED = (
-    "aten.conv_transpose1d.default",
-    "aten.conv_transpose2d.input",
-    "aten.conv_transpose3d.input",
-)
+from autopar.rules.convolution import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 
 
 def _is_batched(call: Call) -> bool:
@@ -51,7 +37,7 @@ def shared_convolution_form(call: Call) -> Results | None:
     return _called(call, call.operands[0].ref, weight, bias, 1)
 
 
-@form("grouped convolution", *CONVOLUTIONS, *TRANSPOSED)
+@form("grouped convolution", *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)
 def grouped_convolution_form(call: Call) -> Results | None:
     """One convolution whose groups are those of all models."""
     if not _is_batched(call):

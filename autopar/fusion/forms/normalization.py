@@ -41,11 +41,11 @@ def layer_norm_form(call: Call) -> Results | None:
     if operand.dim is None or operand.dim >= last:
         operand = Operand(call.moved(operand, 0), 0)
     assert operand.dim is not None
-    rest = {"eps": call.argument("eps")}
+    eps = call.argument("eps")
     if call.op.target_name == "aten.layer_norm.default":
-        out = call.emit(aten.layer_norm.default, operand.ref, shape, None, None, rest["eps"])
+        out = call.emit(aten.layer_norm.default, operand.ref, shape, None, None, eps)
     else:
-        out = call.emit(aten.rms_norm.default, operand.ref, shape, None, rest["eps"])
+        out = call.emit(aten.rms_norm.default, operand.ref, shape, None, eps)
     for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         if name == "bias" and call.op.target_name == "aten.rms_norm.default":
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.frontend.reader import is_random
 from autopar.fusion.forms import (  # noqa: F401 - they register themselves
     attention,
     convolution,
@@ -24,5 +23,5 @@ def forms_of(call: Call) -> Iterator[tuple[str, Form]]:
     yield from FORMS.get(call.op.target_name, ())
     if is_pointwise(call):
         yield "element by element", pointwise_form
-    if call.draw is None or not is_random(call.op.target):
+    if call.draw is None:
         yield "vmap", vmap_form

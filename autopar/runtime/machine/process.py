@@ -41,7 +41,7 @@ from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.types import RankProgram, TensorMeta, graphs_of
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
-from autopar.runtime.machine.randomness import Seeds, is_random, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Seeds, random_nodes, split_axes
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -328,6 +328,8 @@ def _is_last_reader(node: fx.Node) -> bool:
 def _may_alias(node: fx.Node) -> bool:
     if node.target in RAW_OPS:
         return node.target in (SHARD, MASK)
-    if not hasattr(node.target, "_schema") or is_random(node):  # getitem; dropout with p = 0
+    if not hasattr(node.target, "_schema"):  # getitem
+        return True
+    if torch.Tag.nondeterministic_seeded in node.target.tags:  # dropout with p = 0 is its input
         return True
     return returns_views(node.target)

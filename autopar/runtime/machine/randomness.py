@@ -12,14 +12,15 @@ its own count of steps, and the position of the operator in its own graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
 
-_DROPPED_SHARES = ("p", "dropout_p", "dropout")
+_PROBABILITIES = ("p", "dropout_p", "dropout")
 _MASK = (1 << 64) - 1
 
 
@@ -34,14 +35,20 @@ def mixed(*numbers: int) -> int:
     return state >> 1
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph draws random numbers (dropout with p = 0 does not)."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers; dropout with p = 0, or not in training, does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args)), **node.kwargs}
-    shares = [given[name] for name in _DROPPED_SHARES if name in given]
-    return not shares or any(share != 0 for share in shares)
+    schema = target._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= {**dict(zip((a.name for a in schema), args)), **kwargs}
+    dropped = [given[name] for name in _PROBABILITIES if name in given]
+    return given.get("train") is not False and (not dropped or any(p != 0 for p in dropped))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node of a lowered graph draws random numbers."""
+    return draws(node.target, node.args, node.kwargs)
 
 
 def split_axes(node: fx.Node) -> tuple[int, ...]:
@@ -71,7 +78,7 @@ class Seeds:
         self._model_seeds = tuple(mixed(seed, step) for seed, step in zip(seeds, steps))
 
     def seed_of_model(self, model: int, block: int, place: int, axes: str, rank: int) -> int:
-        """Of a draw of one model: ``block`` and ``place`` are those of the model alone."""
+        """The seed of one model's op, by its block and position in the model's own graph."""
         split = self.mesh.axes_of(axes) if axes else ()
         shard = self.mesh.index(rank, split)
         return mixed(self._model_seeds[model], self._call[0], block, 0, place, shard)

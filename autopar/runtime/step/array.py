@@ -7,8 +7,7 @@ of numbers with one entry per model instead of a loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,20 +31,13 @@ class ArrayRuntime(RankRuntime):
 
     updates: ModelUpdates
 
-    def __init__(
-        self,
-        program: RankProgram,
-        state: Mapping[str, Tensor],
-        options: RankOptions,
-        device: torch.device,
-    ) -> None:
-        assert options.array is not None
-        self.array: ArrayOptions = options.array
-        self.model_steps = [0] * self.array.num_models
-        super().__init__(program, state, options, device)
-        (self._losses,) = (b.value for b in program.buffers if b.name == self.array.losses)
+    @property
+    def array(self) -> ArrayOptions:
+        assert self.options.array is not None
+        return self.options.array
 
     def _make_optimizer(self, make: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+        self.model_steps = [0] * self.array.num_models
         self.models = ModelOptimizers(
             self.array, self._programs, self._parameters, self.communicator
         )
@@ -75,7 +67,8 @@ class ArrayRuntime(RankRuntime):
             result = bound.executor.step(
                 bound.parameters, bound.held(self._buffers), batches, self.updates
             )
-        losses = result.buffers[self._losses]
+        following = {bound.buffers[v]: x for v, x in result.buffers.items()}
+        losses = following[self.array.losses]
         has_updated = self.updates.end_models(result.reductions, losses)
         failed = None if has_updated else self.recovery.failed_step(self.num_steps + 1)
         if failed is not None:
@@ -86,7 +79,7 @@ class ArrayRuntime(RankRuntime):
         if has_updated:
             self.num_steps += 1
             self.model_steps = [n + u for n, u in zip(self.model_steps, updated)]
-            self._take_buffers({bound.buffers[v]: x for v, x in result.buffers.items()})
+            self._take_buffers(following)
             self._forget_fixed(self._forwards.values())
         self.num_skipped_steps += len(updated) - sum(updated)
         if self.device.type == "cpu":
@@ -98,13 +91,10 @@ class ArrayRuntime(RankRuntime):
 
     def _take_buffers(self, following: Mapping[str, Tensor]) -> None:
         """The next buffers; models that were not updated keep theirs."""
-        self._buffers[self.array.losses] = following[self.array.losses]
         held = [model for model, took in enumerate(self.updates.updated) if not took]
-        kept = {ref.name: ref.row for m in held for ref in self.array.models[m].buffers}
+        kept = {ref.name for m in held for ref in self.array.models[m].buffers}
         for name, new in following.items():
-            if name in kept and held:
-                new = self._without(name, new, held)
-            self._buffers[name] = new
+            self._buffers[name] = self._without(name, new, held) if name in kept else new
 
     def _without(self, name: str, new: Tensor, held: Sequence[int]) -> Tensor:
         old, merged = self._buffers[name], new.clone()
@@ -117,7 +107,7 @@ class ArrayRuntime(RankRuntime):
         return merged
 
     @contextlib.contextmanager
-    def _seeded_models(self, is_random: bool) -> Any:
+    def _seeded_models(self, is_random: bool) -> Iterator[None]:
         if not is_random:
             yield
             return

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
-from autopar.base.torch_private import pytree
 from autopar.frontend.capture import (
     Arguments,
     CallKey,
@@ -98,9 +97,8 @@ class ForwardPrograms:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
         tensors = signature.flatten(args, kwargs)
-        return rebuild_output(
-            forward.signature, self._runner.forward(forward.slot, tensors, local=local)
-        )
+        found = self._runner.forward(forward.slot, tensors, local=local)
+        return forward.signature.output_of(found)
 
     def _whole_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """The global call of all ranks, each of which passes its own shard."""
@@ -176,12 +174,3 @@ def local_signature(signature: Signature, program: RankProgram) -> Signature:
     """The signature of a call with one rank's shard of the batch."""
     shapes = tuple(local_input_shape(i, program) for i in program.inputs)
     return dataclasses.replace(signature, input_shapes=shapes)
-
-
-def rebuild_output(signature: Signature, tensors: Sequence[Tensor]) -> Any:
-    """Rebuild the model's own output type from its tensors, in order."""
-    leaves = [
-        tensors[leaf.position] if hasattr(leaf, "position") else leaf
-        for leaf in signature.out_leaves
-    ]
-    return pytree.tree_unflatten(leaves, signature.out_spec)

@@ -41,16 +41,11 @@ class ModelUpdates(Updates):
         )  # fmt: skip
         self.optimizers = optimizers
         self.models = optimizers.options.models
-        self._models_of_rows = {
-            (ref.name, ref.row): model
-            for model, own in enumerate(self.models)
-            for ref in own.trained
-        }
         self.updated = [False] * len(self.models)
         self.norms: Tensor | None = None
-        self.losses: Tensor | None = None
         mesh, world, rank = communicator.mesh, communicator.world, communicator.rank
         self._device = communicator.device
+        self._models_of = self._models_of_rows()
         self._counted = {p.name for p in programs if holder(p.stored, mesh, rank) == rank}
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
         self._num_ranks = world.num_devices
@@ -65,16 +60,16 @@ class ModelUpdates(Updates):
         for arrived in gradients.arrivals():
             self._keep(arrived)
         num = len(self.models)
-        self.losses = losses.detach().double().cpu()
+        losses = losses.detach().double().cpu()
         self.norms = self._norms()
-        finite = self.norms.isfinite() & self.losses.isfinite()
+        finite = self.norms.isfinite() & losses.isfinite()
         takes = [True] * num if self.nonfinite is NonFinite.IGNORE else finite.tolist()
         if self.is_void or (self.nonfinite is NonFinite.RAISE and not all(takes)):
             takes = [False] * num
         for model, takes_it in enumerate(takes):
             if takes_it:
                 self.optimizers.set_gradients(model, self._factor(model))
-                self.optimizers.step(model, float(self.losses[model]))
+                self.optimizers.step(model, float(losses[model]))
         self.updated = takes
         return any(takes)
 
@@ -82,33 +77,41 @@ class ModelUpdates(Updates):
         """The 2-norm of each model's gradients; NaN for all if a rank's step is void."""
         num = len(self.models)
         squares = torch.zeros(num + 1, dtype=self._dtype, device=self._device)
-        owners = {
-            ref.name: model
-            for model, own in enumerate(self.models)
-            for ref in own.trained
-            if ref.row is None
-        }
         for name, gradient in self.gradients().items():
             if name not in self._counted:
                 continue
             precise = torch.promote_types(gradient.dtype, torch.float32)
-            if name in owners:
+            models = self._models_of[name]
+            if isinstance(models, int):
                 norm = torch.linalg.vector_norm(gradient, dtype=precise)
-                squares[owners[name]] += norm.to(self._dtype).square()
+                squares[models] += norm.to(self._dtype).square()
                 continue
             norms = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=precise)
-            models = [self._model_of(name, row) for row in self.optimizers.models_of[name]]
-            index = torch.tensor(models, device=self._device)
-            squares.index_add_(0, index, norms.to(self._dtype).square())
+            squares.index_add_(0, models, norms.to(self._dtype).square())
         if self.is_void:
             squares.fill_(torch.nan)
         if self._num_ranks > 1:
             self._sum(squares)
         return squares[:num].sqrt().double().cpu()
 
-    def _model_of(self, name: str, row: int) -> int:
-        """The model that a row belongs to; the number of models for padding."""
-        return self._models_of_rows.get((name, row), len(self.models))
+    def _models_of_rows(self) -> dict[str, int | Tensor]:
+        """The one model of a parameter, or the model of each row on this rank.
+
+        Padding rows have the number of models.
+        """
+        found = {
+            (ref.name, ref.row): model
+            for model, own in enumerate(self.models)
+            for ref in own.trained
+        }
+        one = {name: model for (name, row), model in found.items() if row is None}
+        rows = {
+            name: torch.tensor([found.get((name, r), len(self.models)) for r in own],
+                               device=self._device)
+            for name, own in self.optimizers.models_of.items()
+            if name not in one
+        }  # fmt: skip
+        return {**one, **rows}
 
     def _factor(self, model: int) -> Tensor | None:
         limit = self.models[model].max_grad_norm

@@ -22,9 +22,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
+from autopar.base.closing import Closing
 from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
 from autopar.runtime.host.heap import with_heap_settings
@@ -43,7 +43,7 @@ _POLL_S = 0.2  # how late a death is noticed if the worker's children hold its s
 _SETTLE_S = 0.5  # how long after a rank's exception another's death may show up
 
 
-class WorkerGroup:
+class WorkerGroup(Closing):
     """``num_workers`` processes in one ``torch.distributed`` group, each with a service object.
 
     ``service(rank, world_size, *service_args)`` is called in each worker once the group is up.
@@ -199,17 +199,6 @@ class WorkerGroup:
             self._end()
             if holds_lock:
                 self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _start_workers(self, starts: list[Start], build: Message, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
