@@ -373,7 +373,7 @@ class _Compiler:
         if replayed is not None:
             planned = replayed.graph.precision
             if given is None and planned is not None:
-                given = Precision(compute=planned.compute, reduce=planned.reduce)
+                given = planned.precision
             asked = None if given is None else PrecisionPlan.of(given)
             if asked != planned:
                 raise InputError(

@@ -34,7 +34,7 @@ from autopar.base.torch_private import (
     without_generated_code,
 )
 from autopar.frontend.autocast import refuse_autocast
-from autopar.frontend.checking.failing import failure_of
+from autopar.frontend.checking.failing import failure_of, first_line
 from autopar.frontend.low_precision import call_model, in_single
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
@@ -311,11 +311,6 @@ def capture(
     refuse_autocast("cpu", "the model is captured")
     args, kwargs = split_inputs(example_inputs)
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
-
-    def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def stepped(make: Callable[[Tensor], Tensor]) -> Step:
         memo: dict[int, Any] = {}
@@ -331,25 +326,39 @@ def capture(
 
     # A call under no_grad or inference_mode must give the same graph as any other.
     with torch.inference_mode(False), torch.enable_grad():
-        step = stepped(fake)
-        refuse_averages_over_all_batches(step.model)
         if differentiable:
             refuse_hooks(model)
-        fake_args, fake_kwargs = pytree.tree_map(
-            lambda x: fake(x) if isinstance(x, Tensor) else x, (args, kwargs)
-        )
-        with without_generated_code():
-            try:
-                program = _export(step, fake_args, fake_kwargs)
-            except (CaptureError, InputError):
-                raise
-            except Exception as error:
-                failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
-                raise failed or CaptureError(_explain(error)) from error
+        step, program = _exported(stepped, args, kwargs)
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     signature = _signature(step, graph, args, kwargs)
     return Captured(graph=graph, signature=signature, precision=precision)
+
+
+def _exported(
+    stepped: Callable[[Callable[[Tensor], Tensor]], Step], args: Any, kwargs: Any
+) -> tuple[Step, Any]:
+    """The model with its loss over fake tensors, and its exported program.
+
+    ``stepped`` makes the model with its loss over other tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    step = stepped(fake)
+    refuse_averages_over_all_batches(step.model)
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+    with without_generated_code():
+        try:
+            return step, _export(step, fake_args, fake_kwargs)
+        except (CaptureError, InputError):
+            raise
+        except Exception as error:
+            failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
+            raise failed or CaptureError(_explain(error)) from error
 
 
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
@@ -454,12 +463,7 @@ def _explain(error: Exception) -> str:
     else:
         hint = _GENERIC
     head = f"the model cannot be captured as one graph{_where(error)}"
-    return f"{head}\n{type(error).__name__}: {_first_line(error)}\nHow to fix it: {hint}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "(no message)"
+    return f"{head}\n{type(error).__name__}: {first_line(error)}\nHow to fix it: {hint}"
 
 
 def _where(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a model may do that no exported graph shows, made visible or refused by name.
+"""Actions of a model that no exported graph shows, made visible or refused by name.
 
 ``torch.export`` sees operators. Anything that bypasses them (``tensor.data``, hooks, a backward
 pass inside a forward pass) is left out, or its results become constants.

@@ -206,7 +206,7 @@ class GraphBuilder:
             )
             for old in used
         )
-        ops = tuple(_renumbered(op, i, new_index) for i, op in enumerate(ordered))
+        ops = tuple(op.renumbered(i, new_index) for i, op in enumerate(ordered))
         graph = Graph(
             values=values,
             ops=ops,
@@ -279,23 +279,6 @@ def _resolved(node: Any, known: dict[Any, Any]) -> Any:
 
 def _is_fixed(op: Op, fixed: set[int]) -> bool:
     return all(o is None or o in fixed for o in op.outputs)
-
-
-def _renumbered(op: Op, index: int, new_index: dict[int, int]) -> Op:
-    def rename(ref: Ref) -> Ref:
-        return Ref(new_index[ref.index])
-
-    return Op(
-        index=index,
-        name=op.name,
-        target=op.target,
-        args=map_refs(op.args, rename),
-        kwargs=map_refs(op.kwargs, rename),
-        outputs=tuple(None if o is None else new_index.get(o) for o in op.outputs),
-        module_path=op.module_path,
-        location=op.location,
-        per_shard=op.per_shard,
-    )
 
 
 def _tuples(node: Any) -> Any:

@@ -8,8 +8,8 @@ contiguous runs of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -124,6 +124,20 @@ class Op:
         kwargs = map_refs(self.kwargs, lambda _: next(iterator))
         return args, dict(kwargs)
 
+    def renumbered(self, index: int, numbers: Mapping[int, int]) -> Op:
+        """The op at another index, with other value indices; outputs without one are unused."""
+
+        def renamed(ref: Ref) -> Ref:
+            return Ref(numbers[ref.index])
+
+        return replace(
+            self,
+            index=index,
+            args=map_refs(self.args, renamed),
+            kwargs=map_refs(self.kwargs, renamed),
+            outputs=tuple(None if o is None else numbers.get(o) for o in self.outputs),
+        )
+
 
 def refs_in(node: Any) -> tuple[int, ...]:
     """Indices of the values that ``node`` refers to, in order, duplicates kept."""
@@ -138,12 +152,12 @@ def _refs(node: Any) -> Iterator[int]:
             yield from _refs(item)
 
 
-def map_refs(node: Any, replace: Callable[[Ref], Any]) -> Any:
+def map_refs(node: Any, new: Callable[[Ref], Any]) -> Any:
     """``node`` with every `Ref` replaced, nesting unchanged."""
     if isinstance(node, Ref):
-        return replace(node)
+        return new(node)
     if isinstance(node, tuple):
-        return tuple(map_refs(item, replace) for item in node)
+        return tuple(map_refs(item, new) for item in node)
     return node
 
 

@@ -5,15 +5,18 @@ With ``Precision(compute="bf16")`` a training step is this eager program, whatev
     def low(x):
         return x.to(torch.bfloat16) if x.is_floating_point() else x
 
+    def single(x):
+        return x.float() if x.dtype is torch.bfloat16 else x
+
     parameters = {name: low(p) for name, p in model.named_parameters()}  # not of batch norms
     output = torch.func.functional_call(model, parameters, tree_map(low, args), ...)
-    loss = loss_fn(tree_map(torch.Tensor.float, output), *targets)  # or the model's own
-    loss.float().backward()
+    loss = loss_fn(tree_map(single, output), *targets)  # or single(the model's own)
+    loss.backward()
     optimizer.step()
 
-So it is with the mixed precision of FSDP, not with autocast's lists of operators: parameters,
-gradients and the optimizer's state are float32 (the dtype that the model has), and every operator
-computes in the low precision unless the model itself asks for another. Buffers and the parameters
+This is the mixed precision of FSDP, without autocast's lists of operators: parameters, gradients
+and the optimizer's state are float32 (the dtype that the model has), and every operator computes in
+the low precision unless the model itself asks for another. Buffers and the parameters
 of batch norms stay as they are, and the losses of ``torch.nn.functional`` compute in float32, also
 inside the model, where the above stands for ``F.cross_entropy(logits.float(), ...)``. Parameters
 are cast where they are stored and then gathered, so that the low precision travels; gradients are
@@ -39,16 +42,16 @@ _FIX = "write precision='bf16', precision='fp16' or precision=None"
 class Precision:
     """The dtypes of mixed precision.
 
-    * ``compute``: what operators compute in and parameters are gathered in: ``"bf16"`` or
+    * ``compute``: the dtype that operators compute in and parameters are gathered in: ``"bf16"`` or
       ``"fp16"``.
-    * ``reduce``: what gradients are summed in, over devices and micro-batches: ``"fp32"``, or
-      of ``"bf16"`` also ``"bf16"``, with half the bytes.
+    * ``reduce``: the dtype that gradients are summed in, over devices and micro-batches:
+      ``"fp32"``, or, with ``compute="bf16"``, also ``"bf16"``, which halves the bytes.
     * ``loss_scale``, ``growth_interval``: with ``"fp16"`` the loss is multiplied by a scale before
-      the backward pass, and gradients are divided by it before the update. It begins with
-      ``loss_scale``; a step whose gradients overflow is left out on all devices and halves it, and
-      after ``growth_interval`` steps without one it doubles, as that of ``torch.amp.GradScaler``.
+      the backward pass, and gradients are divided by it before the update. The scale begins at
+      ``loss_scale``. As in ``torch.amp.GradScaler``, a step whose gradients overflow is skipped on
+      all devices and halves it, and ``growth_interval`` steps without overflow double it.
 
-    Raises InputError.
+    Raises InputError for any other value.
     """
 
     compute: str = "bf16"
@@ -60,7 +63,7 @@ class Precision:
         if self.compute not in ("bf16", "fp16"):
             raise InputError(f"precision computes in {self.compute!r}; it is 'bf16' or 'fp16': "
                              f"{_FIX}")  # fmt: skip
-        if self.reduce not in ("fp32", "bf16") or self.reduce == "bf16" != self.compute:
+        if self.reduce != "fp32" and (self.reduce, self.compute) != ("bf16", "bf16"):
             also = " (or in 'bf16')" if self.compute == "bf16" else ", for sums in fp16 overflow"
             raise InputError(
                 f"precision reduces gradients in {self.reduce!r}; computed in {self.compute!r} "
@@ -97,7 +100,7 @@ class Precision:
 
 
 def check_precision(precision: Any) -> Precision | None:
-    """The precision that is meant; raises InputError for what means none."""
+    """The precision that ``precision=`` names; raises InputError for any other value."""
     if precision is None or isinstance(precision, Precision):
         return precision
     if isinstance(precision, str) and precision in ("bf16", "fp16"):

@@ -8,7 +8,7 @@ distinct parameter redistribution, and lists of the blocks and parameters that u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -207,57 +207,54 @@ class _Lowering:
         """The kernel of one redistribution outside blocks, or None if the placements are equal."""
         if source == target:
             return None
-        mesh = self.strategy.mesh
-        local = local_shape(value.shape, source, mesh)
-        key = f"move {value.shape} {value.dtype} {source} {target} {differentiable}"
-        if key not in self.known:
+        shape, mesh = value.shape, self.strategy.mesh
+        key = f"move {shape} {value.dtype} {source} {target} {differentiable}"
+        local = TensorMeta.contiguous(local_shape(shape, source, mesh), value.dtype)
 
-            def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-                moved = move(operands[0], source, target, value.shape, mesh)
-                return (moved.contiguous(),)  # as the kernels of blocks expect it
+        def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            moved = move(operands[0], source, target, shape, mesh)
+            return (moved.contiguous(),)  # as the kernels of blocks expect it
 
-            kernel = trace_kernel(
-                function,
-                [TensorMeta.contiguous(local, value.dtype)],
-                [differentiable],
-                [False],
-                self.device,
-                training=self.training,
-            )
-            kernel = accumulated(kernel, mesh.num_microbatches)
-            self._check_microbatches(value.name, kernel)
-            self.known[key] = self._add(kernel)
-        return self.known[key]
+        return self._redistribution(key, value.name, function, local, differentiable=differentiable)
 
     def _fetch_kernel(self, value: Value, source: Placements, target: Placements) -> int | None:
         """The kernel that brings a parameter from its store to the blocks, and its gradient back.
 
-        A part is cast before it is moved, so that the precision of the ops travels; the gradient is
-        summed in a dtype of its own.
+        A shard is cast before it is moved, so that the low precision is sent; gradients are summed
+        in a dtype of their own.
         """
         if value.mixed is None:
             return self._move_kernel(value, source, target, differentiable=value.differentiable)
         mixed, shape, mesh = value.mixed, value.shape, self.strategy.mesh
-        key = f"fetch {shape} {value.dtype} {mixed} {source} {target} {value.differentiable}"
+        differentiable = value.differentiable
+        key = f"fetch {shape} {value.dtype} {mixed} {source} {target} {differentiable}"
+        local = TensorMeta.contiguous(local_shape(shape, source, mesh), mixed.stored)
+
+        def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            low = move(operands[0].detach().to(value.dtype), source, target, shape, mesh)
+            if not differentiable:
+                return (low.contiguous(),)
+            wide = move(operands[0].to(mixed.reduced), source, target, shape, mesh)
+            return (with_gradient_of(low.contiguous(), wide.contiguous()),)
+
+        return self._redistribution(key, value.name, function, local, differentiable=differentiable)
+
+    def _redistribution(
+        self,
+        key: str,
+        name: str,
+        function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+        local: TensorMeta,
+        *,
+        differentiable: bool,
+    ) -> int:
+        """The kernel of a function of one local shard, traced once per key."""
         if key not in self.known:
-
-            def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-                low = move(operands[0].detach().to(value.dtype), source, target, shape, mesh)
-                if not value.differentiable:
-                    return (low.contiguous(),)
-                wide = move(operands[0].to(mixed.reduced), source, target, shape, mesh)
-                return (with_gradient_of(low.contiguous(), wide.contiguous()),)
-
             kernel = trace_kernel(
-                function,
-                [TensorMeta.contiguous(local_shape(shape, source, mesh), mixed.stored)],
-                [value.differentiable],
-                [False],
-                self.device,
-                training=self.training,
+                function, [local], [differentiable], [False], self.device, training=self.training
             )
-            kernel = accumulated(kernel, mesh.num_microbatches)
-            self._check_microbatches(value.name, kernel)
+            kernel = accumulated(kernel, self.strategy.mesh.num_microbatches)
+            self._check_microbatches(name, kernel)
             self.known[key] = self._add(kernel)
         return self.known[key]
 

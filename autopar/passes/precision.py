@@ -2,9 +2,8 @@
 
 In: a graph whose parameters are read through casts alone, as `autopar.frontend.low_precision` has
 it captured. Out: the graph without these casts: its ops read parameters in the low precision, and
-each parameter says in which dtype it is stored. So a device casts its own part, once a step, and
-what is gathered, kept, counted and priced is the low precision. The derivative of the cast is where
-gradients are summed: before it in the low precision, behind it in that of the parameter.
+each parameter has the dtype that it is stored in and the dtype that its gradients are summed in. So
+a device casts its own shard, once a step, and the low precision is gathered, kept and priced.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from autopar.frontend.capture import Captured
 from autopar.ir.blocks import cut_into_blocks
-from autopar.ir.graph import Graph, Mixed, Op, Ref, map_refs
+from autopar.ir.graph import Graph, Mixed, Op
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -40,7 +39,7 @@ def with_stored_precision(captured: Captured) -> Captured:
 
 
 def _casts(graph: Graph) -> dict[int, Op]:
-    """Of each parameter that is read through one cast and nothing else, this cast."""
+    """The cast of each parameter that is read through one cast and nothing else, by its index."""
     uses = graph.consumers()
     ends = {graph.loss, *graph.outputs, *(new for _, new in graph.mutations)}
     found = {}
@@ -71,21 +70,9 @@ def _without(graph: Graph, casts: Mapping[int, Op]) -> Graph:
             number[value.index] = len(number)
     number |= {made: number[parameter] for made, parameter in source.items()}
 
-    def renamed(ref: Ref) -> Ref:
-        return Ref(number[ref.index])
-
     values = tuple(replace(v, index=number[v.index]) for v in graph.values if v.index not in source)
     kept = [op for op in graph.ops if op.index not in dropped]
-    ops = tuple(
-        replace(
-            op,
-            index=place,
-            args=map_refs(op.args, renamed),
-            kwargs=map_refs(op.kwargs, renamed),
-            outputs=tuple(None if o is None else number[o] for o in op.outputs),
-        )
-        for place, op in enumerate(kept)
-    )
+    ops = tuple(op.renumbered(place, number) for place, op in enumerate(kept))
     return replace(
         graph,
         values=values,

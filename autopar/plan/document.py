@@ -8,6 +8,7 @@ names the first difference and its JSON path.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -86,6 +87,9 @@ def _check_version(document: object) -> None:
 def _check_plan(plan: Plan) -> None:
     """Raise PlanError for the first error that can be found without a graph."""
     plan.schedule.pipeline()
+    if plan.graph.precision is not None:
+        with at("graph", "precision"):
+            _ = plan.graph.precision.precision
     _check_mesh(plan)
     if not plan.prediction.step_time_s > 0:
         raise refused("the time of a step must be positive", "$.prediction.step_time_s")
@@ -180,7 +184,7 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
     return GraphPlan(
         fingerprint=graph.fingerprint,
         num_ops=len(graph.ops),
-        num_parameters=sum(_count(v.shape) for v in graph.parameters),
+        num_parameters=sum(math.prod(v.shape) for v in graph.parameters),
         parameter_bytes=sum(v.stored_bytes for v in graph.parameters),
         inputs={
             name: f"{str(dtype).removeprefix('torch.')}{list(shape)}"
@@ -193,13 +197,6 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
         batch_norm=batch_norm_of(graph).value,
         precision=None if captured.precision is None else PrecisionPlan.of(captured.precision),
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:

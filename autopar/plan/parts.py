@@ -24,7 +24,7 @@ class MeshPlan(_Struct, frozen=True):
 
 
 class PrecisionPlan(_Struct, frozen=True):
-    """What a plan computes and sums gradients in; see `autopar.ir.precision`."""
+    """The dtypes of a plan's mixed precision; see `autopar.ir.precision`."""
 
     compute: Literal["bf16", "fp16"]
     reduce: Literal["fp32", "bf16"]
@@ -33,8 +33,13 @@ class PrecisionPlan(_Struct, frozen=True):
     def of(precision: Precision) -> PrecisionPlan:
         return PrecisionPlan(compute=precision.compute, reduce=precision.reduce)  # type: ignore[arg-type]
 
+    @property
+    def precision(self) -> Precision:
+        """The precision with these dtypes; raises InputError where they contradict each other."""
+        return Precision(compute=self.compute, reduce=self.reduce)
+
     def __str__(self) -> str:
-        return f"{self.compute}, gradients summed in {self.reduce}"
+        return str(self.precision)
 
 
 class GraphPlan(_Struct, frozen=True):

@@ -19,8 +19,8 @@ from autopar.schedules import Durations, Schedule, build, with_recomputation, wi
 from tests.models import families, zoo
 
 NUM_ROWS = 16
-"""Of a batch: enough for 16 micro-batches, or 4 of them on 4 data-parallel processes."""
-# So many blocks that a stage begins at: for stages on 2 and 4 devices, and for those on 8.
+"""Rows of a batch: enough for 16 micro-batches, or 4 of them on 4 data-parallel processes."""
+# Models with enough blocks for the stages of 2 and 4 devices, and of 8.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "gpt2": (lambda: zoo.gpt2(6), lambda: zoo.gpt2(14)),
     "bert": (lambda: zoo.bert(6), lambda: zoo.bert(14)),

@@ -108,9 +108,8 @@ class Trial:
     @staticmethod
     def _flat(trained: Trained) -> dict[str, Tensor]:
         def flat(named: Mapping[str, Tensor]) -> Tensor:
-            names = sorted(name.removeprefix("model.") for name in named)
             known = {name.removeprefix("model."): x for name, x in named.items()}
-            return torch.cat([known[name].double().flatten() for name in names])
+            return torch.cat([known[name].double().flatten() for name in sorted(known)])
 
         losses = torch.tensor(trained.losses, dtype=torch.float64)
         return {

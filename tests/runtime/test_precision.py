@@ -107,7 +107,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_near(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], share: float) -> None:
-    """All together, by how much of their distance from the first weights they are off."""
+    """All weights together are off by at most ``share`` of their distance from the first ones."""
     first = state(model_of())
     off = sum((got[n] - x).square().sum() for n, x in expected.items())
     moved = sum((first[n] - x).square().sum() for n, x in expected.items())
@@ -133,7 +133,7 @@ def test_five_steps_are_those_of_eager(compiled_for: Any, kind: str) -> None:
 
 
 def test_sharded_parameters_are_those_of_fsdp(compiled_for: Any, groups: Groups) -> None:
-    """Of ``fully_shard`` with a mixed-precision policy, on the same two processes."""
+    """The reference is ``fully_shard`` with a mixed-precision policy, on the same two processes."""
     compiled = compiled_for(model_of(), precision="bf16", **KINDS["zero3"])
     losses = [compiled.train_step(*batch(seed)).item() for seed in range(5)]
     got = compiled.full_state_dict()
@@ -233,6 +233,9 @@ def test_a_plan_says_its_precision_and_is_replayed_with_it(
     wrong = plan.to_json().replace('"compute": "bf16"', '"compute": "fp8"')
     with pytest.raises(PlanError, match="precision"):
         autopar.Plan.from_json(wrong)
+    torn = plan.to_json().replace('"compute": "bf16"', '"compute": "fp16"')
+    with pytest.raises(PlanError, match=r"at \$.graph.precision: .* summed in 'fp32'"):
+        autopar.Plan.from_json(torn)
 
 
 def test_what_travels_has_the_low_precision(compiled_for: Any) -> None:

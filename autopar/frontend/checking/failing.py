@@ -53,7 +53,7 @@ def failure_of(run: Callable[[Any], object]) -> InputError | None:
             failed = InputError(
                 f"the model itself fails in eager mode, on the example inputs"
                 f"{_place(error, last, [str(w.message) for w in said])}: "
-                f"{type(error).__name__}: {_first_line(error)}"
+                f"{type(error).__name__}: {first_line(error)}"
             )
             failed.__cause__ = error
             return failed
@@ -84,6 +84,7 @@ def _raised_at(error: Exception) -> str:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "(no message)"

@@ -42,15 +42,18 @@ def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]
 
     Raises CaptureError for writes that have no correct form.
     """
-    _share_returned_inputs(module.graph, without_grad)
+    writes = [node for node in module.graph.nodes if any(_written(node))]
+    if not writes:
+        return
+    _share_returned_inputs(module.graph, without_grad, writes)
     memory = _Memory(module.graph, without_grad)
-    for node in list(module.graph.nodes):
-        written = list(_written(node))
-        if written:
-            _Write(module.graph, memory, node, written).rewrite()
+    for node in writes:
+        _Write(module.graph, memory, node, list(_written(node))).rewrite()
 
 
-def _share_returned_inputs(graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
+def _share_returned_inputs(
+    graph: fx.Graph, without_grad: Collection[fx.Node], writes: Sequence[fx.Node]
+) -> None:
     """Replace operators that return their input itself (disabled dropout) by that input.
 
     The exported graph has a new value for such composite operators, which would not share a write;
@@ -58,8 +61,8 @@ def _share_returned_inputs(graph: fx.Graph, without_grad: Collection[fx.Node]) -
 
     Raises CaptureError where they return another view of it, unknown to the graph.
     """
-    written = {_storage(t) for node in graph.nodes for t in _written(node)}
-    for node in list(graph.nodes) if written else ():
+    written = {_storage(t) for node in writes for t in _written(node)}
+    for node in list(graph.nodes):
         is_hidden = is_composite(node.target) or node.target in _UNSAFE
         if not (is_hidden or node in without_grad) or any(_written(node)):
             continue
@@ -108,18 +111,19 @@ class _Memory:
     """Which nodes share memory, how each was derived, and through which a gradient flows."""
 
     def __init__(self, graph: fx.Graph, without_grad: Collection[fx.Node]) -> None:
-        self.graph, self.without_grad = graph, without_grad
+        self.without_grad = without_grad
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.base: dict[fx.Node, fx.Node] = {}
         self.detached: set[fx.Node] = set()
         self.flowing: set[fx.Node | int] = set()  # detached nodes, and memory
+        self.sharing: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
-            if _storage(node) is not None:
-                self._see(node)
+            storage = _storage(node)
+            if storage is not None:
+                self.sharing.setdefault(storage, []).append(node)
+                self._see(node, storage)
 
-    def _see(self, node: fx.Node) -> None:
-        storage = _storage(node)
-        assert storage is not None
+    def _see(self, node: fx.Node, storage: int) -> None:
         base = next((s for s in node.all_input_nodes if _storage(s) == storage), None)
         is_off = node in self.without_grad
         is_itself = node.target is operator.getitem or any(True for _ in _written(node))
@@ -148,9 +152,8 @@ class _Memory:
     def read_after(self, node: fx.Node, storage: int) -> Iterator[fx.Node]:
         """The nodes that share the memory and are read later."""
         now = self.order[node]
-        for alias in self.order:
-            is_read = any(self.order.get(user, now) > now for user in alias.users)
-            if is_read and _storage(alias) == storage:
+        for alias in self.sharing[storage]:
+            if any(self.order.get(user, now) > now for user in alias.users):
                 yield alias
 
 
@@ -175,7 +178,7 @@ class _Write:
             return
         hidden = [t for t in self.written if self._hides_a_gradient(t)]
         if self.is_off or hidden:
-            self._hand_on_what_was_written()
+            self._pass_on_the_written_value()
         with self.graph.inserting_before(self.node):
             ops = Ops(self.graph, self.node)
             seen = {t: self._visible(ops, t, is_hidden=t in hidden) for t in self.written}
@@ -238,7 +241,7 @@ class _Write:
             )
         return True
 
-    def _hand_on_what_was_written(self) -> None:
+    def _pass_on_the_written_value(self) -> None:
         """Let readers of the result read the written value itself, which carries the gradient."""
         if not self.node.users:
             return

@@ -270,7 +270,7 @@ class _Source:
         return next(c for c in self.tensors[key].chunks if c.offsets == at)
 
     def stamps(self) -> dict[str, Stamp]:
-        """Of its files, to tell whether one changes between its verification and its reading."""
+        """The stamps of its files, by name, which show changes between verification and reading."""
         files = () if self.own is None else self.own.files
         return {file.name: stamp_of(self.folder, file.name) for file in files}
 
@@ -321,11 +321,7 @@ def _opened(folder: str, expected: Mapping[str, Tensor]) -> _Source:
 def _opened_foreign(folder: str, expected: Mapping[str, Tensor], limit: int) -> _Source:
     foreign = open_dcp(folder, limit)
     place = os.path.join(folder, METADATA)
-    scalars = [
-        f"optimizer.state.{key.removeprefix('optimizer.state.')}"
-        for key in foreign.entries
-        if key.startswith("optimizer.state.")
-    ]
+    scalars = [key for key in foreign.entries if key.startswith("optimizer.state.")]
     plain = foreign.nested("trainer", "optimizer.param_groups", *scalars)
     return _Source(
         place=place,

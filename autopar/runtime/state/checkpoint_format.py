@@ -262,7 +262,7 @@ def shard_name(folder: str, name: str) -> str:
 
 
 Stamp = tuple[int, int, int, int, int]
-"""What tells whether a file is another, or was written to: device, inode, size and times."""
+"""The identity and version of a file: device, inode, size and times."""
 
 
 def stamp_of(folder: str, name: str) -> Stamp:

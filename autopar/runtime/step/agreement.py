@@ -27,7 +27,7 @@ from autopar.lowering.types import RankProgram
 
 
 class NonFinite(StrEnum):
-    """What to do with a training step whose loss or gradients are not finite."""
+    """The reaction to a training step whose loss or gradients are not finite."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -46,6 +46,8 @@ def check_nonfinite(value: Any) -> NonFinite:
 
 
 class Verdict(IntEnum):
+    """The agreed state of a step; a doubtful one is decided by its reduced gradients."""
+
     FINITE = 0
     DOUBTFUL = 1
     NONFINITE = 2

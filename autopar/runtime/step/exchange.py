@@ -40,7 +40,7 @@ class Exchange(Generic[T]):
             self._post(peer, NUM_AHEAD)
 
     def values(self, action: Action) -> tuple[int, ...]:
-        """What a send or a receive carries: values forward, gradients backward; none if empty."""
+        """The values in a message, or whose gradients are in it; no message is sent without any."""
         lower = action.stage - (action.kind in (Kind.RECV_F, Kind.SEND_B))
         boundary = self.pipeline.boundaries[lower]
         return boundary.values if _is_forward(action) else boundary.gradients

@@ -90,7 +90,7 @@ class ForwardPrograms:
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
     ) -> Any:
-        """What the model returns for this call in this mode, whole."""
+        """The whole output of the model for this call in this mode."""
         example = self._whole_call(args, kwargs) if local else Arguments(args, kwargs)
         forward = self._forward(example, training)
         if not forward.takes_targets:

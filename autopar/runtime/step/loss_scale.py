@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: small gradients of float16 are made large, and gradients divided again.
+"""Dynamic loss scaling, which keeps small gradients from underflow in float16.
 
-In: the precision, and of every step whether its gradients were finite, which all ranks agree on
+In: the precision, and for every step whether its gradients were finite, which all ranks agree on
 (`autopar.runtime.step.agreement`, or the norm that clips). Out: the scale of the next loss. All
-ranks hear the same, so all have the same scale, and nothing more is communicated.
+ranks get the same verdict, so all have the same scale, and nothing more is communicated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST = torch.finfo(torch.float32).max
 
 
 def check_scaled(precision: Precision | None, nonfinite: str) -> None:
-    """Raise InputError where overflows would be updated with."""
+    """Raise InputError where steps that overflow would update weights."""
     if precision is not None and precision.is_scaled and nonfinite == NonFinite.IGNORE:
         raise InputError(
             "nonfinite is 'ignore' with precision='fp16': a step whose scaled gradients overflow "
@@ -32,9 +32,9 @@ def check_scaled(precision: Precision | None, nonfinite: str) -> None:
 
 
 class LossScale:
-    """What the loss is multiplied by: that of ``torch.amp.GradScaler``, but never below 1.
+    """The scale of the loss in the next step: that of ``torch.amp.GradScaler``, but at least 1.
 
-    ``num_good``: steps since it changed.
+    ``num_good``: the number of finite steps since it changed.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -43,14 +43,14 @@ class LossScale:
         self.num_good = 0
 
     def grow(self) -> None:
-        """A step was finite: after enough of them the scale doubles."""
+        """Count a finite step; after enough of them double the scale."""
         self.num_good += 1
         if self.num_good >= self.growth_interval:
             self.num_good = 0
             self.value = 2 * self.value if 2 * self.value < _MOST else self.value
 
     def back_off(self) -> bool:
-        """Gradients have overflowed: halve the scale. False where it is not to blame, being 1."""
+        """Halve the scale after an overflow; False if it is 1, which cannot cause one."""
         if self.value <= _LEAST:
             return False
         self.num_good = 0
@@ -65,7 +65,7 @@ class LossScale:
 
 
 def is_state(state: Any) -> bool:
-    """Whether `LossScale.load` takes it."""
+    """Whether `LossScale.load` accepts it."""
     if not isinstance(state, Mapping) or set(state) != {"scale", "num_good"}:
         return False
     scale, num_good = state["scale"], state["num_good"]

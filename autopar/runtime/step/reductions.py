@@ -168,7 +168,7 @@ class Updater(Protocol[T]):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward pass; gradients are divided by it."""
+        """The factor of the loss before the backward pass; gradients are divided by it."""
         ...
 
     def inspect(self, gradient: T, dtype: torch.dtype) -> None:

@@ -97,8 +97,10 @@ class Updates:
         return self.agreement.total_loss(part)
 
     def update(self, values: Sequence[int], gradients: Reductions[Tensor]) -> None:
-        """U: update those of these parameters whose gradients are complete; at the end of the step
-        if the ranks must agree on it first."""
+        """U: update those of these parameters whose gradients are complete.
+
+        If the ranks must agree on the step first, this waits until its end.
+        """
         if self.by_stage and self.agrees:
             self._held_back.append(values)
         elif self.by_stage:
@@ -127,7 +129,7 @@ class Updates:
         return is_updated
 
     def backs_off(self, loss: Tensor) -> bool:
-        """Whether a step that was not finite was so by the scale of its loss, which is halved."""
+        """Halve the loss scale if it may have made a step not finite; whether it was halved."""
         return self.scale is not None and bool(loss.isfinite()) and self.scale.back_off()
 
     def _end(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
@@ -193,7 +195,7 @@ class Updates:
     def _keep(self, gradients: Mapping[int, Tensor]) -> None:
         for value, gradient in gradients.items():
             if self._scaled_by != 1:
-                # In place where the cast of it made it; two others may share their memory.
+                # In place if its cast allocated it; other gradients may share memory.
                 is_own, factor = value in self.cast, 1 / self._scaled_by
                 gradient = gradient.mul_(factor) if is_own else gradient * factor
             self.trained[value].grad = gradient
