@@ -101,7 +101,8 @@ HALF_PEAKS = {  # device of the half-precision rows: name, dense rate, bytes/s, 
 # Devices whose multiprocessors are counted differently in the list than by their makers.
 UNITS = {"Tesla P4": 20, "NVIDIA L4": 58}
 
-_READS = {
+# How often a kernel reads or writes as many bytes as its result has.
+PASSES = {
     **dict.fromkeys(("add", "mul", "div", "pow"), 3),
     **dict.fromkeys(("addu", "mulu", "divu", "powu", "gelu", "relu", "tanh"), 2),
     "gated_activation": 3, "ln": 2, "norm": 2, "softmax": 2,
@@ -175,7 +176,7 @@ def predicted_s(rows: Sequence[Row], device: DeviceSpec, family: str, curve: Any
         return np.array([row.get(name, 1) for row in rows], dtype=float)
 
     if isinstance(curve, TrafficCurve):
-        passes = np.array([_READS[row["op"]] for row in rows], dtype=float)
+        passes = np.array([PASSES[row["op"]] for row in rows], dtype=float)
         return curve.fixed_s + traffic_s(
             item_bytes * passes * column("B") * column("H"), device, curve
         )

@@ -3,8 +3,9 @@
 Run: ``python benchmarks/gpu_models.py FOLDER``. The folder holds ``models_float32.csv`` and
 ``model_configs.json`` (NeuSight, sitar-lab/NeuSight, MIT licence: transformers with eager
 attention, forward, or forward with backward, no optimizer). Each model is made on the meta device
-and planned with the presets' prices only; rows of ``torch.compile`` and mixtures of experts are
-left out. Prints and writes ``benchmarks/results/gpu_models.json``.
+and planned with the presets' prices only, which were fitted to kernels, not to models. Rows of
+``torch.compile`` and mixtures of experts are left out. Prints and writes
+``benchmarks/results/gpu_models.json``.
 """
 
 from __future__ import annotations

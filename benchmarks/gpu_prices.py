@@ -3,7 +3,8 @@
 Run: ``python benchmarks/gpu_prices.py FOLDER``, about a minute on one core. Kernels are priced by
 fits that did not see them: over five folds of the shapes, and over each chip left out; they are
 compared with the plain roofline and with the errors that NeuSight's authors published on this data.
-Collectives are priced by the presets. Prints and writes ``benchmarks/results/gpu_prices.json``.
+Collectives are priced by the presets, whose NVLink constants were fitted to the rows inside a node;
+the rows between nodes were not used. Prints and writes ``benchmarks/results/gpu_prices.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fit_gpu_prices import Result, devices, errors, read, run
+from fit_gpu_prices import PASSES, Result, devices, errors, read, run
 from setting import setting
 
 from autopar.cost_models import Cluster, CommunicationModel
@@ -55,7 +56,7 @@ def roofline(folder: Path, precision: str, family: str) -> Any:
             flops = 2 * outputs * row["O"] * row["C"] * row["k"] ** 2
             numbers = outputs * (row["C"] + row["O"]) + row["C"] * row["O"] * row["k"] ** 2
         else:
-            flops, numbers = 0, 2 * row["B"] * row["H"]
+            flops, numbers = 0, PASSES[row["op"]] * row["B"] * row["H"]
         bandwidth = device.memory_bandwidth_bytes_per_s
         arithmetic_s = flops / device.peak_flops_per_s.float32
         predicted.append(max(arithmetic_s, numbers * item_bytes / bandwidth))

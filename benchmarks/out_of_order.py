@@ -8,191 +8,43 @@ is measured: the figures are those of the cost model and the simulator, the same
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib
-import torch
 from msgspec import structs
+from out_of_order_models import (
+    PUBLISHED,
+    SEQUENCE,
+    WORKLOADS,
+    Row,
+    Workload,
+    ethernet,
+    graph_of,
+    side,
+    v100,
+)
+from out_of_order_pipelines import pipeline
 from setting import setting
-from torch import nn
 
-from autopar.cost_models import Cluster, CommunicationModel, Level
-from autopar.frontend.capture import capture
-from autopar.ir.blocks import FIXED
+from autopar.cost_models import Cluster, CommunicationModel
 from autopar.ir.graph import Block, Graph
 from autopar.pricing.layer_times import (
     LayerTimes,
     layer_co_run,
     layer_durations,
-    layer_links,
     layer_memory,
     layer_times,
     weight_layers,
 )
-from autopar.schedules import (
-    Durations,
-    Gain,
-    Kind,
-    Links,
-    Timeline,
-    build,
-    multi_stream_gain,
-    reverse_first_k_gain,
-    simulate,
-    with_recomputation,
-)
-from tests.models.vision import densenet
+from autopar.schedules import Durations, Gain, Kind, multi_stream_gain, reverse_first_k_gain
 
 matplotlib.use("Agg")
 
 RESULTS = Path(__file__).parent / "results"
-PUBLISHED = {
-    "single_gpu": (1.03, 1.58),
-    "data_parallel": (1.10, 1.27),
-    "pipeline": (1.41, 1.99),
-}
 INTERFERENCE = 0.05  # what both streams lose to cache interference while they co-run
 # time between launches of a framework without captured graphs; with them, the preset's is used
 EAGER_LAUNCHES_S = (5e-6, 10e-6, 20e-6)
-DENSENET_121 = (6, 12, 24, 16)
-SEQUENCE = 128
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A model and its batch per GPU, from the authors' scripts where they give one.
-
-    ``measured_samples_per_s``: training throughput of one V100 in float32, where one is published.
-    """
-
-    name: str
-    make: Callable[[int], tuple[nn.Module, dict[str, torch.Tensor]]]
-    single_batch: int
-    parallel_batch: int | None = None
-    measured_samples_per_s: float | None = None
-
-
-def images(batch: int, side: int = 224) -> dict[str, torch.Tensor]:
-    return {
-        "pixel_values": torch.empty(batch, 3, side, side),
-        "labels": torch.empty(batch, dtype=torch.long),
-    }
-
-
-def tokens(batch: int) -> dict[str, torch.Tensor]:
-    ids = torch.empty(batch, SEQUENCE, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-
-def resnet50(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(ResNetConfig(num_labels=1000)), images(batch)
-
-
-def mobilenet(batch: int, width: float = 1.0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    config = MobileNetV2Config(num_labels=1000, depth_multiplier=width)
-    return MobileNetV2ForImageClassification(config), images(batch)
-
-
-def densenet121(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """DenseNet-121: growth 32, with ImageNet's stem and head instead of the small model's."""
-    model: Any = densenet(growth=32, depths=DENSENET_121)
-    model.features[0] = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
-    model.head = nn.Linear(model.head.in_features, 1000)
-    return model, images(batch)
-
-
-def densenet_k12(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return densenet(growth=12, depths=DENSENET_121), images(batch, side=32)
-
-
-def bert(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig()), tokens(batch)
-
-
-def bert_classifier(
-    batch: int, layers: int = 12, hidden: int = 768
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden,
-    )
-    ids = torch.empty(batch, SEQUENCE, dtype=torch.long)
-    labels = torch.empty(batch, dtype=torch.long)
-    return BertForSequenceClassification(config), {"input_ids": ids, "labels": labels}
-
-
-def bert_large_classifier(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return bert_classifier(batch, layers=24, hidden=1024)
-
-
-def gpt2(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(use_cache=False, loss_type="ForCausalLMLoss")
-    return GPT2LMHeadModel(config), tokens(batch)
-
-
-def mobilenet_quarter(batch: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return mobilenet(batch, width=0.25)
-
-
-WORKLOADS = (
-    Workload(
-        name="ResNet-50",
-        make=resnet50,
-        single_batch=32,
-        parallel_batch=128,
-        measured_samples_per_s=356.0,  # NVIDIA DeepLearningExamples, PyTorch 21.03, V100 32 GB
-    ),
-    Workload(name="MobileNetV2", make=mobilenet, single_batch=32, parallel_batch=128),
-    Workload(name="DenseNet-121", make=densenet121, single_batch=32, parallel_batch=64),
-    Workload(name="BERT-base", make=bert, single_batch=8, parallel_batch=32),
-    Workload(name="GPT-2", make=gpt2, single_batch=8, parallel_batch=32),
-    Workload(name="DenseNet-121, k=12, 32 x 32", make=densenet_k12, single_batch=32),
-    Workload(name="MobileNetV2, width 0.25", make=mobilenet_quarter, single_batch=32),
-)
-
-
-@cache
-def graph_of(make: Callable[[int], Any], batch: int) -> Graph:
-    with torch.device("meta"):
-        model, inputs = make(batch)
-    return capture(model.train(), inputs).graph
-
-
-def v100(nodes: int, per_node: int) -> Cluster:
-    return Cluster.preset("v100", nodes=nodes, devices_per_node=per_node)
-
-
-def ethernet(nodes: int, per_node: int) -> Cluster:
-    """One 10 Gb/s adapter per node, as in the authors' p3.2xlarge and p3.8xlarge instances."""
-    cluster = v100(nodes, per_node)
-    level = Level(
-        name="10 Gb/s Ethernet",
-        size=nodes,
-        latency_s=25e-6,
-        bandwidth_bytes_per_s=10e9 / 8,
-        efficiency=0.9,
-        source="Amazon EC2 P3 instances; latency and efficiency assumed",
-    )
-    return structs.replace(cluster, levels=(cluster.levels[0], level))
-
-
 SCALED = "reductions as long as the compute"
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 NETWORKS = {
@@ -276,13 +128,6 @@ def profile(layers: tuple[LayerTimes, ...]) -> Row:
         "weight_grad_ms": round(1e3 * sum(layer.weight_grad_s for layer in layers), 3),
         "gradient_mbytes": round(sum(layer.gradient_bytes for layer in layers) / 1e6, 2),
     }
-
-
-def side(kind: str, value: float) -> str:
-    low, high = PUBLISHED[kind]
-    if value < low:
-        return f"{value:.3f} is below the published {low}-{high}"
-    return f"{value:.3f} is {'above' if value > high else 'inside'} the published {low}-{high}"
 
 
 def single_note(row: Row) -> str:
@@ -425,179 +270,6 @@ def data_parallel_note(row: Row) -> str:
         )
     if "above" in text:
         text += "; the baseline reduces first come first served, where BytePS gives priorities"
-    return text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """A pipeline as in the authors' scripts: ``num_microbatches`` of ``microbatch`` sequences."""
-
-    name: str
-    make: Callable[[int], tuple[nn.Module, dict[str, torch.Tensor]]]
-    network: str
-    num_devices: int
-    num_microbatches: int
-    microbatch: int
-
-
-PIPELINES = tuple(
-    Pipeline(
-        name=name,
-        make=make,
-        network=network,
-        num_devices=devices,
-        num_microbatches=count,
-        microbatch=size,
-    )
-    for name, make in (
-        ("BERT-base, classifier", bert_classifier),
-        ("BERT-large, classifier", bert_large_classifier),
-        ("BERT-base, masked words", bert),
-        ("GPT-2", gpt2),
-    )
-    for network, devices, count, size in (
-        ("NVLink", 4, 4, 24),
-        ("10 Gb/s Ethernet", 4, 4, 24),
-        ("NVLink", 8, 8, 12),
-        ("NVLink", 8, 40, 12),
-    )
-)
-
-
-def pipeline() -> list[Row]:
-    """Gain of fast-forwarding with modulo allocation over GPipe on contiguous, balanced stages."""
-    return [pipeline_row(case) for case in PIPELINES]
-
-
-def pipeline_row(case: Pipeline) -> Row:
-    cluster = v100(1, case.num_devices)
-    if case.network != "NVLink":
-        cluster = ethernet(case.num_devices, 1)
-    graph = graph_of(case.make, case.microbatch)
-    layers = layer_times(graph, cluster.device, transformer_layers(graph))
-    durations = layer_durations(layers)
-    level = cluster.levels[-1]
-    links = layer_links(layers, level.latency_s, level.bandwidth_bytes_per_s * level.efficiency)
-    memory = layer_memory(layers)
-    sizes = even_stages([layer.total_s for layer in layers], case.num_devices)
-    keeping = build("gpipe", num_stages=case.num_devices, num_microbatches=case.num_microbatches)
-    gpipe, recomputing = (
-        simulate(
-            schedule, durations.grouped(sizes), links.grouped(sizes), memory=memory.grouped(sizes)
-        )
-        for schedule in (keeping, with_recomputation(keeping, range(case.num_devices)))
-    )
-    by_group = {}
-    for group in range(1, len(layers) // case.num_devices + 1):
-        schedule = build(
-            "fast_forward",
-            num_stages=len(layers),
-            num_microbatches=case.num_microbatches,
-            num_devices=case.num_devices,
-            group_size=group,
-            durations=durations,
-            links=links,
-        )
-        by_group[group] = simulate(schedule, durations, links, memory=memory)
-    row: Row = {
-        "model": case.name,
-        "network": case.network,
-        "gpus": case.num_devices,
-        "micro_batches": case.num_microbatches,
-        "micro_batch": case.microbatch,
-        "layers": len(layers),
-        "gpipe_stages": sizes,
-        **compared(gpipe, recomputing, by_group),
-        **loads_of_pipeline(case, layers, gpipe.makespan_s, links),
-    }
-    return {**row, "note": pipeline_note(row)}
-
-
-def compared(gpipe: Timeline, recomputing: Timeline, by_group: dict[int, Timeline]) -> Row:
-    best = min(by_group, key=lambda group: by_group[group].makespan_s)
-    return {
-        "gpipe_ms": round(1e3 * gpipe.makespan_s, 3),
-        "gain": round(gpipe.makespan_s / by_group[best].makespan_s, 4),
-        "gain_over_recomputing_gpipe": round(recomputing.makespan_s / by_group[best].makespan_s, 4),
-        "group_size": best,
-        "gain_by_group_size": {
-            str(group): round(gpipe.makespan_s / timeline.makespan_s, 4)
-            for group, timeline in by_group.items()
-        },
-        "gpipe_bubble": round(gpipe.bubble_ratio, 4),
-        "fast_forward_bubble": round(by_group[best].bubble_ratio, 4),
-        "gpipe_peak_gbytes": round(max(gpipe.peak_memory_bytes) / 1e9, 2),
-        "fast_forward_peak_gbytes": round(max(by_group[best].peak_memory_bytes) / 1e9, 2),
-    }
-
-
-def loads_of_pipeline(
-    case: Pipeline, layers: tuple[LayerTimes, ...], gpipe_s: float, links: Links
-) -> Row:
-    """Bounds for any schedule: balanced work, the costliest layer, a message over a forward."""
-    even_s = sum(layer.total_s for layer in layers) / case.num_devices
-    dearest = max(layers, key=lambda layer: layer.total_s)
-    return {
-        "dearest_layer": dearest.name,
-        "ceiling": round(gpipe_s / (even_s * case.num_microbatches), 4),
-        "dearest_layer_part": round(dearest.total_s / even_s, 4),
-        "message_ms": round(1e3 * layers[0].boundary_bytes / links.bandwidth_bytes_per_s, 3),
-        "layer_forward_ms": round(1e3 * layers[1].forward_s, 3),
-    }
-
-
-def transformer_layers(graph: Graph) -> tuple[Block, ...]:
-    """The graph's blocks, with the embeddings in the first transformer layer as in the paper."""
-    first, second, *rest = (block for block in graph.blocks if block.name != FIXED)
-    return (Block(index=0, name=second.name, start=first.start, stop=second.stop), *rest)
-
-
-def even_stages(costs: list[float], num_stages: int) -> list[int]:
-    """Sizes of the contiguous stages whose largest cost is minimal."""
-
-    @cache
-    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        if stages == 1:
-            return sum(costs[start:]), (len(costs) - start,)
-        options = []
-        for end in range(start + 1, len(costs) - stages + 2):
-            worst, sizes = best(end, stages - 1)
-            options.append((max(sum(costs[start:end]), worst), (end - start, *sizes)))
-        return min(options)
-
-    return list(best(0, num_stages)[1])
-
-
-def pipeline_note(row: Row) -> str:
-    text = side("pipeline", row["gain"])
-    if "inside" in text:
-        return text
-    text += (
-        f": no bubble at all would give {row['ceiling']:.2f} over this GPipe; its bubble is "
-        f"{row['gpipe_bubble']:.0%}, fast-forwarding's {row['fast_forward_bubble']:.0%}"
-    )
-    if row["dearest_layer_part"] > 0.5:
-        text += (
-            f"; {row['dearest_layer']} alone is {row['dearest_layer_part']:.2f} of a GPU's even "
-            "part, so layers cannot be dealt evenly"
-        )
-    if row["message_ms"] > 0.2 * row["layer_forward_ms"]:
-        text += (
-            f"; a message takes {row['message_ms']:.2f} ms and a layer's forward "
-            f"{row['layer_forward_ms']:.2f} ms"
-        )
-    if row["micro_batches"] > row["gpus"]:
-        text += (
-            f"; at most {row['gpus']} micro-batches are in flight, where GPipe holds all "
-            f"{row['micro_batches']} ({row['fast_forward_peak_gbytes']:.0f} against "
-            f"{row['gpipe_peak_gbytes']:.0f} GB a GPU)"
-        )
-    text += (
-        f"; over a GPipe that recomputes, as its paper's does, the gain is "
-        f"{row['gain_over_recomputing_gpipe']:.2f}"
-    )
-    if row["gpipe_peak_gbytes"] * 1e9 > v100(1, 1).usable_memory_bytes:
-        text += "; this GPipe does not fit the device, and would have to recompute"
     return text
 
 

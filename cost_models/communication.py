@@ -29,8 +29,8 @@ from autopar.cost_models.estimate import CostError, Estimate, Source
 # A message's launch over that of a collective, which sets up rings among all: 7 of 27 us on H100,
 # 14 of 33 us on A100 (Vidur's measurements, microsoft/vidur).
 _SEND_LAUNCH = 1 / 3
-# Fits both all-reduces of 10 kB to 64 MiB on A100 nodes (the same source) and what nccl-tests
-# report at 1 GiB.
+# Fitted, with the ramp of the A100's links, to all-reduces of 10 kB to 64 MiB inside A100 nodes
+# (the same source) and to what nccl-tests report at 1 GiB.
 _RAMP_POWER = 0.3
 
 

@@ -211,7 +211,7 @@ def kept_device(
         _check_kept(kept, {"kind": kind, **(expected or {})})
         return kept
     except FileNotFoundError:
-        pass
+        pass  # this is the first measurement
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} cannot be used and is measured again: {error}", stacklevel=4)
     device = measure()

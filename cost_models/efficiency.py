@@ -30,14 +30,7 @@ from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, MatrixShape, Work
 
 NOT_FITTED_FACTOR = 2.0
-"""The assumed error factor of families that are not fitted to measurements.
-
-Families that were measured on CUDA devices have curves of their own (`gpu_curves`). Elsewhere a
-matrix product on a GPU is computed in tiles, and a wave of tiles takes as long as its slowest: the
-efficiency is the fraction of full waves times a factor that grows with the inner dimension. On a
-CPU core the efficiency grows with each dimension towards that of the library's inner kernel.
-Everything else is bound by memory or by element-wise arithmetic.
-"""
+"""The assumed error factor of families that are not fitted to measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +76,11 @@ class EfficiencyTable:
         return replace(self, curves=structs.replace(chip, float32=float32, float16=float16))
 
 
-# From published ranges, not fitted, so every family has the assumed error. # Large bfloat16
-# products reach 0.65 to 0.75 of a datasheet's dense rate (clocks fall under load), fused attention
-# 0.5 to 0.6 forward; memory-bound kernels 0.85 to 0.9 of the bandwidth, depthwise convolutions
-# about half of it, as neighbouring outputs read the same inputs.
+# From published ranges, not fitted, so every family has the assumed error; `table_of` replaces that
+# of the families with curves. Large bfloat16 products reach 0.65 to 0.75 of a datasheet's dense
+# rate (clocks fall under load), fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to
+# 0.9 of the bandwidth, depthwise convolutions about half of it, as neighbouring outputs read the
+# same inputs.
 CUDA = EfficiencyTable(
     default=FamilyEfficiency(compute=0.5, memory=0.85),
     families={
@@ -152,8 +146,9 @@ _FITTED = {
     Family.NORMALIZATION: ("normalization",),
     Family.SOFTMAX: ("softmax",),
 }
-# What tensor cores reach in convolutions over products, as in the table of published ranges.
-_TENSOR_CONVOLUTION = 0.55 / 0.72
+# Convolutions on tensor cores were not measured: what they reach over products is that of the table
+# of published ranges.
+_TENSOR_CONVOLUTION = CUDA.of(Family.CONVOLUTION).compute / CUDA.of(Family.MATMUL).compute
 
 
 @lru_cache(maxsize=256)

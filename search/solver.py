@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """What a solver can do.
+    """The capabilities of a solver.
 
     memory: it respects a memory budget. proves: given time, it proves optimality.
     bounds: it gives a lower bound even when it stops early.
@@ -67,7 +67,7 @@ class Solver(Protocol):
 
     @property
     def capability(self) -> Capability:
-        """What the solver can do."""
+        """The capabilities of the solver."""
 
     def refuses(self, problem: Problem, options: Options) -> str | None:
         """The reason why the solver cannot handle this problem, in one line, or None."""

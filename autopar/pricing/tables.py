@@ -258,7 +258,7 @@ class Pricing:
         )
 
     def local_bytes(self, value: Value, placements: Placements) -> int:
-        """Of one device's part, as it is stored."""
+        """Bytes of one device's part of a value in its stored dtype."""
         shape = local_shape(value.shape, placements, self.mesh)
         return int(np.prod(shape, dtype=np.int64)) * value.stored_dtype.itemsize
 

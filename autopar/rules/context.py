@@ -18,7 +18,7 @@ from autopar.rules.space import Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalContext:
-    """What a lowering function knows: the op, its choice, and local shapes.
+    """The context of a lowering function: the op, its choice, local shapes, collectives.
 
     ``axes`` in its methods are mesh axes; the group of a collective is all devices along them.
     ``output_shapes``: the local shape of each output.

@@ -1,4 +1,4 @@
-"""What the derivative of an op reads from the forward pass, and so keeps in memory until then."""
+"""Saved tensors: the forward values that an op's derivative reads, in memory until then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Operands(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeps:
-    """What a derivative reads; by default every floating-point operand.
+    """The values that a derivative reads; by default every floating-point operand.
 
     ``operands``: which operands. ``copies``: bytes kept per byte of such an operand. ``output``:
     whether the first output is read too. ``further``: bytes, per byte of the first output, that the

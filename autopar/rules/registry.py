@@ -40,7 +40,7 @@ class Layer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What the compiler knows about one op family; everything but ``space`` has a default.
+    """The knowledge about one op family; everything but ``space`` has a default.
 
     On a shard a device calls the operator itself, or ``runs_as``, with the ``arguments`` adapted to
     the shard. Where that is not enough, ``lower`` runs the op there, ``collectives`` lists the
@@ -210,7 +210,7 @@ def space_of(op: Op, values: Sequence[Value]) -> Space | None:
 
 
 def keeps_of(op: Op) -> Keeps:
-    """What the derivative of an op reads.
+    """The values that the derivative of an op reads.
 
     An overload without a rule is treated like another overload of the operator that has one.
     """

@@ -1,4 +1,4 @@
-"""What is known about operators as they appear in traced graphs, including those of derivatives.
+"""Properties of operators as they appear in traced graphs, including those of derivatives.
 
 A rule is registered for an operator that models call; a trace contains what autograd and PyTorch's
 dispatcher make of it. What the compiler needs to know about those operators is registered next to

@@ -31,7 +31,7 @@ _MOST_WORK = 4_000_000  # moves times actions: a few seconds per restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """What to schedule, at what costs.
+    """A model and a pipeline to schedule: sizes, costs and limits.
 
     Costs are one number for all blocks or one per block; ``max_memory_bytes`` caps each device.
     ``reduces`` adds gradient reductions of ``durations.G`` seconds per block. ``generators``
