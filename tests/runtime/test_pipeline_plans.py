@@ -424,7 +424,8 @@ def test_a_replayed_plan_with_such_a_schedule_is_refused(model: nn.Module) -> No
 
 def test_what_a_plan_has_is_not_given_beside_it(model: nn.Module) -> None:
     plan = planned(model, num_stages=2, num_microbatches=2)
-    with pytest.raises(InputError, match=r"num_stages=2, schedule='gpipe' given with plan=.*remove"):
+    given = r"num_stages=2, schedule='gpipe' given with plan=.*remove"
+    with pytest.raises(InputError, match=given):
         compiled_for(model, 4, plan=plan, num_stages=2, schedule="gpipe")
     for beside in ({"recompute": False}, {"num_microbatches": 1}):
         with pytest.raises(InputError, match=r"given with plan=.*a plan is replayed unchanged"):
