@@ -114,9 +114,8 @@ class Array(Closing):
         for place, index in enumerate(self.active):
             member, capture_ = self.members[index], self._captures[index]
             slices = {part.target: part for part in self.fused.slices[place]}
-            trained = [v for v in capture_.graph.parameters if v.differentiable]
-            order = {name: n for n, name in enumerate(state_of(self._steps[index]))}
-            trained.sort(key=lambda v, order=order: order[str(v.target)])
+            by_name = {str(v.target): v for v in capture_.graph.parameters if v.differentiable}
+            trained = [by_name[name] for name in state_of(self._steps[index]) if name in by_name]
             models.append(
                 ModelOptions(
                     trained=tuple(

@@ -92,7 +92,7 @@ class StackedModels(nn.Module):
             own = tensors if self.shares_batch else [t[model] for t in tensors]
             args, kwargs = signature.call_of(own)
             state = _named_for(step, rows_of(self.fused_slices[model], held))
-            out = torch.func.functional_call(step, state, args, kwargs, tie_weights=True)
+            out = torch.func.functional_call(step, state, args, dict(kwargs), tie_weights=True)
             losses.append(out[0].reshape(()))
         vector = torch.stack(losses)
         held[LOSSES].copy_(vector.detach())

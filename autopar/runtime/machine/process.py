@@ -330,6 +330,7 @@ def _may_alias(node: fx.Node) -> bool:
         return node.target in (SHARD, MASK)
     if not hasattr(node.target, "_schema"):  # getitem
         return True
-    if torch.Tag.nondeterministic_seeded in node.target.tags:  # dropout with p = 0 is its input
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:  # dropout with p = 0 is its input
         return True
     return returns_views(node.target)
