@@ -28,18 +28,18 @@ from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
 from autopar.ir.placement import Placements
 from autopar.ir.precision import Precision, check_precision
-from autopar.lowering import RankProgram
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import RankProgram
 from autopar.options import CompileOptions, PlanOptions
 from autopar.passes.prepare import Prepared, prepare
-from autopar.plan.document import Plan, strategy_of
-from autopar.plan.parts import PrecisionPlan
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
 from autopar.planning.planner import make_planned, searched_calls
 from autopar.planning.setting import Progress
+from autopar.plans.document import Plan, strategy_of
+from autopar.plans.parts import PrecisionPlan
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autopar.base.errors import AutoparError
 from autopar.cost_models import Cluster
-from autopar.plan.document import Plan
+from autopar.plans.document import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

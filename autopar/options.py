@@ -12,10 +12,10 @@ from autopar.cost_models.hardware import is_count
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
 from autopar.passes.batch_norm import check_batch_norm
-from autopar.plan.document import Plan
 from autopar.planning.constraints import Constraint
 from autopar.planning.meshes import MeshSizes, check_mesh
 from autopar.planning.space import Space, space_of
+from autopar.plans.document import Plan
 from autopar.runtime.options import RunOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
 from autopar.schedules import Schedule

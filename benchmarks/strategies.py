@@ -134,7 +134,7 @@ def cell(network: str, prepared: Any, preset: str, count: int) -> Row:
 
 def parts_ms(best: Any, known: Any) -> Row:
     """Milliseconds of the plan and of data parallelism, by category."""
-    from autopar.plan.strategy_names import DATA
+    from autopar.plans.strategy_names import DATA
     from autopar.pricing.step_time import time_parts
 
     parts = {"plan": time_parts(best), "data_parallel": time_parts(known.found[DATA].candidate)}

@@ -21,8 +21,8 @@ from autopar.frontend.capture import Captured
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, V, is_valid
-from autopar.lowering import RankProgram, lower
-from autopar.lowering.types import ParameterProgram
+from autopar.lowering.program import lower
+from autopar.lowering.types import ParameterProgram, RankProgram
 from autopar.rules import enumerate_choices
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 from autopar.testing.lockstep import LockstepRun, gather

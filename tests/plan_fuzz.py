@@ -35,8 +35,8 @@ from autopar.frontend.capture import Captured, capture
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram, TensorMeta
-from autopar.plan.document import Plan, strategy_of
-from autopar.plan.text import plan_html
+from autopar.plans.document import Plan, strategy_of
+from autopar.plans.text import plan_html
 from autopar.runtime.machine.protocols import Received
 from autopar.runtime.state.shards import gather, microbatch_of, scatter
 from autopar.runtime.step.executor import Executor, StepResult

@@ -15,9 +15,14 @@ from autopar.frontend.capture import capture
 from autopar.ir.graph import ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, State
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
-from autopar.plan.strategy_names import (
+from autopar.planning import fit
+from autopar.planning.baselines import KEYS, price_baselines
+from autopar.planning.constraints import Force, MemoryBudget, narrow
+from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
+from autopar.plans.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
     DATA,
@@ -30,11 +35,6 @@ from autopar.plan.strategy_names import (
     ZERO3,
     name_of,
 )
-from autopar.planning import fit
-from autopar.planning.baselines import KEYS, price_baselines
-from autopar.planning.constraints import Force, MemoryBudget, narrow
-from autopar.planning.planner import make_planned
-from autopar.planning.space import Space
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import price_graph
 from autopar.pricing.step_time import time_parts

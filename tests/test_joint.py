@@ -14,11 +14,11 @@ import autopar
 from autopar.base.errors import AutoparError, ConstraintError
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
-from autopar.plan.document import Plan
 from autopar.planning.combinations import Combinations
 from autopar.planning.planner import make_setting
 from autopar.planning.sharding_search import search_meshes
 from autopar.planning.space import Space
+from autopar.plans.document import Plan
 from autopar.pricing.step_time import time_parts
 from tests.models.zoo import build
 

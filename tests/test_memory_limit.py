@@ -13,7 +13,7 @@ import autopar
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster
 from autopar.cost_models.memory import device_bytes
-from autopar.plan.document import Plan
+from autopar.plans.document import Plan
 
 
 class Deep(nn.Module):

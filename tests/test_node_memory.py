@@ -12,7 +12,7 @@ from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.cost_models.update import FUSED_ADAMW
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
 from autopar.planning.baselines import price_baselines
 from autopar.planning.staging import residence_of

@@ -27,10 +27,10 @@ from autopar.cost_models.store import OpTime
 from autopar.cost_models.work import Family
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
+from autopar.plans.document import Plan, strategy_of
 from autopar.pricing.local_calls import calls_of
 from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import Pricing

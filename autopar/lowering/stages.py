@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from autopar.base.errors import InputError, PlanError
 from autopar.ir.blocks import FIXED, TOTALS, lies_in
 from autopar.ir.graph import Block, Graph, Op
-from autopar.lowering import RankProgram, lower
 from autopar.lowering.pipeline import forward_schedule, with_pipeline
+from autopar.lowering.program import lower
+from autopar.lowering.types import RankProgram
 from autopar.sharding.strategy import Strategy
 
 

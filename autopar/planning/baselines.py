@@ -42,7 +42,9 @@ from autopar.base.errors import ConstraintError
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, State, local_shape
-from autopar.plan.strategy_names import (
+from autopar.planning.constraints import narrowed
+from autopar.planning.known import Forces, Masks, Parallelism
+from autopar.plans.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
     DATA,
@@ -58,8 +60,6 @@ from autopar.plan.strategy_names import (
     ZERO3,
     name_of,
 )
-from autopar.planning.constraints import narrowed
-from autopar.planning.known import Forces, Masks, Parallelism
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import Array, slowest_groups
 from autopar.pricing.problem import NodeKind, PricedGraph

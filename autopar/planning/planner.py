@@ -23,14 +23,14 @@ from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.frontend.capture import Captured
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
-from autopar.plan.document import Plan, make_plan
-from autopar.plan.schedule_plan import SchedulePlan
 from autopar.planning.constraints import Constraint
 from autopar.planning.fit import Fit, Fitted
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
 from autopar.planning.space import Space
+from autopar.plans.document import Plan, make_plan
+from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.local_calls import calls_of
 from autopar.sharding.strategy import Strategy

@@ -21,9 +21,9 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.ir.graph import Op
 from autopar.memory.program import ProgramMemory
-from autopar.plan.parts import KnownStrategy, Prediction, SearchReport
 from autopar.planning.baselines import Baselines
 from autopar.planning.staging import PipelineTimes
+from autopar.plans.parts import KnownStrategy, Prediction, SearchReport
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import TimeParts, time_parts
 from autopar.pricing.tables import OpTable, Pricing

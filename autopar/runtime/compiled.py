@@ -21,7 +21,7 @@ from autopar.lowering.types import RankProgram
 from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
-from autopar.runtime.state.checkpoint import Path
+from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime

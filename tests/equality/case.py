@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import Stages, staged_blocks
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.passes.prepare import prepare
 from autopar.schedules import Schedule

@@ -13,8 +13,8 @@ from typing import Any
 
 from autopar.base.errors import PlanError, ScheduleError
 from autopar.ir.mesh import Mesh
-from autopar.lowering import RankProgram
 from autopar.lowering.stages import Stages
+from autopar.lowering.types import RankProgram
 from autopar.schedules import Durations, Schedule, build, with_recomputation, with_reductions
 from tests.equality.case import Case
 

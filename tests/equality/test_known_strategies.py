@@ -8,7 +8,7 @@ import math
 import pytest
 
 from autopar.cost_models import Cluster
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space

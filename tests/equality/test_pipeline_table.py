@@ -11,7 +11,7 @@ from itertools import groupby
 import pytest
 
 from autopar.cost_models import Cluster
-from autopar.lowering import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space

@@ -15,7 +15,7 @@ from autopar.frontend.capture import Captured, capture, split_inputs
 from autopar.fusion.array import Array, Member, members_of
 from autopar.fusion.stacked import StackedModels
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.passes.prepare import prepare
 from autopar.planning.planner import make_planned
 from autopar.planning.space import space_of

@@ -18,10 +18,10 @@ from autopar.ir.graph import verify
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import prepare
-from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
+from autopar.plans.document import Plan, strategy_of
 from autopar.sharding.strategy import Strategy
 from autopar.testing.lockstep import LockstepRun
 from tests.models.zoo import build

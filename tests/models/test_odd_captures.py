@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.base.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of

@@ -18,7 +18,7 @@ from autopar.comm.groups import Communicator
 from autopar.frontend.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.rules.choice import Choice
 from autopar.runtime.compiled import initial_state, state_keys

@@ -20,10 +20,10 @@ from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
 from autopar.passes.batch_norm import with_batch_norm
-from autopar.plan.document import Plan, strategy_of
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
+from autopar.plans.document import Plan, strategy_of
 from autopar.pricing.tables import Pricing
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun

@@ -15,7 +15,7 @@ from autopar.base.errors import InputError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.lowering.training import lower_training
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space

@@ -20,7 +20,7 @@ from autopar.base.errors import InputError, OptimizerError, WorkerError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy

@@ -16,7 +16,7 @@ import autopar
 from autopar.base.errors import InputError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.planning.constraints import Force
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions

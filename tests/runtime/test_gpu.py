@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled

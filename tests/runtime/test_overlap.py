@@ -19,9 +19,9 @@ from torch import nn
 import autopar
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
-from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import Stages, staged_blocks
+from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.base.errors import InputError, OptimizerError, PlanError
 from autopar.cost_models import Cluster
-from autopar.plan.document import Plan
+from autopar.plans.document import Plan
 from autopar.schedules import (
     Action,
     Kind,

@@ -20,10 +20,10 @@ import torch
 from autopar.base.errors import InputError, PlanError, ScheduleError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
-from autopar.lowering import RankProgram
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.stages import lower_staged_forward, stages_from_cuts
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import RankProgram
 from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space

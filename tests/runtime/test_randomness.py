@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.frontend.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.rules.choice import Choice, enumerate_choices
 from autopar.runtime.machine.randomness import mixed

@@ -19,7 +19,7 @@ from autopar.base.errors import InputError, OptimizerError, WorkerError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.optimizers import ELEMENTWISE

@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.mesh import Mesh
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.sharding.strategy import Strategy
 from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned_strategy
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS

@@ -17,7 +17,7 @@ from autopar.base.errors import InputError, NonFiniteError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
 from autopar.runtime.state.shards import local_part

@@ -24,7 +24,7 @@ from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
-from autopar.runtime.state import checkpoint
+from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
@@ -154,6 +154,7 @@ class RankService:
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Load; returns None or why it was refused, the same on all ranks."""
+
         return _refusal(self.running.load_optimizer_state_dict, state)
 
     def model_states(self) -> list[ModelState] | None:
@@ -165,12 +166,16 @@ class RankService:
 
     def save_checkpoint(self, path: str, allow_nonfinite: bool) -> str | None:
         """Save; returns None or why it was refused, the same on all ranks."""
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
         return _refusal(
             functools.partial(checkpoint.save, allow_nonfinite=allow_nonfinite), self.running, path
         )
 
     def load_checkpoint(self, path: str) -> str | None:
         """Load; returns None or why it was refused, the same on all ranks."""
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
         return _refusal(checkpoint.load, self.running, path)
 
 
@@ -339,12 +344,12 @@ class LocalRunner:
         if refusals:
             raise InputError(refusals[0])
 
-    def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
-        checkpoint.check_writable(path)
+    def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
+        check_writable(path)
         self._checked_call("save_checkpoint", os.path.abspath(path), allow_nonfinite)
 
-    def load(self, path: checkpoint.Path) -> None:
-        checkpoint.check_exists(path)
+    def load(self, path: Path) -> None:
+        check_exists(path)
         self._checked_call("load_checkpoint", os.path.abspath(path))
 
     def memory_growth_bytes(self) -> list[int]:

@@ -25,6 +25,7 @@ from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
 from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state import checkpoint
+from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, make_runtime
@@ -186,13 +187,13 @@ class SpmdRunner:
         with self.watched("load_model_states()"):
             array_of(self.runtime).load_model_states(states)
 
-    def save(self, path: checkpoint.Path, *, allow_nonfinite: bool = False) -> None:
-        checkpoint.check_writable(path)
+    def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
+        check_writable(path)
         with self.watched("save()"):
             checkpoint.save(self.runtime, path, allow_nonfinite=allow_nonfinite)
 
-    def load(self, path: checkpoint.Path) -> None:
-        checkpoint.check_exists(path)
+    def load(self, path: Path) -> None:
+        check_exists(path)
         with self.watched("load()"):
             checkpoint.load(self.runtime, path)
 

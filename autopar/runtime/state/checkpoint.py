@@ -43,6 +43,7 @@ from autopar.runtime.state.checkpoint_format import (
     stamp_of,
     stored_tensors,
 )
+from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
@@ -50,8 +51,6 @@ from autopar.runtime.state.optimizer_state import refused_by_all
 from autopar.runtime.state.plain import from_plain, to_plain
 from autopar.runtime.step.loss_scale import is_state
 from autopar.runtime.step.rank import RankRuntime
-
-Path = str | os.PathLike[str]
 
 
 def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> None:
@@ -119,43 +118,6 @@ def load(runtime: RankRuntime, path: Path) -> None:
     runtime.take_progress(trainer.get("num_steps"), trainer.get("seed"), trainer.get("loss_scale"))
     if runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
-
-
-def check_exists(path: Path) -> None:
-    """Raise InputError if there is no checkpoint."""
-    _check_path(path)
-    if not any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, METADATA)):
-        raise InputError(
-            f"there is no checkpoint in {os.fspath(path)!r}: a folder that compiled.save(path) "
-            f"wrote holds a file {MANIFEST}, one of torch.distributed.checkpoint.save {METADATA}"
-        )
-
-
-def check_writable(path: Path) -> None:
-    """Raise InputError if the folder cannot be made or written to."""
-    _check_path(path)
-    name = os.fspath(path)
-    existing = os.path.abspath(path)
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise InputError(
-            f"cannot save to {name!r}: a checkpoint is a folder, and {existing!r} is a file; pass "
-            "the name of a new folder, such as compiled.save('checkpoint')"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(
-            f"cannot save to {name!r}: nothing may be written in {existing!r}; pass a folder of "
-            "your own, such as compiled.save('checkpoint')"
-        )
-
-
-def _check_path(path: Any) -> None:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
-        raise InputError(
-            f"a checkpoint cannot be at {path!r}; pass the name of a folder, such as "
-            "compiled.save('checkpoint')"
-        )
 
 
 # --- saving --------------------------------------------------------------------------------

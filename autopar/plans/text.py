@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plan.parts import PlanFields, Prediction
-from autopar.plan.schedule_plan import SchedulePlan
-from autopar.plan.strategy_names import (
+from autopar.plans.parts import PlanFields, Prediction
+from autopar.plans.schedule_plan import SchedulePlan
+from autopar.plans.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
     MARKOV_CHAIN,

@@ -23,7 +23,7 @@ from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
 from autopar.passes.batch_norm import batch_norm_of
 from autopar.passes.prepare import prepare
-from autopar.plan.parts import (
+from autopar.plans.parts import (
     GraphPlan,
     MeshPlan,
     PlanFields,
@@ -31,9 +31,9 @@ from autopar.plan.parts import (
     Prediction,
     SearchReport,
 )
-from autopar.plan.refusals import at, refused
-from autopar.plan.schedule_plan import MAX_DEVICES, SchedulePlan
-from autopar.plan.text import format_plan, plan_html
+from autopar.plans.refusals import at, refused
+from autopar.plans.schedule_plan import MAX_DEVICES, SchedulePlan
+from autopar.plans.text import format_plan, plan_html
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 

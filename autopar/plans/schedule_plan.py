@@ -16,7 +16,7 @@ from autopar.base.documents import path_of, shown
 from autopar.base.errors import PlanError, ScheduleError
 from autopar.lowering.pipeline import check_runs
 from autopar.lowering.stages import Stages
-from autopar.plan.refusals import refused
+from autopar.plans.refusals import refused
 from autopar.schedules import Schedule, format_schedule, parse_schedule, verify
 
 MAX_DEVICES = 1 << 20

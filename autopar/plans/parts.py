@@ -9,7 +9,7 @@ import msgspec
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.plan.schedule_plan import SchedulePlan
+from autopar.plans.schedule_plan import SchedulePlan
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,7 +147,7 @@ class SearchReport(_Struct, frozen=True):
 
 
 class PlanFields(_Struct, frozen=True):
-    """The fields of `autopar.plan.document.Plan`.
+    """The fields of `autopar.plans.document.Plan`.
 
     ``ops`` lists only the ops that are split along some axis; see `autopar.rules`.
     """
