@@ -27,6 +27,8 @@ from tests.faults.script import main as script
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
 """Time after which a job counts as hung."""
+TORCHRUN_S = 45.0
+"""How long torchrun may take to end its processes: after 30 s it kills those that do not react."""
 GONE_S = 20.0
 """How long other processes of a job may outlive those that were waited for."""
 
@@ -64,7 +66,7 @@ def run(job: Job) -> Outcome:
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "tmp").mkdir(exist_ok=True)
     pids = _start(job)
-    codes = _wait(pids, LIMIT_S)
+    codes = _wait(pids, LIMIT_S, TORCHRUN_S if job.launcher == "torchrun" else 0.0)
     orphans = _end_orphans(job, pids)
     told = {
         path.name: json.loads(path.read_text() or "null")
@@ -126,26 +128,36 @@ def _fork(job: Job, env: dict[str, str]) -> int:
     sys.exit(0)
 
 
-def _wait(pids: list[int], limit_s: float) -> list[int | None]:
-    """Exit codes of the processes; None for one that had to be killed at the limit.
+def _wait(pids: list[int], limit_s: float, end_s: float) -> list[int | None]:
+    """Exit codes of the processes; None for one that had to be ended at the limit.
 
-    A stopped process cannot exit by itself: its peers have to kill it before the limit.
+    A stopped process cannot exit by itself: its peers have to kill it before the limit. One that is
+    ended may first end its own processes for ``end_s``, as torchrun does.
     """
     codes: dict[int, int | None] = {}
+    _collect(codes, pids, limit_s)
+    late = [pid for pid in pids if pid not in codes]
+    for pid in late:
+        os.kill(pid, signal.SIGTERM)
+    _collect(codes, late, end_s)
+    for pid in late:
+        if pid not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        codes[pid] = None
+    return [codes[pid] for pid in pids]
+
+
+def _collect(codes: dict[int, int | None], pids: list[int], limit_s: float) -> None:
+    """Add the exit codes of processes that end within the limit."""
     deadline_s = time.monotonic() + limit_s
-    while len(codes) < len(pids) and time.monotonic() < deadline_s:
+    while any(pid not in codes for pid in pids) and time.monotonic() < deadline_s:
         for pid in pids:
             if pid not in codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     codes[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    for pid in pids:
-        if pid not in codes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            codes[pid] = None
-    return [codes[pid] for pid in pids]
 
 
 def _end_orphans(job: Job, pids: list[int]) -> list[str]:
