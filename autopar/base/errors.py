@@ -64,6 +64,17 @@ class ScheduleError(AutoparError, ValueError):
         self.device = device
 
 
+class MovementError(AutoparError, ValueError):
+    """A movement plan breaks a rule, or no plan keeps within the capacity.
+
+    ``least_bytes`` is the least capacity that would do, where the capacity is at fault.
+    """
+
+    def __init__(self, message: str = "", *, least_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
 class ClusterError(AutoparError, ValueError):
     """A cluster description is unknown, incomplete or contradictory."""
 

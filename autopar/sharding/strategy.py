@@ -263,3 +263,14 @@ class Strategy:
         check_placements(placements, value.shape, self.mesh)
         if any(p.state is State.PARTIAL for p in placements):
             raise PlanError(f"{value.name!r} cannot be relayed as a partial sum")
+
+
+def unsplit(analysis: Analysis) -> Strategy:
+    """The strategy of a single device, on which nothing is split."""
+    assignment = Assignment(
+        mesh=Mesh(("x",), (1,)),
+        choices=tuple(Choice((None,)) for _ in analysis.graph.ops),
+        stored={},
+        relays=dict.fromkeys(analysis.relayed, (R,)),
+    )
+    return Strategy(analysis, assignment)

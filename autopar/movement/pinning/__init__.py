@@ -1,0 +1,1 @@
+"""Data pinning over numbers: which tensors stay on the device for the whole step."""
