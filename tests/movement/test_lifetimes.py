@@ -8,7 +8,7 @@ from autopar.base.errors import MovementError
 from autopar.cost_models import Cluster
 from autopar.cost_models.update import FUSED_ADAMW
 from autopar.frontend.capture import capture
-from autopar.lowering import lower
+from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
 from autopar.movement.program import lifetimes_of, single_op_blocks
