@@ -10,7 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.lowering.types import NO_STAGE, BufferProgram, ParameterProgram, RankProgram
+from autopar.lowering.types import (
+    NO_STAGE,
+    BufferProgram,
+    Kernel,
+    ParameterProgram,
+    RankProgram,
+)
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from autopar.schedules.schedule import PipelineShape, Schedule
 
@@ -33,6 +39,7 @@ class Route:
     * ``parameters``: per stage the trainable parameters that it uses;
     * ``late_updates``: the updates with the previous step's gradients;
     * ``contributions``: the number of additions to each parameter's gradient in a step;
+    * ``reads``: the number of backward graphs (I and W) of a step whose blocks have the parameter;
     * ``replicated``: per stage of this device that has replicas on others, the devices of all
       replicas, and the parameters that only this stage uses, whose gradients are summed over them;
     * ``summed``: by set of devices, the other parameters that these devices hold and whose
@@ -55,6 +62,7 @@ class Route:
     parameters: dict[int, tuple[int, ...]]
     late_updates: frozenset[Action]
     contributions: Counter[int]
+    reads: Counter[int]
     replicated: dict[int, tuple[tuple[int, ...], tuple[ParameterProgram, ...]]]
     summed: dict[tuple[int, ...], tuple[ParameterProgram, ...]]
     incoming: dict[int, tuple[Action, ...]]
@@ -115,6 +123,7 @@ class _Routes:
             parameters=self.parameters,
             late_updates=frozenset(item.action for item in steps if item.lag),
             contributions=self.counts[device],
+            reads=_reads(self.program, order, self.blocks),
             replicated={s: found for s, found in self.replicated.items() if device in found[0]},
             summed=self.summed,
             incoming={peer: tuple(found) for peer, found in incoming.items()},
@@ -202,11 +211,29 @@ def _contributions(
         for position in blocks[stage]:
             block = program.blocks[position]
             kernel = program.kernels[block.kernel]
-            if kernel.cotangents and kernel.backward_weight is not None:
+            if has_weight_graph(kernel):
                 for operand in kernel.weight_grads:
                     value = block.interface.parameters[operand - len(block.interface.inputs)]
                     counts[value] += num_runs
     return counts
+
+
+def _reads(
+    program: RankProgram, order: Sequence[Action], blocks: dict[int, tuple[int, ...]]
+) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for action in order:
+        for position in blocks[action.stage] if action.kind in (Kind.I, *_WEIGHT_KINDS) else ():
+            block = program.blocks[position]
+            has_weight = has_weight_graph(program.kernels[block.kernel])
+            num = (action.kind is not Kind.W) + (action.kind is not Kind.I and has_weight)
+            counts.update(dict.fromkeys(block.interface.parameters, num))
+    return counts
+
+
+def has_weight_graph(kernel: Kernel) -> bool:
+    """Whether W of a block with this kernel runs."""
+    return bool(kernel.cotangents) and kernel.backward_weight is not None
 
 
 def _trained(

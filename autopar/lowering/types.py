@@ -53,6 +53,22 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStep:
+    """A part of W that runs by itself, so that its gradients are released before the next part.
+
+    ``sources``: its arguments among those of W and the results of the first step, if that has no
+    ``grads``. ``grads``: the operands whose gradients it computes, all of them or ``rows`` (first,
+    end) of one. ``released``: the operands that no later step reads.
+    """
+
+    module: fx.GraphModule
+    sources: tuple[int, ...]
+    grads: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The three graphs of one kind of block, and the values passed between them.
 
@@ -60,7 +76,8 @@ class Kernel:
     (*input_grads, *handed)`` and ``backward_weight(*saved_w, *cotangents_w, *handed) ->
     weight_grads``, where each ``*_sources`` lists where an argument comes from: ``("operand", i)``,
     ``("saved", i)``, ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the
-    operands named in ``input_grads`` and ``weight_grads``.
+    operands named in ``input_grads`` and ``weight_grads``. ``weight_steps`` compute the results of
+    ``backward_weight`` one after the other; none if it runs as a whole.
     """
 
     forward: fx.GraphModule
@@ -73,6 +90,7 @@ class Kernel:
     weight_sources: tuple[tuple[str, int], ...]
     input_grads: tuple[int, ...]
     weight_grads: tuple[int, ...]
+    weight_steps: tuple[WeightStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +248,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyUpdate:
+    """Parameters are updated within the backward pass, as soon as their gradients are complete and
+    no later action of the step reads them.
+
+    ``at_end``: the trained parameters that are updated after the step nevertheless. Gradients are
+    released by their update unless it ``keeps_gradients``.
+    """
+
+    at_end: frozenset[int]
+    keeps_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
     """One collective: ``phase`` F (forward), I, W, or G (gradient of a parameter)."""
 
@@ -245,7 +276,8 @@ class RankProgram:
     """Everything a rank runs in one step; see the module's docstring.
 
     ``mesh`` is the mesh of one pipeline device: ranks are numbered device by device. ``totals`` are
-    values summed over the micro-batches before the first one is computed.
+    values summed over the micro-batches before the first one is computed. ``early`` is None if
+    parameters are updated after the backward pass.
     """
 
     mesh: Mesh
@@ -262,6 +294,7 @@ class RankProgram:
     device_type: str
     fingerprint: str
     pipeline: Pipeline
+    early: EarlyUpdate | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -30,6 +30,15 @@ class InputGradient:
     is_contiguous: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The memory of a step of W: its ``workspace`` beyond its arguments, and the bytes that are
+    ``made`` for later steps."""
+
+    workspace: int
+    made: int
+
+
 @dataclass(slots=True)
 class KernelMemory:
     """The memory of a kernel: ``workspace`` of each graph beyond its inputs, bytes that are
@@ -37,6 +46,7 @@ class KernelMemory:
     gradients that I computes.
 
     Outputs that are also saved are counted as values; ``saved_outputs`` says whether W needs each.
+    ``steps`` are those of W, if it has any.
     """
 
     workspace: dict[str, int] = field(default_factory=dict)
@@ -44,6 +54,7 @@ class KernelMemory:
     late: int = 0
     saved_outputs: dict[int, bool] = field(default_factory=dict)
     input_grads: tuple[InputGradient, ...] = ()
+    steps: tuple[StepMemory, ...] = ()
 
 
 def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
@@ -57,12 +68,22 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
         args: Any = map_arg(node.args, lambda n: n.meta["val"])
         return scratch(node.meta["val"], args, device.num_threads)
 
+    def workspace(graph: fx.Graph) -> int:
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        inputs = sum(_storages(given, allocator).values())
+        found = graph_memory(graph, workspace_bytes=working, allocator=allocator)
+        return max(found.peak_bytes - inputs, 0)
+
     memory = KernelMemory()
     for phase, module in graphs_of(kernel):
-        given = [n for n in module.graph.nodes if n.op == "placeholder"]
-        inputs = sum(_storages(given, allocator).values())
-        found = graph_memory(module.graph, workspace_bytes=working, allocator=allocator)
-        memory.workspace[phase] = max(found.peak_bytes - inputs, 0)
+        memory.workspace[phase] = workspace(module.graph)
+    memory.steps = tuple(
+        StepMemory(
+            workspace=workspace(step.module.graph),
+            made=0 if step.grads else made_bytes(step.module.graph, allocator),
+        )
+        for step in kernel.weight_steps
+    )
     outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
     number = {node: i for i, node in enumerate(outputs[: kernel.num_outputs])}
     saved = outputs[kernel.num_outputs :]

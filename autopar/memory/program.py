@@ -20,6 +20,7 @@ from autopar.cost_models.memory import Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import RankProgram, Role
+from autopar.memory.early import EarlyUpdates
 from autopar.memory.kernel import InputGradient, KernelMemory, kernel_memory, made_bytes
 from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.memory.reductions import ReductionMemory
@@ -135,6 +136,11 @@ class _Play:
         self.live[Category.GRADIENTS] += sum(self.parameter_bytes[v].stored for v in self.due)
         self.rounds: list[list[int]] = [[]]
         """Gradients that are reduced together: first those that are not communicated."""
+        self.early = None
+        if program.early is not None:
+            self.early = EarlyUpdates(
+                program, route, self.tally, self.reductions, optimizer, parameter_bytes, traits
+            )
 
     def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
         holders = self.holders.setdefault(key, set())
@@ -160,7 +166,7 @@ class _Play:
     def run(self) -> ProgramMemory:
         for action in self.route.actions:
             stage, microbatch = action.stage, action.microbatch
-            if action.kind is Kind.U and not self.optimizer.is_joint:
+            if self.early is None and action.kind is Kind.U and not self.optimizer.is_joint:
                 if action in self.route.late_updates:
                     self._update_late(stage)
                 else:
@@ -198,6 +204,9 @@ class _Play:
     def _last_updates(self) -> list[list[int]]:
         """The parameters that are updated together after the last action."""
         stages = self.route.parameters.values()
+        if self.early is not None:
+            self.early.advance("G", is_last=True)
+            return [sorted(self.early.at_end)]
         if self.optimizer.is_joint:
             return [sorted({value for values in stages for value in values})]
         if self.program.pipeline.shape.reduces:
@@ -314,6 +323,8 @@ class _Play:
     # --- backward --------------------------------------------------------------------------
     def _input(self, position: int, microbatch: int) -> None:
         """Play I; the values that W reads are kept."""
+        if self.early is not None:
+            self.early.note_reads(position)
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         taken = [
@@ -348,27 +359,69 @@ class _Play:
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         if kernel.backward_weight is None:
             return
-        num_inputs = len(block.interface.inputs)
-        values = [block.interface.parameters[o - num_inputs] for o in kernel.weight_grads]
-        self.tally.check(f"W {block.name}", memory.workspace["W"])
-        self.tally.check(f"W {block.name}", self._first_sums(values))
+        where = f"W {block.name}"
+        if self.early is not None and memory.steps:
+            self._weight_in_steps(position, microbatch)
+            return
+        values = self._graded(position, kernel.weight_grads)
+        self.tally.check(where, memory.workspace["W"])
+        self.tally.check(where, self._first_sums(values))
+        self._release_arguments(position, microbatch)
+        if kernel.cotangents:
+            self._reduce(values, f"G {block.name}")
+
+    def _weight_in_steps(self, position: int, microbatch: int) -> None:
+        """Play W step by step: each gradient is updated with before the next is computed."""
+        assert self.early is not None
+        block = self.program.blocks[position]
+        kernel, where = self.program.kernels[block.kernel], f"W {block.name}"
+        steps, shared = kernel.weight_steps, 0
+        self.early.note_unread(position)
+        for step, memory in zip(steps, self.kernels[block.kernel].steps):
+            values = self._graded(position, step.grads)
+            self.tally.check(where, memory.workspace)
+            self.early.note_read(position, step.released)
+            shared += memory.made
+            self.live[Category.ACTIVATIONS] += memory.made
+            if step is steps[-1]:
+                self._release_arguments(position, microbatch)
+                self.live[Category.ACTIVATIONS] -= shared
+            if step.rows is not None:
+                self.early.update_rows(values[0], step.rows, where)
+            elif step.grads:
+                self.tally.check(where, self._first_sums(values))
+                self._reduce(values, f"G {block.name}")
+            self.early.advance(f"G {block.name}")
+
+    def _graded(self, position: int, operands: Sequence[int]) -> list[int]:
+        interface = self.program.blocks[position].interface
+        return [interface.parameters[o - len(interface.inputs)] for o in operands]
+
+    def _release_arguments(self, position: int, microbatch: int) -> None:
+        """Release what W reads."""
+        block = self.program.blocks[position]
+        kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
             self._release(key, (microbatch, position), category)
         self._release_outputs(position, microbatch, for_weight=True)
         self.live[Category.ACTIVATIONS] -= memory.late
         for buffer in self.late.pop((microbatch, position), ()):
             self._drop(buffer)
-        if kernel.cotangents:
-            complete = [v for v in values if self._contribute(v)]
-            communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
-            self.rounds[0] += [v for v in complete if v not in communicated]
-            self.rounds.append(communicated)
-            summed = {v for v in communicated if self.route.contributions[v] > 1}
-            self.reductions.start(
-                [self.parameter_bytes[v] for v in communicated],
-                [self.parameter_bytes[v] for v in communicated if v not in summed],
-                f"G {block.name}",
-            )
+
+    def _reduce(self, values: Sequence[int], where: str) -> None:
+        """Add to gradients, and reduce those that are complete."""
+        complete = [v for v in values if self._contribute(v)]
+        communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
+        self.rounds[0] += [v for v in complete if v not in communicated]
+        self.rounds.append(communicated)
+        summed = {v for v in communicated if self.route.contributions[v] > 1}
+        self.reductions.start(
+            [self.parameter_bytes[v] for v in communicated],
+            [self.parameter_bytes[v] for v in communicated if v not in summed],
+            where,
+        )
+        if self.early is not None:
+            self.early.complete(complete, communicated)
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Release outputs that the block had saved: after I, or after W those that W needs."""

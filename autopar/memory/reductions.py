@@ -24,6 +24,8 @@ class ReductionMemory:
         self._tally = tally
         self._traits = traits
         self._in_flight: deque[Scatter] = deque()
+        self.num_started = 0
+        """Reduce-scatters started so far."""
 
     def start(
         self, sizes: Sequence[ParameterBytes], fresh: Sequence[ParameterBytes], where: str
@@ -54,15 +56,24 @@ class ReductionMemory:
 
     def _overlapped(self, copied: int, groups: Sequence[Scatter], where: str) -> None:
         live = self._tally.live
+        self.num_started += len(groups)
         for scatter in groups:
             self._in_flight.append(scatter)
             live[Category.COMMUNICATION] += scatter.in_flight_bytes
             live[Category.GRADIENTS] -= scatter.deferred_bytes
         self._tally.check(where, copied + sum(scatter.joined_bytes for scatter in groups))
-        while len(self._in_flight) > MAX_SCATTERS:
+        self._finish(MAX_SCATTERS, copied, where)
+
+    def finish(self, num_finished: int, where: str) -> None:
+        """Wait for the first reduce-scatters, so many since the start."""
+        self._finish(self.num_started - num_finished, 0, where)
+
+    def _finish(self, num_left: int, working_bytes: int, where: str) -> None:
+        live = self._tally.live
+        while len(self._in_flight) > num_left:
             scatter = self._in_flight.popleft()
             live[Category.GRADIENTS] += scatter.deferred_bytes
-            self._tally.check(where, copied)
+            self._tally.check(where, working_bytes)
             live[Category.COMMUNICATION] -= scatter.in_flight_bytes
 
     def _in_turn(self, copied: int, groups: Sequence[Scatter], where: str) -> None:

@@ -37,6 +37,7 @@ from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Seeds, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
+from autopar.runtime.step.reductions import Updater
 from autopar.testing.lockstep_links import LockstepLinks, Mail, Turns
 
 __all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
@@ -296,12 +297,17 @@ class LockstepRun:
                 return [act(self.ranks[0])]
             return turns.run([functools.partial(act, rank) for rank in self.ranks])
 
-    def steps(self, tensors: Sequence[Tensor]) -> list[StepResult[Shards]]:
-        """Forward and backward on each pipeline rank; updates buffers, but not parameters."""
+    def steps(
+        self, tensors: Sequence[Tensor], updaters: Sequence[Updater[Shards]] = ()
+    ) -> list[StepResult[Shards]]:
+        """Forward and backward on each pipeline rank; updates buffers, and parameters by the
+        ``updaters`` alone."""
+        updater_of = {id(rank): updater for rank, updater in zip(self.ranks, updaters)}
 
         def act(rank: LockstepRank) -> StepResult[Shards]:
             batches = [self._inputs(tensors, i) for i in range(self.program.num_microbatches)]
-            result = rank.executor.step(rank.parameters, rank.buffers, batches)
+            updater = updater_of.get(id(rank))
+            result = rank.executor.step(rank.parameters, rank.buffers, batches, updater)
             rank.buffers.update(result.buffers)
             return result
 

@@ -80,6 +80,12 @@ class Agreement:
         norm = torch.linalg.vector_norm(gradient, dtype=precise)
         self._norms.setdefault(dtype, []).append(norm)
 
+    def inspect_sum(self, gradient: Tensor) -> None:
+        """Examine a gradient that has been reduced: there is no doubt left about it."""
+        largest = torch.linalg.vector_norm(gradient, ord=math.inf)
+        is_wrong = (largest * 0).to(torch.float32)  # NaN unless it is finite
+        self._norms.setdefault(torch.float32, []).append(is_wrong)
+
     def refuse(self) -> None:
         """Refuse the step on this rank, whatever its gradients are."""
         self._norms[torch.float32] = [torch.full((), math.nan, device=self.device)]

@@ -16,11 +16,13 @@ from typing import Generic, TypeVar
 from autopar.lowering.route import Route
 from autopar.lowering.types import (
     NO_STAGE,
+    BlockInterface,
     BlockProgram,
     BufferProgram,
     Kernel,
     OutputProgram,
     RankProgram,
+    WeightStep,
 )
 from autopar.runtime.machine.protocols import Machine, Phase
 from autopar.runtime.machine.shared_buffers import Made
@@ -62,12 +64,22 @@ class _Moving(Generic[T]):
     wait: Callable[[], Sequence[T]]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows(Generic[T]):
+    """The complete gradient of the rows from ``first`` to ``end`` of a parameter on this device."""
+
+    value: int
+    first: int
+    end: int
+    gradient: T
+
+
 class Computation(Generic[T]):
     """One step on one device; ``fixed`` are the values that depend on nothing but constants.
 
     Communication of the loss, of next buffers and of the next block's parameters overlaps with the
     computation that follows. With ``keeps_loss`` summing the loss over ranks is left to the caller.
-    Gradients are those of the loss times ``loss_scale``.
+    Gradients are those of the loss times ``loss_scale``. With ``in_steps`` W runs in its steps.
     """
 
     def __init__(
@@ -82,10 +94,12 @@ class Computation(Generic[T]):
         given: Sequence[Mapping[int, T]],
         keeps_loss: bool = False,
         loss_scale: float = 1.0,
+        in_steps: bool = False,
     ) -> None:
         self.program = program
         self.keeps_loss = keeps_loss
         self.loss_scale = loss_scale
+        self.in_steps = in_steps
         self.route = route
         self.machine = machine
         self.stored = parameters
@@ -98,6 +112,8 @@ class Computation(Generic[T]):
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
+        self.reads = route.reads.copy()
+        self.rows: list[Rows[T]] = []
         self.following: dict[int, T] = {}
         self.made: list[Made[T]] = []
         self.loss: T | None = None
@@ -283,13 +299,16 @@ class Computation(Generic[T]):
     def backward(self, stage: int, microbatch: int, *, weights: bool) -> Iterator[list[int]]:
         """I of a stage, block by block, or with ``weights`` B: each block's W after its I.
 
-        Yields, after each block, the parameters whose gradients are now complete.
+        Yields, after each step of a block's W, the parameters whose gradients are now complete.
+        Complete rows of gradients are in ``rows``, and ``reads`` has how many graphs of this step
+        will still read each parameter.
         """
         flight = self.flights[microbatch]
         for position in reversed(self.route.blocks[stage]):
             block = self.program.blocks[position]
             kernel = self.program.kernels[block.kernel]
             record = flight.records.pop(position, None)
+            self.reads.subtract(set(block.interface.parameters))
             if record is None:
                 continue
             if not kernel.cotangents:
@@ -302,20 +321,18 @@ class Computation(Generic[T]):
             if kernel.backward_weight is None:
                 continue
             if weights:
-                complete = self._run_weight(position, microbatch, arguments)
-                del arguments  # released before the next block's I runs
-                yield complete
+                yield from self._run_weight(position, microbatch, arguments)
             else:
                 flight.late[position] = arguments
+            del arguments
 
     def weights(self, stage: int, microbatch: int) -> Iterator[list[int]]:
         """W of a stage, as `backward`."""
         for position in reversed(self.route.blocks[stage]):
             arguments = self.flights[microbatch].late.pop(position, None)
             if arguments is not None:
-                complete = self._run_weight(position, microbatch, arguments)
+                yield from self._run_weight(position, microbatch, arguments)
                 del arguments
-                yield complete
 
     def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
         """Cotangents of the block's outputs; zeros for those without one."""
@@ -351,14 +368,49 @@ class Computation(Generic[T]):
             sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
         return [sources[kind][i] for kind, i in kernel.weight_sources]
 
-    def _run_weight(self, position: int, microbatch: int, arguments: list[T]) -> list[int]:
+    def _run_weight(
+        self, position: int, microbatch: int, arguments: list[T]
+    ) -> Iterator[list[int]]:
+        """Run W, as a whole or step by step. It empties ``arguments`` when it no longer needs
+        them."""
         block = self.program.blocks[position]
         kernel, interface = self.program.kernels[block.kernel], block.interface
         assert kernel.backward_weight is not None
         self.machine.begin(microbatch, position, Phase.WEIGHT)
-        gradients = self.machine.run(kernel.backward_weight, arguments)
+        if not (self.in_steps and kernel.weight_steps):
+            run = self.machine.run
+            complete = self._contribute(
+                interface, kernel.weight_grads, run(kernel.backward_weight, arguments)
+            )
+            arguments.clear()
+            self.reads.subtract(set(interface.parameters))
+            yield complete
+            return
+        read = {value for step in kernel.weight_steps for value in _released(interface, step)}
+        self.reads.subtract(set(interface.parameters) - read)
+        for step in kernel.weight_steps:
+            results = self.machine.run(step.module, [arguments[i] for i in step.sources])
+            self.reads.subtract(set(_released(interface, step)))
+            if not step.grads:
+                arguments.extend(results)
+                continue
+            if step is kernel.weight_steps[-1]:
+                arguments.clear()
+            if step.rows is None:
+                complete = self._contribute(interface, step.grads, results)
+            else:
+                complete = []
+                value = interface.parameters[step.grads[0] - len(interface.inputs)]
+                self.rows.append(Rows(value, *step.rows, results[0]))
+            del results
+            yield complete
+
+    def _contribute(
+        self, interface: BlockInterface, operands: Sequence[int], gradients: Sequence[T]
+    ) -> list[int]:
+        """Add to gradients; the parameters whose gradients are now complete."""
         complete = []
-        for operand, gradient in zip(kernel.weight_grads, gradients):
+        for operand, gradient in zip(operands, gradients):
             value = interface.parameters[operand - len(interface.inputs)]
             self._add_gradient(value, gradient)
             self.remaining[value] -= 1
@@ -380,3 +432,9 @@ class Computation(Generic[T]):
 
     def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient
+
+
+def _released(interface: BlockInterface, step: WeightStep) -> list[int]:
+    """The parameters that no later step of W reads."""
+    num_inputs = len(interface.inputs)
+    return [interface.parameters[o - num_inputs] for o in step.released if o >= num_inputs]

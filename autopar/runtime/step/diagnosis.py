@@ -48,13 +48,24 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedStep:
-    """A step that was refused. ``given`` are inputs and weights that were not finite before."""
+    """A step that was refused. ``given`` are inputs and weights that were not finite before.
+
+    ``is_partial``: an early update had changed weights before.
+    """
 
     number: int
     loss: float
     found: tuple[Found, ...]
     given: tuple[str, ...]
     num_ranks: int
+    is_partial: bool = False
+
+
+PARTLY_UPDATED = (
+    "Weights have changed: update='early' updates a weight as soon as its gradient is complete, and "
+    "those of later layers were complete. Load the last checkpoint before training goes on; "
+    "update='at_end' updates nothing in such a step"
+)
 
 
 class StepRefused(Exception):
@@ -198,6 +209,8 @@ def error_of(step: RefusedStep, program: RankProgram) -> NonFiniteError:
             seen.add(found.kind)
             ranks = [f.rank for f in ordered if (f.kind, f.order) == (found.kind, found.order)]
             lines.append(_line(found, sorted(ranks), step.num_ranks, program))
+    if step.is_partial:
+        return NonFiniteError("\n".join([*lines, PARTLY_UPDATED]))
     if not ordered and not step.given:
         lines.append(_EVERY_MAKER_IS_FINITE)
     lines.append(

@@ -108,11 +108,14 @@ class Executor(Generic[T]):
         self._fix(buffers)
         agrees = updater is not None and updater.agrees
         scale = 1.0 if updater is None else updater.loss_scale
-        run = self._computation(parameters, buffers, self._early(buffers, batches), agrees, scale)
+        run = self._computation(
+            parameters, buffers, self._inputs(buffers, batches), agrees, scale, updater is not None
+        )
         play = _Play(self, run, updater)
         play.run()
         report(_REDUCED)
         play.reductions.begin_rest()
+        play.update_early(is_last=True)
         run.finish()
         device = self.route.device
         run.following.update(
@@ -145,6 +148,7 @@ class Executor(Generic[T]):
         given: Sequence[Mapping[int, T]],
         keeps_loss: bool = False,
         loss_scale: float = 1.0,
+        in_steps: bool = False,
     ) -> Computation[T]:
         return Computation(
             self.program,
@@ -156,6 +160,7 @@ class Executor(Generic[T]):
             given=given,
             keeps_loss=keeps_loss,
             loss_scale=loss_scale,
+            in_steps=in_steps,
         )
 
     def _fix(self, buffers: Mapping[int, T]) -> None:
@@ -169,7 +174,7 @@ class Executor(Generic[T]):
             self.machine.begin(0, position, Phase.FORWARD)
             fixed.update(zip(block.interface.outputs, self.machine.run(kernel.forward, operands)))
 
-    def _early(
+    def _inputs(
         self, buffers: Mapping[int, T], batches: Sequence[Mapping[int, T]]
     ) -> list[dict[int, T]]:
         """Each micro-batch's inputs, and the totals over all of them."""
@@ -281,6 +286,16 @@ class _Play(Generic[T]):
     def _reduce(self, completed: Iterable[list[int]]) -> None:
         for values in completed:
             self.reductions.complete(values)
+            self.reductions.reduce_rows(self.compute.rows)
+            self.update_early()
+
+    def update_early(self, *, is_last: bool = False) -> None:
+        """Update what is complete and read no more, if the program updates early."""
+        if self.updater is None or self.program.early is None:
+            return
+        arrived = self.reductions.arrived(self.compute.reads, is_last=is_last)
+        if arrived:
+            self.updater.update_early(arrived, self.compute.loss)
 
     def _send(self, action: Action, microbatch: int) -> None:
         flight, carried = self.compute.flights[microbatch], self.exchange.values(action)

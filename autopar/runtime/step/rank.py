@@ -8,6 +8,7 @@ The same class runs under ``torchrun`` and in local workers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,8 @@ class RankRuntime:
             is_late=has_late_updates(program),
             scale=None if precision is None or not precision.is_scaled else LossScale(precision),
             cast={p.value for p in self._trainable() if p.used_dtype is not p.dtype},
+            early=program.early,
+            knows_loss=program.pipeline.num_devices == 1,
         )
 
     @property
@@ -200,7 +203,8 @@ class RankRuntime:
 
         ``tensors`` are the program's inputs, whole; with ``local`` this rank's own shards. A step
         whose loss or gradients are not finite, or in which an op raises on any rank, changes
-        nothing: it is skipped and counted, or StepRefused is raised, on all ranks alike.
+        nothing: it is skipped and counted, or StepRefused is raised, on all ranks alike. Under an
+        early update it may have changed weights, which the error says.
         """
         self._check_optimizer()
         batches = [
@@ -224,9 +228,17 @@ class RankRuntime:
                 self._forget_fixed(self._forwards.values())
         elif (failed := self.recovery.failed_step(self.num_steps + 1)) is not None:
             bound.executor.fixed.clear()
+            failed = dataclasses.replace(failed, is_partial=self.updates.is_partial)
             self.updates.begin_step()
             self.updates.grad_norm = norm_before
             raise StepRefused(failed)
+        elif self.updates.is_partial:
+            raise StepRefused(
+                RefusedStep(
+                    number=self.num_steps + 1, loss=loss.item(), found=(), given=(),
+                    num_ranks=dist.get_world_size(), is_partial=True,
+                )
+            )  # fmt: skip
         elif self.updates.backs_off(loss) or self.options.nonfinite is NonFinite.SKIP:
             self.num_skipped_steps += 1
         else:

@@ -26,7 +26,7 @@ from autopar.comm.ops import RAW_OPS
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults import progress
 from autopar.runtime.machine.protocols import Phase
-from autopar.runtime.step.diagnosis import Found, RefusedStep, error_of, maker_of
+from autopar.runtime.step.diagnosis import PARTLY_UPDATED, Found, RefusedStep, error_of, maker_of
 from autopar.runtime.step.updates import Updates
 
 _GO_ON = (
@@ -48,11 +48,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStep:
-    """A step in which some ranks raised."""
+    """A step in which some ranks raised; ``is_partial`` as in `RefusedStep`."""
 
     number: int
     failures: tuple[Failure, ...]
     num_ranks: int
+    is_partial: bool = False
 
 
 class Recovery:
@@ -207,7 +208,7 @@ def error_of_step(step: RefusedStep | FailedStep, program: RankProgram) -> Autop
     first, *others = step.failures
     lines = [f"rank {first.rank} of {step.num_ranks} {_what(first, step, program)}"]
     lines += [f"rank {other.rank} {_what(other, step, program)}" for other in others]
-    lines += [_GO_ON, f"traceback of rank {first.rank}:", first.traceback.rstrip()]
+    lines += [PARTLY_UPDATED if step.is_partial else _GO_ON, f"traceback of rank {first.rank}:", first.traceback.rstrip()]
     return StepError("\n".join(lines), rank=first.rank, traceback=first.traceback)
 
 

@@ -8,16 +8,20 @@ that follows, and whoever needs a gradient waits for its round, perhaps in the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from autopar.comm.transports.registry import traits_of
 from autopar.ir.placement import local_shape
 from autopar.lowering.route import Route
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import Links, Machine
+from autopar.runtime.step.computation import Rows
 
 T = TypeVar("T")
 
@@ -28,6 +32,24 @@ class _Round(Generic[T]):
 
     values: tuple[int, ...]
     wait: Callable[[], Sequence[T]]
+    is_of_mesh: bool = True
+
+
+def num_in_flight(program: RankProgram) -> int:
+    """How many rounds an early update leaves in flight, so that they overlap with computation."""
+    num_ranks = program.mesh.num_devices
+    return int(num_ranks > 1 and traits_of(program.device_type, num_ranks).overlaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived(Generic[T]):
+    """Gradients that an early update may use now, by parameter or as rows of one."""
+
+    gradients: dict[int, T]
+    rows: list[Rows[T]]
+
+    def __bool__(self) -> bool:
+        return bool(self.gradients or self.rows)
 
 
 class Reductions(Generic[T]):
@@ -62,6 +84,8 @@ class Reductions(Generic[T]):
         self._ready: dict[int, T] = {}
         self._shared = {p.value for found in route.summed.values() for p in found}
         self._parameter_of = {p.value: p for p in program.parameters}
+        self._rows: deque[tuple[tuple[int, int, int], Callable[[], Sequence[T]]]] = deque()
+        self._num_in_flight = num_in_flight(program)
 
     def complete(self, values: Sequence[int]) -> None:
         """Note that these gradients are complete on this device."""
@@ -104,6 +128,39 @@ class Reductions(Generic[T]):
         self._wait(wanted)
         return {v: self._ready.pop(v) for v in values if v in wanted and v in self._ready}
 
+    def reduce_rows(self, rows: list[Rows[T]]) -> None:
+        """Reduce complete rows of gradients, which are taken from the list."""
+        while rows:
+            found = rows.pop(0)
+            place, gradient = (found.value, found.first, found.end), found.gradient
+            del found
+            parameter = self._parameter_of[place[0]]
+            if parameter.kernel is None:
+                self._rows.append((place, functools.partial(_held, gradient)))
+                continue
+            backward = self.program.kernels[parameter.kernel].backward_input
+            assert backward is not None
+            moves = [(backward, self.machine.contiguous(gradient))]
+            del gradient
+            self._rows.append((place, self.machine.start_gradients(moves)))
+
+    def arrived(self, reads: Mapping[int, int], *, is_last: bool = False) -> Arrived[T]:
+        """The gradients for an early update: complete, reduced, and of weights that no graph of
+        this step will read. The last rounds stay in flight, unless this ``is_last``."""
+        num = 0 if is_last else self._num_in_flight
+        rows = []
+        while len(self._rows) > num:
+            place, wait = self._rows.popleft()
+            rows.append(Rows(*place, wait()[0]))
+            del wait
+        of_mesh = [r for r in self._rounds if r.is_of_mesh]
+        for finished in of_mesh[: max(len(of_mesh) - num, 0)]:
+            self._wait(set(finished.values))
+        early = self.program.early
+        assert early is not None
+        free = [v for v in self._ready if v not in early.at_end and not reads[v]]
+        return Arrived(gradients={v: self._ready.pop(v) for v in free}, rows=rows)
+
     def arrivals(self) -> Iterator[dict[int, T]]:
         """The gradients that were not taken, as they arrive; call `begin_rest` before."""
         while self._rounds:
@@ -140,7 +197,7 @@ class Reductions(Generic[T]):
         """Start to sum gradients over devices, each of which contributes its own."""
         own = [self._own(parameter) for parameter in parameters]
         wait = self.links.start_sum(devices, own)
-        self._rounds.append(_Round(tuple(p.value for p in parameters), wait))
+        self._rounds.append(_Round(tuple(p.value for p in parameters), wait, is_of_mesh=False))
 
     def _own(self, parameter: ParameterProgram) -> T:
         """This device's contribution to a gradient; zeros if it has none."""
@@ -154,6 +211,10 @@ class Reductions(Generic[T]):
         for found in [r for r in self._rounds if not values.isdisjoint(r.values)]:
             self._ready.update(zip(found.values, found.wait()))
             self._rounds.remove(found)
+
+
+def _held(gradient: T) -> Sequence[T]:
+    return (gradient,)
 
 
 class Updater(Protocol[T]):
@@ -177,6 +238,10 @@ class Updater(Protocol[T]):
 
     def total_loss(self, part: T | None) -> T:
         """Sum the loss over the ranks; ``part`` is this rank's, None if it has none."""
+        ...
+
+    def update_early(self, arrived: Arrived[T], loss: T | None) -> None:
+        """Update parameters within the backward pass; ``loss`` is this rank's term of it."""
         ...
 
     def update(self, values: Sequence[int], gradients: Reductions[T]) -> None:

@@ -10,18 +10,20 @@ whoever reads parameters must call `settle`, which waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.lowering.types import EarlyUpdate
 from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.state.optimizers import is_elementwise, update
+from autopar.runtime.state.partial_steps import PartialSteps
 from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.loss_scale import LossScale
-from autopar.runtime.step.reductions import Reductions
+from autopar.runtime.step.reductions import Arrived, Reductions
 
 _LATE = encoded("the last step's reductions and updates")
 
@@ -35,6 +37,11 @@ class Updates:
     clipping the global norm, equal on all ranks, says it. ``is_void`` refuses this rank's step as
     one that is not finite. Gradients of a loss that was multiplied by a ``scale`` are divided by it
     when they are complete; ``cast`` are the parameters that are used in another dtype.
+
+    With ``early`` parameters are updated within the backward pass. The ranks agree on the loss
+    before the first of these updates, unless the loss is computed elsewhere in a pipeline
+    (``knows_loss``), and on the gradients after the last. ``is_partial`` says that a step which is
+    not finite had updated something.
     """
 
     def __init__(
@@ -50,6 +57,8 @@ class Updates:
         is_late: bool,
         scale: LossScale | None = None,
         cast: Collection[int] = (),
+        early: EarlyUpdate | None = None,
+        knows_loss: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -64,6 +73,11 @@ class Updates:
         self.grad_norm: Tensor | None = None
         self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
+        self.early = early
+        self.knows_loss = knows_loss
+        self._has_begun = False
+        self._is_refused = False
+        self._partial = None if optimizer is None else PartialSteps(optimizer)
         self.is_void = False
         self._held_back: list[Sequence[int]] = []
         self._due: Reductions[Tensor] | None = None
@@ -71,7 +85,7 @@ class Updates:
 
     def begin_step(self) -> None:
         """Drop the gradients of the last step, except for pending ones."""
-        self.is_void = False
+        self.is_void = self._has_begun = self._is_refused = False
         self._held_back.clear()
         if self.agreement is not None:
             self.agreement.begin_step()
@@ -86,8 +100,14 @@ class Updates:
     def loss_scale(self) -> float:
         return 1.0 if self.scale is None else self.scale.value
 
+    @property
+    def is_partial(self) -> bool:
+        if self.early is None:
+            return False
+        return not self.knows_loss or (self._has_begun and not self._is_refused)
+
     def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        if self.agreement is not None:
+        if self.agreement is not None and self.early is None:
             self.agreement.inspect(gradient, dtype)
 
     def total_loss(self, part: Tensor | None) -> Tensor:
@@ -101,11 +121,33 @@ class Updates:
 
         If the ranks must agree on the step first, this waits until its end.
         """
+        if self.early is not None:
+            return
         if self.by_stage and self.agrees:
             self._held_back.append(values)
         elif self.by_stage:
             self.settle()
             self._apply(gradients.take(values))
+
+    def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            if self.agreement is not None and self.knows_loss:
+                self.total_loss(loss)
+                self._is_refused = self.agreement.verdict is Verdict.NONFINITE
+        if self._is_refused or self._partial is None:
+            return
+        if self.agreement is not None:
+            found = [rows.gradient for rows in arrived.rows]
+            for gradient in (*arrived.gradients.values(), *found):
+                self.agreement.inspect_sum(gradient)
+        self._apply(arrived.gradients)
+        for rows in arrived.rows:
+            self._partial.step_rows(self.trained[rows.value], rows.first, rows.end, rows.gradient)
+        assert self.early is not None
+        if not self.early.keeps_gradients:
+            for value in arrived.gradients:
+                self.trained[value].grad = None
 
     def update_last(self, values: Sequence[int]) -> None:
         """U of the previous step, whose gradients nobody can read any more."""
@@ -133,6 +175,8 @@ class Updates:
         return self.scale is not None and bool(loss.isfinite()) and self.scale.back_off()
 
     def _end(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+        if self.early is not None:
+            return self._end_early(gradients, loss)
         is_sure = self.agreement is None or self.agreement.verdict is Verdict.FINITE
         if not self.by_stage or not is_sure:
             return self._end_at_once(gradients, loss)
@@ -141,6 +185,25 @@ class Updates:
             self._apply(gradients.take(values))
         if not self.is_late:
             self.settle()
+        return True
+
+    def _end_early(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+        """Update the parameters that could not be updated early."""
+        rest: dict[int, Tensor] = {}
+        for arrived in gradients.arrivals():
+            rest.update(arrived)
+        assert self.early is not None
+        if self.agreement is not None:
+            is_finite = self.agreement.verdict is Verdict.FINITE
+            if is_finite and self.early.at_end:
+                is_finite = self.agreement.are_finite(rest.values())
+            if not is_finite:
+                return False
+        self._apply(rest)
+        if not self.early.keeps_gradients:
+            for value in rest:
+                self.trained[value].grad = None
+        self._step_scheduler(loss)
         return True
 
     def settle(self) -> None:
@@ -203,24 +266,11 @@ class Updates:
     def _apply(self, gradients: Mapping[int, Tensor]) -> None:
         """Update these parameters alone."""
         self._keep(gradients)
-        if self.optimizer is not None and gradients:
-            step_of(self.optimizer, [self.trained[value] for value in gradients])
+        if self._partial is not None and gradients:
+            self._partial.step([self.trained[value] for value in gradients])
 
     def _step_scheduler(self, loss: Tensor) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.lr_scheduler.step(loss.item())
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-
-
-def step_of(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Run a step of an element-wise optimizer over some of its parameters."""
-    chosen = {id(parameter) for parameter in parameters}
-    whole = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in chosen]
-        update(optimizer)
-    finally:
-        for group, params in zip(optimizer.param_groups, whole):
-            group["params"] = params

@@ -1,0 +1,352 @@
+"""Early update: which parameters are updated within the backward pass, and W cut into steps.
+
+In: a lowered program. Out: the same program with `EarlyUpdate`, and with W of each kernel as steps:
+first what several gradients share, then one gradient after the other (small ones together), and
+large ones by rows. So a gradient is complete, reduced, used and released before the next exists.
+
+The weight matrix of a linear layer and the table of an embedding are cut into rows of at most
+``tile_bytes`` where one pass of one block makes the whole gradient, and it is only summed over
+ranks on its way to the stored parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.comm.ops import ALL_REDUCE
+from autopar.ir.placement import local_shape
+from autopar.lowering.types import (
+    EarlyUpdate,
+    Kernel,
+    ParameterProgram,
+    RankProgram,
+    WeightStep,
+)
+
+TILE_BYTES = 16 << 20
+"""The largest gradient that is not cut into rows, and the size of the cuts."""
+JOINED_BYTES = 1 << 18
+"""Gradients of together at most so many bytes are computed, reduced and updated together."""
+
+_MM = torch.ops.aten.mm.default
+_EMBEDDING = torch.ops.aten.embedding_dense_backward.default
+_ALL_REDUCE_ONLY = (ALL_REDUCE, torch.ops.aten._to_copy.default)
+
+
+def with_early_update(
+    program: RankProgram, *, keeps_gradients: bool = False, tile_bytes: int = TILE_BYTES
+) -> RankProgram:
+    """The program with parameters updated within the backward pass.
+
+    Kept gradients are whole, so they are not cut into rows.
+    """
+    tileable = frozenset[int]() if keeps_gradients else _tileable(program)
+    kernels = list(program.kernels)
+    for index, kernel in enumerate(kernels):
+        users = [b.interface for b in program.blocks if b.kernel == index]
+        if kernel.backward_weight is None or not kernel.cotangents or not users:
+            continue
+        sizes, in_rows = {}, set[int]()
+        for operand in kernel.weight_grads:
+            values = [u.parameters[operand - len(u.inputs)] for u in users]
+            sizes[operand] = _used_bytes(program, values[0])
+            if sizes[operand] > tile_bytes and tileable.issuperset(values):
+                in_rows.add(operand)
+        kernels[index] = replace(
+            kernel, weight_steps=_Steps(kernel, sizes, in_rows, tile_bytes).steps()
+        )
+    early = EarlyUpdate(at_end=_at_end(program), keeps_gradients=keeps_gradients)
+    return replace(program, kernels=tuple(kernels), early=early)
+
+
+def _used_bytes(program: RankProgram, value: int) -> int:
+    parameter = next(p for p in program.parameters if p.value == value)
+    shape = local_shape(parameter.shape, parameter.used, program.mesh)
+    return math.prod(shape) * parameter.used_dtype.itemsize
+
+
+# --- which parameters -------------------------------------------------------------------------
+def _at_end(program: RankProgram) -> frozenset[int]:
+    """Trained parameters whose memory may be read after their last block, or whose gradient is
+    summed over pipeline devices, which happens last."""
+    aliased = _aliased(program)
+    outside = [o.value for o in (*program.outputs, *program.totals)]
+    outside += [b.following.value for b in program.buffers if b.following is not None]
+    return frozenset(
+        p.value
+        for p in program.parameters
+        if p.trainable and (len(p.devices) > 1 or p.value in aliased or p.value in outside)
+    )
+
+
+def _aliased(program: RankProgram) -> set[int]:
+    """Parameters of which a block's result is a view."""
+    found: set[int] = set()
+    for block in program.blocks:
+        kernel, interface = program.kernels[block.kernel], block.interface
+        placeholders = [n for n in kernel.forward.graph.nodes if n.op == "placeholder"]
+        results: Any = kernel.forward.graph.output_node().args[0]
+        for result in results[: kernel.num_outputs]:
+            node = result
+            while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node):
+                node = node.args[0]
+            place = placeholders.index(node) if node in placeholders else -1
+            if place >= len(interface.inputs):
+                found.add(interface.parameters[place - len(interface.inputs)])
+    return found
+
+
+def _tileable(program: RankProgram) -> frozenset[int]:
+    """Parameters with one contribution to their gradient, which is summed over ranks at most."""
+    at_end = _at_end(program)
+    if program.num_microbatches > 1:
+        return frozenset()
+    users: dict[int, int] = {}
+    for block in program.blocks:
+        for value in block.interface.parameters:
+            users[value] = users.get(value, 0) + 1
+    return frozenset(
+        p.value
+        for p in program.parameters
+        if p.trainable and users.get(p.value) == 1 and p.value not in at_end
+        if p.kernel is None or _only_sums(p, program)
+    )
+
+
+def _only_sums(parameter: ParameterProgram, program: RankProgram) -> bool:
+    assert parameter.kernel is not None
+    backward = program.kernels[parameter.kernel].backward_input
+    used = local_shape(parameter.shape, parameter.used, program.mesh)
+    stored = local_shape(parameter.shape, parameter.stored, program.mesh)
+    return (
+        backward is not None
+        and used == stored
+        and all(n.target in _ALL_REDUCE_ONLY for n in backward.graph.nodes if _is_call(n))
+    )
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def _is_view(node: fx.Node) -> bool:
+    return bool(getattr(node.target, "is_view", False)) or not hasattr(node.target, "_schema")
+
+
+# --- the steps --------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A step before its sources are numbered: what it computes, from the graph's own nodes."""
+
+    results: tuple[fx.Node, ...]
+    grads: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+
+
+class _Steps:
+    """The steps of one kernel's W; ``sizes`` are the bytes of each gradient."""
+
+    def __init__(
+        self, kernel: Kernel, sizes: Mapping[int, int], in_rows: set[int], tile_bytes: int
+    ) -> None:
+        assert kernel.backward_weight is not None
+        self.kernel, self.sizes, self.in_rows = kernel, sizes, in_rows
+        self.tile_bytes = tile_bytes
+        self.module = kernel.backward_weight
+        nodes = list(self.module.graph.nodes)
+        self.order = {node: place for place, node in enumerate(nodes)}
+        self.given = [n for n in nodes if n.op == "placeholder"]
+        results: Any = self.module.graph.output_node().args[0]
+        self.result_of = dict(zip(kernel.weight_grads, results))
+        self.shared = self._shared()
+        self.outside = {node: place for place, node in enumerate(self.given)}
+
+    def steps(self) -> tuple[WeightStep, ...]:
+        made: list[WeightStep] = []
+        frontier = self._frontier()
+        if frontier:
+            made.append(self._step(_Unit(tuple(frontier), ())))
+            first = len(self.given)
+            self.outside |= {node: first + place for place, node in enumerate(frontier)}
+        made += [self._step(unit) for unit in self._units()]
+        return self._with_releases(made)
+
+    def _shared(self) -> set[fx.Node]:
+        """Computed nodes that several gradients need, and the parts of such results."""
+        counts: dict[fx.Node, int] = {}
+        for result in dict.fromkeys(self.result_of.values()):
+            for node in _calls_before([result]):
+                counts[node] = counts.get(node, 0) + 1
+        shared: set[fx.Node] = set()
+        for node in self.order:
+            is_part = _is_part(node) and node.args[0] in shared
+            is_made = counts.get(node, 0) > 1 and not (_is_view(node) and not _is_part(node))
+            if is_part or (is_made and not _is_part(node)):
+                shared.add(node)
+        return shared
+
+    def _frontier(self) -> list[fx.Node]:
+        """The shared nodes that single gradients read; tuples are read by their parts."""
+        results = set(self.result_of.values())
+        return [
+            node
+            for node in self.order
+            if node in self.shared
+            and any(user not in self.shared or node in results for user in node.users)
+        ]
+
+    def _units(self) -> list[_Unit]:
+        units: list[_Unit] = []
+        joined: dict[int, fx.Node] = {}
+        size_bytes = 0
+
+        def flush() -> None:
+            if joined:
+                units.append(_Unit(tuple(joined.values()), tuple(joined)))
+                joined.clear()
+
+        for operand in sorted(self.result_of, key=lambda o: self.order[self.result_of[o]]):
+            result = self.result_of[operand]
+            tiles = self._tiles(operand, result) if operand in self.in_rows else []
+            size_bytes += self.sizes[operand]
+            if tiles or size_bytes > JOINED_BYTES:
+                flush()
+                size_bytes = self.sizes[operand]
+            if tiles:
+                units += tiles
+                size_bytes = 0
+                continue
+            joined[operand] = result
+        flush()
+        return units
+
+    def _tiles(self, operand: int, result: fx.Node) -> list[_Unit]:
+        """Units by rows; none for a gradient that no single product or look-up makes."""
+        weights = [i for k, i in self.kernel.weight_sources if k == "operand"]
+        made_alone = result.target in (_MM, _EMBEDDING) and result not in self.shared
+        if not made_alone or operand in weights or len(result.users) != 1:
+            return []
+        if result.target is _EMBEDDING and result.args[4]:  # scaled by the counts of rows
+            return []
+        num_rows = self._num_rows(result)
+        if num_rows is None:
+            return []
+        num = min(num_rows, math.ceil(self.sizes[operand] / self.tile_bytes))
+        ends = [num_rows * i // num for i in range(num + 1)]
+        return [_Unit((result,), (operand,), rows) for rows in zip(ends, ends[1:])]
+
+    def _num_rows(self, result: fx.Node) -> int | None:
+        if result.target is _EMBEDDING:
+            return int(result.args[2])  # type: ignore[arg-type]
+        value = result.meta.get("val")
+        return None if value is None else int(value.shape[0])
+
+    def _step(self, unit: _Unit) -> WeightStep:
+        graph = fx.Graph()
+        needed = self._needed(unit.results)
+        env: dict[fx.Node, fx.Node] = {}
+        sources = []
+        for node in sorted(needed, key=self.order.__getitem__):
+            if node in self.outside:
+                env[node] = graph.placeholder(node.name)
+                env[node].meta = dict(node.meta)
+                sources.append(self.outside[node])
+        for node in sorted(needed, key=self.order.__getitem__):
+            if node in env:
+                continue
+            if unit.rows is not None and node is unit.results[0]:
+                env[node] = _rows_of(graph, node, env, unit.rows)
+            else:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in unit.results))
+        return WeightStep(
+            module=fx.GraphModule(self.module, graph),
+            sources=tuple(sources),
+            grads=unit.grads,
+            rows=unit.rows,
+        )
+
+    def _needed(self, results: Iterable[fx.Node]) -> set[fx.Node]:
+        needed: set[fx.Node] = set()
+        stack = list(results)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                if node not in self.outside:
+                    stack.extend(node.all_input_nodes)
+        return needed
+
+    def _with_releases(self, steps: Sequence[WeightStep]) -> tuple[WeightStep, ...]:
+        """Each operand of W is released by the last step that reads it; others by the first."""
+        sources = self.kernel.weight_sources
+        last: dict[int, int] = {}
+        for number, step in enumerate(steps):
+            for place in step.sources:
+                if place < len(sources) and sources[place][0] == "operand":
+                    last[sources[place][1]] = number
+        return tuple(
+            replace(step, released=tuple(o for o, n in last.items() if n == number))
+            for number, step in enumerate(steps)
+        )
+
+
+def _is_part(node: fx.Node) -> bool:
+    """One result of an op that has several."""
+    return node.op == "call_function" and not hasattr(node.target, "_schema")
+
+
+def _calls_before(results: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _rows_of(
+    graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node], rows: tuple[int, int]
+) -> fx.Node:
+    """The rows of a product, or of the gradient of a table, as new nodes of a graph."""
+    first, end = rows
+    call = _Caller(graph)
+    if node.target is _MM:
+        left, right = (env[n] for n in node.args)  # type: ignore[index]
+        return call(_MM, call(torch.ops.aten.slice.Tensor, left, 0, first, end), right)
+    gradient, index, _, padding, _ = node.args
+    here, num = env[index], end - first  # type: ignore[index]
+    inside = call(
+        torch.ops.aten.logical_and.default,
+        call(torch.ops.aten.ge.Scalar, here, first),
+        call(torch.ops.aten.lt.Scalar, here, end),
+    )
+    if padding in range(first, end):
+        is_row = call(torch.ops.aten.ne.Scalar, here, padding)
+        inside = call(torch.ops.aten.logical_and.default, inside, is_row)
+    shifted = call(torch.ops.aten.sub.Tensor, here, first)
+    outside = call(torch.ops.aten.full_like.default, here, num)
+    own = call(torch.ops.aten.where.self, inside, shifted, outside)
+    # The gradients of rows elsewhere are those of a padding row after the last.
+    return call(_EMBEDDING, env[gradient], own, num, num, False)  # type: ignore[index]
+
+
+class _Caller:
+    """Adds calls to a graph, with the values that they would have where those are known."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta.get("val"))
+        node.meta["val"] = target(*values)
+        return node

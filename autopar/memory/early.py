@@ -1,0 +1,111 @@
+"""Memory of early updates: gradients that are released within the backward pass.
+
+It plays what `autopar.runtime.step.reductions.Reductions.arrived` hands to the updates: gradients
+that are complete, reduced, and of parameters that no later graph of the step reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from autopar.comm.transports.base import Traits
+from autopar.cost_models.memory import Category
+from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.placement import local_shape
+from autopar.lowering.route import Route
+from autopar.lowering.types import RankProgram
+from autopar.memory.parameters import ParameterBytes
+from autopar.memory.reductions import ReductionMemory
+from autopar.memory.tally import Tally
+
+
+class EarlyUpdates:
+    """The early updates of one device, counted in a tally that has the gradients as stored."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        route: Route,
+        tally: Tally,
+        reductions: ReductionMemory,
+        optimizer: OptimizerSpec,
+        sizes: Mapping[int, ParameterBytes],
+        traits: Traits,
+    ) -> None:
+        assert program.early is not None
+        self.program = program
+        self.at_end = program.early.at_end
+        self._keeps = program.early.keeps_gradients
+        self._tally = tally
+        self._reductions = reductions
+        self._optimizer = optimizer
+        self._sizes = sizes
+        self._reads = route.reads.copy()
+        self._num_in_flight = int(program.mesh.num_devices > 1 and traits.overlaps)
+        self._rounds: deque[tuple[list[int], int]] = deque()
+        self._rows: deque[int] = deque()
+        self._ready: list[int] = []
+        self._parameter_of = {p.value: p for p in program.parameters}
+
+    def note_reads(self, position: int) -> None:
+        """I of a block has run."""
+        self._reads.subtract(set(self.program.blocks[position].interface.parameters))
+
+    def note_unread(self, position: int) -> None:
+        """The steps of W of a block begin: it reads no parameter but those that they release."""
+        block = self.program.blocks[position]
+        steps = self.program.kernels[block.kernel].weight_steps
+        read = {v for step in steps for v in self._values(position, step.released)}
+        self._reads.subtract(set(block.interface.parameters) - read)
+
+    def note_read(self, position: int, operands: Sequence[int]) -> None:
+        self._reads.subtract(set(self._values(position, operands)))
+
+    def _values(self, position: int, operands: Sequence[int]) -> list[int]:
+        interface = self.program.blocks[position].interface
+        num = len(interface.inputs)
+        return [interface.parameters[o - num] for o in operands if o >= num]
+
+    def complete(self, values: Sequence[int], communicated: Sequence[int]) -> None:
+        """These gradients are complete; some are reduced, as one round."""
+        self._ready += [v for v in values if v not in communicated]
+        if communicated:
+            self._rounds.append((list(communicated), self._reductions.num_started))
+
+    def update_rows(self, value: int, rows: tuple[int, int], where: str) -> None:
+        """Reduce rows of a gradient."""
+        parameter, size = self._parameter_of[value], self._sizes[value]
+        live = self._tally.live
+        part = (rows[1] - rows[0]) / self._num_rows(value)
+        live[Category.GRADIENTS] += round(size.used * part)
+        if parameter.kernel is not None:
+            copied = size.summed * (2 if size.summed != size.used else 1) if size.is_moved else 0
+            self._tally.check(where, round(copied * part))
+            live[Category.GRADIENTS] += round(size.stored * part) - round(size.used * part)
+        self._rows.append(round(size.stored * part))
+
+    def _num_rows(self, value: int) -> int:
+        parameter = self._parameter_of[value]
+        return local_shape(parameter.shape, parameter.stored, self.program.mesh)[0]
+
+    def advance(self, where: str, *, is_last: bool = False) -> None:
+        """Update what has arrived and is read no more."""
+        num = 0 if is_last else self._num_in_flight
+        rows = []
+        while len(self._rows) > num:
+            rows.append(self._rows.popleft())
+        while len(self._rounds) > num:
+            values, num_scatters = self._rounds.popleft()
+            self._reductions.finish(num_scatters, where)
+            self._ready += values
+        free = [v for v in self._ready if v not in self.at_end and not self._reads[v]]
+        self._ready = [v for v in self._ready if v not in free]
+        sizes = [self._sizes[v].stored for v in free]
+        live = self._tally.live
+        if free:
+            self._tally.check("update", self._optimizer.workspace_bytes(sizes))
+            live[Category.GRADIENTS] -= 0 if self._keeps else sum(sizes)
+        for size in rows:
+            self._tally.check("update", self._optimizer.workspace_bytes([size]))
+            live[Category.GRADIENTS] -= size

@@ -1,0 +1,79 @@
+"""Weights updated within the backward pass are those of eager PyTorch, in lockstep.
+
+``AUTOPAR_TEST_DRAWS=20`` multiplies the number of drawn programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+
+import pytest
+import torch
+
+from autopar.ir.mesh import Mesh
+from autopar.lowering.early import with_early_update
+from tests.equality.case import ALONE, Case
+from tests.equality.drawn_plans import drawn_programs
+from tests.equality.early_updates import train_early
+from tests.oracles import Trained, assert_same, state_of
+
+FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+@functools.cache
+def case_of(kind: str) -> Case:
+    return Case(kind, num_joined=2, num_steps=2)
+
+
+def without_gradients(trained: Trained) -> Trained:
+    return dataclasses.replace(trained, gradients={})
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt2", "bert", "resnet", "llama"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_five_steps_equal_eager(kind: str, optimizer: str) -> None:
+    case = Case(kind, num_steps=5)
+    case.optimizer = OPTIMIZERS[optimizer]
+    program = case.lowered(1, ALONE, 0)
+    early = with_early_update(program, tile_bytes=256)
+    got, (updater,) = train_early(
+        early, case.captured, state_of(case.model), case.batches, case.optimizer
+    )
+    # The difference of two roundings is divided by a small square root, and grows.
+    tolerance = case.tolerance * (1 if optimizer == "sgd" else 1e3)
+    assert_same(got, without_gradients(case.expected(1)), tolerance=tolerance)
+    assert updater.num_early
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt2", "bert", "resnet", "llama", "lstm", "t5"])
+@pytest.mark.parametrize("number", range(2 * FACTOR))
+def test_drawn_plans_and_schedules_equal_eager(kind: str, number: int) -> None:
+    case = case_of(kind)
+    for drawn in drawn_programs(case, 1000 + number, 4):
+        early = with_early_update(drawn.program, tile_bytes=256)
+        try:
+            got, _ = train_early(
+                early, case.captured, state_of(case.model), case.batches, case.optimizer
+            )
+            expected = case.expected(early.num_microbatches)
+            assert_same(got, without_gradients(expected), tolerance=case.tolerance)
+        except Exception as error:
+            error.add_note(drawn.text)
+            raise
+
+
+def test_every_part_of_the_mesh_updates_rows() -> None:
+    """The rows of a gradient that is summed over data-parallel ranks."""
+    case = case_of("mlp")
+    for seed in range(20):
+        program = with_early_update(case.lowered(1, Mesh(("x",), (2,)), seed), tile_bytes=256)
+        got, _ = train_early(
+            program, case.captured, state_of(case.model), case.batches, case.optimizer
+        )
+        assert_same(got, without_gradients(case.expected(1)), tolerance=case.tolerance)
