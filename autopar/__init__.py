@@ -34,6 +34,7 @@ _PLACES = {
     "RuleError": "autopar.base.errors:RuleError",
     "ScheduleError": "autopar.base.errors:ScheduleError",
     "StepError": "autopar.base.errors:StepError",
+    "Update": "autopar.ir.update:Update",
     "WorkerError": "autopar.base.errors:WorkerError",
     "capture": "autopar.frontend.capture:capture",
     "check_rule": "autopar.testing.check_rule:check_rule",

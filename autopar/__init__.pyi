@@ -20,6 +20,7 @@ from autopar.base.errors import (
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
 from autopar.ir.precision import Precision
+from autopar.ir.update import Update
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.plans.document import Plan
 from autopar.rules.registry import register as register_rule
@@ -50,6 +51,7 @@ __all__ = [
     "RuleError",
     "ScheduleError",
     "StepError",
+    "Update",
     "WorkerError",
     "__version__",
     "capture",

@@ -28,6 +28,7 @@ from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
 from autopar.ir.placement import Placements
 from autopar.ir.precision import Precision, check_precision
+from autopar.ir.update import Update, check_update
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
@@ -45,7 +46,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
-from autopar.runtime.options import RunOptions
+from autopar.runtime.options import RunOptions, check_early, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
@@ -71,6 +72,7 @@ def plan(
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
+    update: str | Update | None = None,
     compute: ComputeModel | None = None,
     progress: bool = False,
 ) -> Plan:
@@ -116,6 +118,13 @@ def plan(
     * ``optimizer``: makes the optimizer from a list of parameters, such as
       ``functools.partial(torch.optim.SGD, lr=0.1)``. It is called once, on a small parameter, to
       count the state that it keeps. By default the state of AdamW is assumed.
+    * ``update``: ``"early"`` updates each parameter within the backward pass, as soon as its
+      gradient is complete and reduced, and releases the gradient (known as optimizer in backward);
+      very large ones are computed, reduced and used by rows. ``"at_end"`` updates after the
+      backward pass. By default early only where the memory needs it and the optimizer is
+      element-wise. A step under an early update cannot be undone once its backward pass has begun:
+      see ``nonfinite`` of `compile`. With micro-batches gradients are accumulated, so only the last
+      one can save; `autopar.Update` has more options.
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
 
     Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError if the batch
@@ -126,7 +135,7 @@ def plan(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
         batch_norm=batch_norm, precision=check_precision(precision), optimizer=optimizer,
-        compute=compute,
+        update=check_update(update), compute=compute,
     )  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise InputError(
@@ -144,6 +153,7 @@ def plan(
             constraints=constraints,
             compute=compute,
             optimizer=optimizer_spec(optimizer, cluster.device),
+            update=options.update,
             progress=say,
         ).plan
 
@@ -174,6 +184,7 @@ def compile(  # type: ignore[misc]
     recompute: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
+    update: str | Update | None = None,
     max_grad_norm: Any = None,
     check_gradients: bool = True,
     nonfinite: str = "raise",
@@ -211,7 +222,10 @@ def compile(  # type: ignore[misc]
       can continue. With ``"skip"`` it is rolled back too, `Compiled.num_skipped_steps` counts it,
       and its loss is returned; the run is bitwise equal to one without that batch. With
       ``"ignore"`` it updates anyway, as eager PyTorch does. On GPUs the host waits for the
-      agreement before it launches the updates, unless it is ``"ignore"``. See
+      agreement before it launches the updates, unless it is ``"ignore"``. Under an early update
+      the devices agree on the loss before the backward pass, and a step whose loss is not finite is
+      rolled back as above (in a pipeline it is not); a gradient that is not finite is found when
+      weights have changed, which the NonFiniteError says, and ``"skip"`` is refused. See
       `autopar.runtime.step.agreement`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
       on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
@@ -233,6 +247,7 @@ def compile(  # type: ignore[misc]
         _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
         batch_norm=batch_norm, precision=check_precision(precision),
+        update=check_update(update),
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
     )  # fmt: skip
@@ -381,7 +396,10 @@ class _Compiler:
                     f"{'none' if planned is None else planned}; leave precision= out, or leave out "
                     "plan= for a new search"
                 )
-        check_scaled(given, self.options.running.nonfinite)
+        running = self.options.running
+        check_scaled(given, running.nonfinite)
+        update = self.planning.update if replayed is None else replayed.update.update
+        check_early(update, running, given)
         return given
 
     def _check_gradients(self, captured: Captured, inputs: Any) -> None:
@@ -433,11 +451,20 @@ class _Compiler:
             compute=compute,
             communication=communication,
             optimizer=optimizer_spec(
-                running.optimizer, cluster.device, is_clipped=running.max_grad_norm is not None
+                running.optimizer, cluster.device, is_clipped=self._updates_at_once
             ),
+            update=planning.update,
+            may_update_early=may_be_early(running, planning.precision),
             device_type=self.devices[0].type,
             progress=say,
         ).plan
+
+    @property
+    def _updates_at_once(self) -> bool:
+        """Whether clipping makes all updates wait for the last gradient."""
+        update = self.planning.update
+        is_early = update is not None and update.is_early
+        return self.options.running.max_grad_norm is not None and not is_early
 
     def _start(self, captured: Captured, chosen: Plan) -> Compiled:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)
@@ -448,6 +475,8 @@ class _Compiler:
             chosen.schedule.num_microbatches,
             pipeline=chosen.schedule.pipeline(),
             device_type=kind,
+            update=chosen.update.update,
+            tile_bytes=chosen.update.tile_bytes,
         )
 
         def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:

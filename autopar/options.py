@@ -11,6 +11,7 @@ from autopar.cost_models import ComputeModel
 from autopar.cost_models.hardware import is_count
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
+from autopar.ir.update import Update
 from autopar.passes.batch_norm import check_batch_norm
 from autopar.planning.constraints import Constraint
 from autopar.planning.meshes import MeshSizes, check_mesh
@@ -39,6 +40,7 @@ class PlanOptions:
     batch_norm: str = "global"
     precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
+    update: Update | None = None
     compute: ComputeModel | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class PlanOptions:
             "schedule": self.schedule,
             "cuts": self.cuts,
             "recompute": self.recompute,
+            "update": self.update,
         }
         return [f"{name}={value!r}" for name, value in decided.items() if value is not None]
 

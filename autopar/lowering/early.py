@@ -11,6 +11,7 @@ ranks on its way to the stored parameter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.base.errors import PlanError
 from autopar.comm.ops import ALL_REDUCE
 from autopar.ir.placement import local_shape
+from autopar.ir.update import LAST_NORM, Update
+from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import (
     EarlyUpdate,
     Kernel,
@@ -34,19 +38,29 @@ TILE_BYTES = 16 << 20
 JOINED_BYTES = 1 << 18
 """Gradients of together at most so many bytes are computed, reduced and updated together."""
 
+DEFAULT = Update()
+
 _MM = torch.ops.aten.mm.default
 _EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 _ALL_REDUCE_ONLY = (ALL_REDUCE, torch.ops.aten._to_copy.default)
 
 
 def with_early_update(
-    program: RankProgram, *, keeps_gradients: bool = False, tile_bytes: int = TILE_BYTES
+    program: RankProgram, update: Update = DEFAULT, *, tile_bytes: int = TILE_BYTES
 ) -> RankProgram:
     """The program with parameters updated within the backward pass.
 
-    Kept gradients are whole, so they are not cut into rows.
+    Kept gradients are whole, so they are not cut into rows. Raises PlanError for a schedule that
+    updates in the next step.
     """
-    tileable = frozenset[int]() if keeps_gradients else _tileable(program)
+    if has_late_updates(program):
+        name = program.pipeline.schedule.name
+        raise PlanError(
+            f"schedule {name!r} updates weights in the next step, so that gradients are reduced "
+            "behind the backward pass, and update='early' within the backward pass; use "
+            "update='at_end', or another schedule"
+        )
+    tileable = frozenset[int]() if update.keep_gradients else _tileable(program)
     kernels = list(program.kernels)
     for index, kernel in enumerate(kernels):
         users = [b.interface for b in program.blocks if b.kernel == index]
@@ -61,7 +75,11 @@ def with_early_update(
         kernels[index] = replace(
             kernel, weight_steps=_Steps(kernel, sizes, in_rows, tile_bytes).steps()
         )
-    early = EarlyUpdate(at_end=_at_end(program), keeps_gradients=keeps_gradients)
+    early = EarlyUpdate(
+        at_end=_at_end(program),
+        keeps_gradients=update.keep_gradients,
+        clips_by_last_norm=update.clip == LAST_NORM,
+    )
     return replace(program, kernels=tuple(kernels), early=early)
 
 
@@ -239,7 +257,7 @@ class _Steps:
             return []
         num = min(num_rows, math.ceil(self.sizes[operand] / self.tile_bytes))
         ends = [num_rows * i // num for i in range(num + 1)]
-        return [_Unit((result,), (operand,), rows) for rows in zip(ends, ends[1:])]
+        return [_Unit((result,), (operand,), rows) for rows in itertools.pairwise(ends)]
 
     def _num_rows(self, result: fx.Node) -> int | None:
         if result.target is _EMBEDDING:

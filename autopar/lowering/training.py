@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from autopar.base.errors import PlanError
+from autopar.ir.update import Update
+from autopar.lowering.early import TILE_BYTES, with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
 from autopar.lowering.stages import Stages
@@ -18,12 +20,14 @@ def lower_training(
     *,
     pipeline: tuple[Stages, Schedule] | None = None,
     device_type: str = "cpu",
+    update: Update | None = None,
+    tile_bytes: int = TILE_BYTES,
 ) -> RankProgram:
     """The training program of a strategy, with micro-batches one after the other.
 
-    With a ``pipeline``, the strategy applies within each of its devices, and the schedule runs the
-    stages that the program is cut into. Raises PlanError and ScheduleError where they do not fit
-    together.
+    An early ``update`` cuts gradients larger than ``tile_bytes`` into rows. With a ``pipeline``,
+    the strategy applies within each of its devices, and the schedule runs the stages that the
+    program is cut into. Raises PlanError and ScheduleError where they do not fit together.
     """
     if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
         stages, schedule = pipeline
@@ -34,7 +38,9 @@ def lower_training(
     if num_microbatches > 1:
         strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
     program = lower(strategy, device_type=device_type)
-    if pipeline is None:
-        return program
-    stages, schedule = pipeline
-    return with_pipeline(program, stages.of(strategy.graph), schedule)
+    if pipeline is not None:
+        stages, schedule = pipeline
+        program = with_pipeline(program, stages.of(strategy.graph), schedule)
+    if update is not None and update.is_early:
+        program = with_early_update(program, update, tile_bytes=tile_bytes)
+    return program

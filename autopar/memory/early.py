@@ -79,6 +79,7 @@ class EarlyUpdates:
         live = self._tally.live
         part = (rows[1] - rows[0]) / self._num_rows(value)
         live[Category.GRADIENTS] += round(size.used * part)
+        self._tally.note_gradients()
         if parameter.kernel is not None:
             copied = size.summed * (2 if size.summed != size.used else 1) if size.is_moved else 0
             self._tally.check(where, round(copied * part))

@@ -21,15 +21,15 @@ from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import RankProgram, Role
 from autopar.memory.early import EarlyUpdates
-from autopar.memory.kernel import InputGradient, KernelMemory, kernel_memory, made_bytes
+from autopar.memory.kernel import KernelMemory, kernel_memory, made_bytes
 from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.memory.reductions import ReductionMemory
 from autopar.memory.tally import Tally
+from autopar.memory.value_gradients import Buffer, Key, ValueGradients
 from autopar.schedules.action import Kind
 
-Key = tuple[int, int]
-"""A micro-batch and a value; for a parameter, `PARAMETER` and its value."""
 PARAMETER = -1
+"""Stands for the micro-batch in a parameter's `Key`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,13 @@ class ProgramMemory:
     """Bytes of tensors on one device at the peak of a step, by category, and where the peak is.
 
     ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
-    or holds back, and on CPUs libraries.
+    or holds back, and on CPUs libraries. ``gradient_bytes``: the most that gradients take at once.
     """
 
     by_category: dict[str, int]
     peak_at: str
     device_bytes: int
+    gradient_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -64,23 +65,11 @@ def program_memory(
         for route in routes_of(program)
     ]
     most = max(plays, key=lambda memory: memory.peak_bytes)
-    return replace(most, device_bytes=max(memory.device_bytes for memory in plays))
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """Memory that gradients are views of: each keeps all of it alive."""
-
-    size_bytes: int
-    num_holders: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """The gradient of a value so far: a buffer, or a view of a part of it."""
-
-    buffer: _Buffer
-    is_contiguous: bool = True
+    return replace(
+        most,
+        device_bytes=max(memory.device_bytes for memory in plays),
+        gradient_bytes=max(memory.gradient_bytes for memory in plays),
+    )
 
 
 class _Play:
@@ -108,8 +97,8 @@ class _Play:
         self.reductions = ReductionMemory(self.tally, traits)
         self.holders: dict[Key, set[object]] = {}
         self.sizes: dict[Key, int] = {}
-        self.gradients: dict[Key, _Gradient] = {}
-        self.late: dict[tuple[int, int], list[_Buffer]] = {}
+        self.gradients = ValueGradients(self.tally, self.allocator)
+        self.late: dict[tuple[int, int], list[Buffer]] = {}
         self.remaining = self.route.contributions.copy()
         self.joined: dict[int, int] = {}
         self.updated: set[int] = set()
@@ -188,9 +177,7 @@ class _Play:
                     if action.kind is not Kind.I:
                         self._weight(position, microbatch)
                 for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
-                    sent = self.gradients.pop((microbatch, value), None)  # to the stage before
-                    if sent is not None:
-                        self._drop(sent.buffer)
+                    self.gradients.release((microbatch, value))  # sent to the stage before
         for values in self._last_updates():
             self._update(values)
         by_category = {str(c): v for c, v in sorted(self.tally.peak.items()) if v}
@@ -198,6 +185,7 @@ class _Play:
             by_category=by_category,
             peak_at=self.tally.peak_at,
             device_bytes=device_bytes(by_category, self.device),
+            gradient_bytes=self.tally.gradient_bytes,
         )
 
     # --- updates ---------------------------------------------------------------------------
@@ -327,19 +315,20 @@ class _Play:
             self.early.note_reads(position)
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
+        outputs, metas = block.interface.outputs, kernel.output_metas
         taken = [
-            self._take((microbatch, block.interface.outputs[i]), kernel.output_metas[i].size_bytes)
+            self.gradients.take((microbatch, outputs[i]), metas[i].size_bytes)
             for i in kernel.cotangents
         ]
         self.tally.check(f"I {block.name}", memory.workspace.get("I", 0))
-        made: dict[int, _Buffer] = {}
+        made: dict[int, Buffer] = {}
         for operand, gradient in zip(kernel.input_grads, memory.input_grads):
             if gradient.cotangent is None:
-                buffer = made.setdefault(gradient.number, _Buffer(gradient.storage_bytes))
+                buffer = made.setdefault(gradient.number, Buffer(gradient.storage_bytes))
             else:
                 buffer = taken[gradient.cotangent]
             key = (microbatch, block.interface.inputs[operand])
-            self._accumulate(key, gradient, buffer, f"I {block.name}")
+            self.gradients.accumulate(key, gradient, buffer, f"I {block.name}")
         has_w = kernel.backward_weight is not None
         kept = set(self._operands(position, microbatch, kernel.weight_sources)) if has_w else set()
         for key, category in [*self._operands(position, microbatch, kernel.input_sources)]:
@@ -352,7 +341,7 @@ class _Play:
             self.late[microbatch, position] = [taken[index] for index in needed]
         for index, buffer in enumerate(taken):
             if index not in needed:
-                self._drop(buffer)
+                self.gradients.drop(buffer)
 
     def _weight(self, position: int, microbatch: int) -> None:
         block = self.program.blocks[position]
@@ -406,11 +395,12 @@ class _Play:
         self._release_outputs(position, microbatch, for_weight=True)
         self.live[Category.ACTIVATIONS] -= memory.late
         for buffer in self.late.pop((microbatch, position), ()):
-            self._drop(buffer)
+            self.gradients.drop(buffer)
 
     def _reduce(self, values: Sequence[int], where: str) -> None:
         """Add to gradients, and reduce those that are complete."""
         complete = [v for v in values if self._contribute(v)]
+        self.tally.note_gradients()
         communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
         self.rounds[0] += [v for v in complete if v not in communicated]
         self.rounds.append(communicated)
@@ -463,38 +453,3 @@ class _Play:
         if total > 1:
             self.live[Category.GRADIENTS] += size.stored - size.summed
         return True
-
-    def _take(self, key: Key, size_bytes: int) -> _Buffer:
-        """The gradient of a block's output, as the block's I reads it.
-
-        A received gradient, or zeros, is allocated now; a view that is not contiguous is copied.
-        """
-        found = self.gradients.pop(key, None)
-        if found is not None and found.is_contiguous:
-            return found.buffer
-        copy = self._keep(_Buffer(self.allocator.rounded(size_bytes)))
-        if found is not None:
-            self._drop(found.buffer)
-        return copy
-
-    def _accumulate(self, key: Key, made: InputGradient, buffer: _Buffer, where: str) -> None:
-        """Accumulate a gradient: the first contribution is kept as it is, a sum is new memory."""
-        known, new = self.gradients.get(key), _Gradient(self._keep(buffer), made.is_contiguous)
-        if known is not None:
-            total = _Gradient(self._keep(_Buffer(made.size_bytes)))
-            self.tally.check(where, 0)
-            self._drop(known.buffer)
-            self._drop(new.buffer)
-            new = total
-        self.gradients[key] = new
-
-    def _keep(self, buffer: _Buffer) -> _Buffer:
-        if not buffer.num_holders:
-            self.live[Category.ACTIVATIONS] += buffer.size_bytes
-        buffer.num_holders += 1
-        return buffer
-
-    def _drop(self, buffer: _Buffer) -> None:
-        buffer.num_holders -= 1
-        if not buffer.num_holders:
-            self.live[Category.ACTIVATIONS] -= buffer.size_bytes

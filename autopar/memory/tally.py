@@ -14,6 +14,11 @@ class Tally:
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
+        self.gradient_bytes = 0
+        """The most bytes of gradients at once."""
+
+    def note_gradients(self) -> None:
+        self.gradient_bytes = max(self.gradient_bytes, self.live[Category.GRADIENTS])
 
     def check(self, where: str, working_bytes: int) -> None:
         """Note the peak if this moment, with the workspace of what runs, is one."""

@@ -26,12 +26,14 @@ from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, program_memory
+from autopar.memory.program import ProgramMemory
 from autopar.planning.baselines import Baselines, price_baselines
+from autopar.planning.early import updated_as
 from autopar.planning.schedule_search import Option, Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
 from autopar.planning.space import PipelineChoice, recomputed
+from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import NodeKind
 from autopar.pricing.step_time import time_parts
@@ -53,6 +55,7 @@ class Fitted:
     program: RankProgram
     memory: ProgramMemory
     baselines: Baselines
+    update: UpdatePlan
 
 
 class Fit:
@@ -142,11 +145,13 @@ class Fit:
         if option.trial == 0:
             option = self._or_rival(option, baselines)
         self.setting.progress(f"lower {option}, on mesh {option.best.mesh}")
-        program, memory = self._lower(option)
+        program, memory, update = self._lower(option)
         limit = self.setting.limit
         needed, available = limit.tightest(memory)
         if needed <= available:
-            fitted = Fitted(option=option, program=program, memory=memory, baselines=baselines)
+            fitted = Fitted(
+                option=option, program=program, memory=memory, baselines=baselines, update=update
+            )
             return fitted if option.trial == 0 else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
         self.ratios[_key(option)] = self.setting.budget_bytes / within
@@ -157,7 +162,7 @@ class Fit:
         )
         return self._corrected(option, CAUTION * within)
 
-    def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory]:
+    def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
         staged, best = option.staged, option.best
         program = lower_training(
             best.strategy(),
@@ -165,12 +170,10 @@ class Fit:
             pipeline=None if staged is None else (staged.stages, staged.schedule),
             device_type=self.setting.device_type,
         )
-        memory = program_memory(
-            program, self.setting.cluster.device, optimizer=self.setting.optimizer
-        )
+        program, memory, update = updated_as(self.setting, program)
         if self.smallest is None or memory.device_bytes < self.smallest.device_bytes:
             self.smallest = memory
-        return program, memory
+        return program, memory, update
 
     # --- the budget -----------------------------------------------------------------------------
     def _corrected(self, option: Option, target_bytes: float) -> Fitted | None:
@@ -255,9 +258,11 @@ class Fit:
             if _resident_bytes(rival, self.setting.optimizer) > self.setting.limit.tensor_bytes:
                 continue
             other = replace(option, best=rival, time_s=time_parts(rival).step_s)
-            program, memory = self._lower(other)
+            program, memory, update = self._lower(other)
             if self.setting.limit.fits(memory):
-                return Fitted(option=other, program=program, memory=memory, baselines=baselines)
+                return Fitted(
+                    option=other, program=program, memory=memory, baselines=baselines, update=update
+                )
         self.tried.add(num)
         if found is None:
             self._give_up(option)

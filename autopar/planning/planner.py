@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.base.errors import InputError, PlanError
+from autopar.base.errors import InputError, OptimizerError, PlanError
 from autopar.base.gc_pause import collector_paused
 from autopar.cost_models import (
     Cluster,
@@ -21,6 +21,7 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.frontend.capture import Captured
+from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
@@ -59,19 +60,29 @@ def make_planned(
     communication: CommunicationModel | None = None,
     optimizer: OptimizerSpec | None = None,
     device_type: str = "cpu",
+    update: Update | None = None,
+    may_update_early: bool = True,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
 
     By default ops are priced by roofline, collectives by formula, and the optimizer is AdamW.
-    Raises ConstraintError if the constraints or the memory leave no strategy.
+    Parameters are updated early if ``update`` says so, or if it is None, the optimizer
+    ``may_update_early``, and nothing fits otherwise. Raises ConstraintError if the constraints or
+    the memory leave no strategy, OptimizerError for an early update that the optimizer excludes.
     """
     setting = make_setting(
         captured, cluster, space, constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
-        progress=progress,
+        update=update, may_update_early=may_update_early, progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
+    if setting.update is not None and setting.update.is_early and setting.optimizer.is_joint:
+        raise OptimizerError(
+            "update='early' updates one parameter after the other, and this optimizer is not known "
+            "to update each element by itself; use one such as torch.optim.AdamW without hooks, or "
+            "update='at_end'"
+        )
     setting.check_capacity()
     search = Search(setting).run()
     return _planned(search, Fit(search).best())
@@ -87,6 +98,8 @@ def make_setting(
     communication: CommunicationModel | None = None,
     optimizer: OptimizerSpec | None = None,
     device_type: str = "cpu",
+    update: Update | None = None,
+    may_update_early: bool = True,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""
@@ -99,6 +112,8 @@ def make_setting(
         communication=communication or CommunicationModel(cluster),
         optimizer=optimizer or adamw(cluster.device),
         device_type=device_type,
+        update=update,
+        may_update_early=may_update_early,
         progress=progress,
     )
 
@@ -165,5 +180,6 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         ),
         redundant_ops(best),
         schedule,
+        fitted.update,
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

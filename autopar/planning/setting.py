@@ -14,6 +14,7 @@ from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import redistribute
+from autopar.ir.update import Update
 from autopar.memory.program import ProgramMemory
 from autopar.passes.prepare import Cut, Prepared
 from autopar.planning.constraints import Constraint, MemoryBudget
@@ -58,7 +59,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The inputs of a search; ``routes`` caches the redistributions on its meshes."""
+    """The inputs of a search; ``routes`` caches the redistributions on its meshes.
+
+    Without an ``update`` parameters are updated early where the memory needs it, and the run
+    ``may_update_early``.
+    """
 
     prepared: Prepared
     cluster: Cluster
@@ -69,6 +74,8 @@ class Setting:
     optimizer: OptimizerSpec
     device_type: str
     progress: Progress
+    update: Update | None = None
+    may_update_early: bool = True
     routes: Routes = field(default_factory=lambda: cache(redistribute))
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:

@@ -30,6 +30,7 @@ from autopar.plans.parts import (
     PrecisionPlan,
     Prediction,
     SearchReport,
+    UpdatePlan,
 )
 from autopar.plans.refusals import at, refused
 from autopar.plans.schedule_plan import MAX_DEVICES, SchedulePlan
@@ -93,6 +94,8 @@ def _check_plan(plan: Plan) -> None:
     _check_mesh(plan)
     if not plan.prediction.step_time_s > 0:
         raise refused("the time of a step must be positive", "$.prediction.step_time_s")
+    if plan.update.tile_bytes < 1:
+        raise refused("it must be at least 1", "$.update.tile_bytes")
     num_axes = len(plan.mesh.axis_names)
     for field in ("inputs", "parameters", "relays"):
         for name, text in getattr(plan, field).items():
@@ -149,6 +152,7 @@ def make_plan(
     search: SearchReport,
     redundant_ops: dict[str, int],
     schedule: SchedulePlan,
+    update: UpdatePlan,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -158,6 +162,7 @@ def make_plan(
         cluster=cluster,
         mesh=MeshPlan(axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes),
         schedule=schedule,
+        update=update,
         prediction=prediction,
         search=search,
         redundant_ops=redundant_ops,

@@ -9,6 +9,8 @@ import msgspec
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.update import Update
+from autopar.lowering.early import TILE_BYTES
 from autopar.plans.schedule_plan import SchedulePlan
 
 
@@ -40,6 +42,26 @@ class PrecisionPlan(_Struct, frozen=True):
 
     def __str__(self) -> str:
         return str(self.precision)
+
+
+class UpdatePlan(_Struct, frozen=True):
+    """When parameters are updated, and the predicted peak bytes of gradients on a device.
+
+    ``when``, ``keep_gradients`` and ``clip`` as in `autopar.ir.update.Update`. Gradients larger
+    than ``tile_bytes`` are computed and used by rows where that is possible.
+    ``gradient_bytes_at_end`` is the peak if parameters were updated after the backward pass.
+    """
+
+    when: Literal["early", "at_end"] = "at_end"
+    keep_gradients: bool = False
+    clip: Literal["two_passes", "last_norm"] = "two_passes"
+    tile_bytes: int = TILE_BYTES
+    gradient_bytes: int = 0
+    gradient_bytes_at_end: int = 0
+
+    @property
+    def update(self) -> Update:
+        return Update(when=self.when, keep_gradients=self.keep_gradients, clip=self.clip)
 
 
 class GraphPlan(_Struct, frozen=True):
@@ -164,6 +186,7 @@ class PlanFields(_Struct, frozen=True):
     parameters: dict[str, str]
     relays: dict[str, str]
     ops: dict[str, str]
+    update: UpdatePlan = UpdatePlan()
 
     @property
     def is_pipeline(self) -> bool:

@@ -55,6 +55,7 @@ def _summary(plan: PlanFields) -> Rows:
         *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
         *([] if graph.precision is None else [("precision", str(graph.precision))]),
         *_schedule(plan),
+        *_update(plan),
         (
             "search",
             f"{search.status.lower()}, gap {search.gap:.2%}"
@@ -80,6 +81,20 @@ def _schedule(plan: PlanFields) -> Rows:
         ("schedule", f"{text}, {_devices(schedule)}"),
         ("stages begin at", ", ".join(schedule.first_blocks)),
     ]
+
+
+def _update(plan: PlanFields) -> Rows:
+    """What an early update saves, and what limits it."""
+    update = plan.update
+    if update.when == "at_end":
+        return []
+    now, before = update.gradient_bytes, update.gradient_bytes_at_end
+    text = f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
+    if update.keep_gradients:
+        text = "early, gradients kept: saves no memory"
+    elif plan.schedule.num_microbatches > 1:
+        text += "; gradients are accumulated, so only the last micro-batch can save"
+    return [("update", f"{text}; a non-finite gradient is found after other weights have changed")]
 
 
 def _devices(schedule: SchedulePlan) -> str:

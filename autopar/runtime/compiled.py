@@ -293,8 +293,15 @@ class Compiled(Closing):
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step by parameter name, as `state_dict` gives parameters.
 
-        With ``max_grad_norm`` they are clipped, as the optimizer saw them.
+        With ``max_grad_norm`` they are clipped, as the optimizer saw them. Raises InputError after
+        an early update, which releases them.
         """
+        if self.program.early is not None and not self.program.early.keeps_gradients:
+            raise InputError(
+                "the gradients are gone: update='early' releases each one when its parameter is "
+                "updated. Keep them by autopar.compile(..., "
+                "update=autopar.Update(keep_gradients=True)), or use update='at_end'"
+            )
         return self._runner.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from autopar.base.errors import InputError, OptimizerError
 from autopar.frontend.targets import LossFn, check_loss_fn
+from autopar.ir.precision import Precision
+from autopar.ir.update import Update
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
@@ -61,3 +63,33 @@ class RunOptions:
             isinstance(self.seed, bool) or not isinstance(self.seed, int)
         ):
             raise InputError(f"seed is {self.seed!r}; it must be an int, such as seed=0, or None")
+
+
+def may_be_early(options: RunOptions, precision: Precision | None) -> bool:
+    """Whether the planner may choose an early update for such a run by itself."""
+    is_clipped = options.max_grad_norm is not None
+    return not is_clipped and _why_not_early(options, precision) is None
+
+
+def check_early(update: Update | None, options: RunOptions, precision: Precision | None) -> None:
+    """Raise InputError where an early update cannot keep what the run's options promise."""
+    reason = _why_not_early(options, precision)
+    if update is not None and update.is_early and reason is not None:
+        raise InputError(f"update='early' with {reason}, or update='at_end'")
+
+
+def _why_not_early(options: RunOptions, precision: Precision | None) -> str | None:
+    if options.array is not None:
+        return "several models: each of them is updated only if all its gradients are finite"
+    if precision is not None and precision.is_scaled:
+        return (
+            "precision='fp16': whether the scaled gradients overflow is known after the last of "
+            "them, when other weights would have changed. Use precision='bf16'"
+        )
+    if options.nonfinite == NonFinite.SKIP:
+        return (
+            "nonfinite='skip': whether a gradient is not finite is known after the last of them, "
+            "when other weights have changed and the step cannot be skipped. Use nonfinite='raise' "
+            "or 'ignore'"
+        )
+    return None

@@ -27,9 +27,7 @@ class LockstepUpdates:
     def __init__(self, rank: LockstepRank, program: RankProgram, make: MakeOptimizer) -> None:
         own = [p.value for p in program.parameters if p.trainable and p.value in rank.parameters]
         places = range(program.mesh.num_devices)
-        self.shards = [
-            {v: nn.Parameter(rank.parameters[v][i]) for v in own} for i in places
-        ]
+        self.shards = [{v: nn.Parameter(rank.parameters[v][i]) for v in own} for i in places]
         self.steps = [PartialSteps(make(list(shards.values()))) for shards in self.shards if shards]
         self.most = self.num_early = 0
 

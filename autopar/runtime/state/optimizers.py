@@ -102,6 +102,18 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE and not has_step_hooks(optimizer)
 
 
+def check_early_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise OptimizerError unless parameters can be updated one by one and by rows."""
+    if not is_elementwise(optimizer):
+        kind = type(optimizer)
+        raise OptimizerError(
+            f"update='early' updates parameters one by one and by rows, and "
+            f"{kind.__module__}.{kind.__qualname__}"
+            f"{' with step hooks' if has_step_hooks(optimizer) else ''} is not known to work "
+            f"element by element. {_use(ELEMENTWISE)}, or update='at_end'"
+        )
+
+
 def _use(known: Sequence[type[torch.optim.Optimizer]]) -> str:
     names = ", ".join(kind.__name__ for kind in known)
     return (

@@ -62,7 +62,7 @@ class RefusedStep:
 
 
 PARTLY_UPDATED = (
-    "Weights have changed: update='early' updates a weight as soon as its gradient is complete, and "
+    "Weights have changed: update='early' updates each as soon as its gradient is complete, and "
     "those of later layers were complete. Load the last checkpoint before training goes on; "
     "update='at_end' updates nothing in such a step"
 )

@@ -32,7 +32,12 @@ from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import DTensorConverter
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizer_state import OptimizerState
-from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler, make_optimizer
+from autopar.runtime.state.optimizers import (
+    MakeOptimizer,
+    MakeScheduler,
+    check_early_optimizer,
+    make_optimizer,
+)
 from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
 from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
@@ -151,6 +156,8 @@ class RankRuntime:
 
     def _make_updates(self) -> Updates:
         program, options, clipper, agreement = self.program, self.options, None, None
+        if program.early is not None and self.optimizer is not None:
+            check_early_optimizer(self.optimizer)
         precision = options.precision
         if options.max_grad_norm is not None:
             trained = [p for p in program.parameters if p.trainable]

@@ -208,7 +208,8 @@ def error_of_step(step: RefusedStep | FailedStep, program: RankProgram) -> Autop
     first, *others = step.failures
     lines = [f"rank {first.rank} of {step.num_ranks} {_what(first, step, program)}"]
     lines += [f"rank {other.rank} {_what(other, step, program)}" for other in others]
-    lines += [PARTLY_UPDATED if step.is_partial else _GO_ON, f"traceback of rank {first.rank}:", first.traceback.rstrip()]
+    lines.append(PARTLY_UPDATED if step.is_partial else _GO_ON)
+    lines += [f"traceback of rank {first.rank}:", first.traceback.rstrip()]
     return StepError("\n".join(lines), rank=first.rank, traceback=first.traceback)
 
 

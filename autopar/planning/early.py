@@ -1,0 +1,45 @@
+"""When the parameters of a lowered program are updated: as asked for, or early if memory needs it.
+
+In: a program that updates after the backward pass. Out: the program as it will run, with its
+memory, and what the plan says about its updates.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.update import Update
+from autopar.lowering.early import TILE_BYTES, with_early_update
+from autopar.lowering.pipeline import has_late_updates
+from autopar.lowering.types import RankProgram
+from autopar.memory.program import ProgramMemory, program_memory
+from autopar.planning.setting import Setting
+from autopar.plans.parts import UpdatePlan
+
+
+def updated_as(
+    setting: Setting, program: RankProgram
+) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
+    """The program with its updates; raises PlanError where the schedule excludes early ones."""
+    device, optimizer = setting.cluster.device, setting.optimizer
+    at_end = program_memory(program, device, optimizer=optimizer)
+    update = setting.update
+    if update is None:
+        is_needed = not setting.limit.fits(at_end)
+        may_be_early = setting.may_update_early and not optimizer.is_joint
+        is_early = is_needed and may_be_early and not has_late_updates(program)
+        update = Update(when="early" if is_early else "at_end")
+    memory = at_end
+    if update.is_early:
+        program = with_early_update(program, update)
+        memory = program_memory(program, device, optimizer=optimizer)
+    return (
+        program,
+        memory,
+        UpdatePlan(
+            when=update.when,  # type: ignore[arg-type]
+            keep_gradients=update.keep_gradients,
+            clip=update.clip,  # type: ignore[arg-type]
+            tile_bytes=TILE_BYTES,
+            gradient_bytes=memory.gradient_bytes,
+            gradient_bytes_at_end=at_end.gradient_bytes,
+        ),
+    )
