@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.capture import Captured
-from autopar.lowering import RankProgram
+from autopar.lowering.types import RankProgram
 from autopar.runtime.state.partial_steps import PartialSteps
 from autopar.runtime.step.reductions import Arrived, Reductions
 from autopar.testing.lockstep import LockstepRank, LockstepRun, gather

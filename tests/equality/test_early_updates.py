@@ -11,13 +11,24 @@ import os
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.early import with_early_update
+from autopar.lowering.training import lower_training
+from autopar.sharding.strategy import Analysis, Strategy
 from tests.equality.case import ALONE, Case
 from tests.equality.drawn_plans import drawn_programs
 from tests.equality.early_updates import train_early
-from tests.oracles import Trained, assert_same, state_of
+from tests.oracles import (
+    Trained,
+    assert_same,
+    random_assignment,
+    reference_steps,
+    sgd,
+    state_of,
+)
 
 FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
 OPTIMIZERS = {
@@ -77,3 +88,48 @@ def test_every_part_of_the_mesh_updates_rows() -> None:
             program, case.captured, state_of(case.model), case.batches, case.optimizer
         )
         assert_same(got, without_gradients(case.expected(1)), tolerance=case.tolerance)
+
+
+class Read(nn.Module):
+    """Reads a weight that others train, in its derivative too."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(8, 8), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.relu(self.linear(x)) @ self.weight.detach()).sin() + x
+
+
+class Train(Read):
+    """The same, and trains it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.relu(self.linear(x)) @ self.weight).sin() + x
+
+
+class ReadAfterItsGradient(nn.Module):
+    """The gradient of a weight is complete before an earlier layer's derivative reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList(kind(weight) for kind in (Read, Read, Train))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_weight_is_updated_after_its_last_read() -> None:
+    torch.manual_seed(0)
+    model = ReadAfterItsGradient().double()
+    batches = [{"x": torch.randn(4, 8, dtype=torch.float64)} for _ in range(3)]
+    captured = capture(model, batches[0])
+    assert len(captured.graph.blocks) >= 3
+    analysis = Analysis(captured.graph)
+    program = lower_training(Strategy(analysis, random_assignment(analysis, ALONE, 0)))
+    expected = reference_steps(model, batches, sgd)
+    got, _ = train_early(with_early_update(program), captured, state_of(model), batches, sgd)
+    assert_same(got, without_gradients(expected), tolerance=1e-9)
