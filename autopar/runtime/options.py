@@ -86,6 +86,8 @@ def _why_not_early(options: RunOptions, precision: Precision | None) -> str | No
             "precision='fp16': whether the scaled gradients overflow is known after the last of "
             "them, when other weights would have changed. Use precision='bf16'"
         )
+    if options.max_grad_norm is not None:
+        return "max_grad_norm: their norm is known after the last gradient. Leave it out"
     if options.nonfinite == NonFinite.SKIP:
         return (
             "nonfinite='skip': whether a gradient is not finite is known after the last of them, "
