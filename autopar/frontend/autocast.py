@@ -24,7 +24,7 @@ def refuse_autocast(device_type: str, call: str) -> None:
             f"{call} inside torch.autocast({kind!r}, dtype={dtype}): a compiled model computes in "
             "the dtypes that it was captured with, so autocast around it would change nothing. "
             f"Leave it out, and write autopar.compile(..., precision={name!r}), or put it into the "
-            f"model, around what shall be computed in {dtype}:\n"
+            f"model, around the part to compute in {dtype}:\n"
             "    def forward(self, x):\n"
             f"        with torch.autocast({kind!r}, dtype={dtype}):\n"
             "            ..."

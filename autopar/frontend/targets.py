@@ -122,7 +122,7 @@ def _parameters(
     except ValueError as error:
         name = getattr(loss_fn, "__name__", "f")
         raise InputError(
-            f"loss_fn={name} does not tell its parameters; write "
+            f"loss_fn={name} has no signature that Python can read; write "
             f"loss_fn=lambda output, target: {name}(output, target)"
         ) from error
     positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]

@@ -286,7 +286,7 @@ class Array(Closing):
                 if name not in given.state or given.state[name].shape != tensor.shape:
                     raise InputError(
                         f"the snapshot for model {index} has no {name!r} of shape "
-                        f"{tuple(tensor.shape)}: it is of another kind of model"
+                        f"{tuple(tensor.shape)}: it was taken from another kind of model"
                     )
                 tensor.copy_(given.state[name])
             training[place] = given.training

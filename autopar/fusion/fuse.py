@@ -163,7 +163,7 @@ class _Fusion:
         if len(counts) > 1:
             raise InputError(
                 "the models of an array take different numbers of tensors: "
-                f"{[len(g.inputs) for g in self.graphs]}; compile them apart"
+                f"{[len(g.inputs) for g in self.graphs]}; compile them separately"
             )
         for place in range(counts.pop()):
             values = [g.values[g.inputs[place]] for g in self.graphs]
@@ -173,7 +173,7 @@ class _Fusion:
                     raise InputError(
                         f"input {name!r} has shape {value.shape} and dtype {value.dtype} for model "
                         f"{model}, {first.shape} and {first.dtype} for model 0; the batches of an "
-                        "array are alike in shape: compile these models apart"
+                        "array are alike in shape: compile these models separately"
                     )
             shape = first.shape if self.shares_batch else (self.num, *first.shape)
             ref = self.builder.add(ValueKind.INPUT, name, shape, first.dtype)
@@ -306,8 +306,8 @@ class _Fusion:
         if is_drawn:
             raise InputError(
                 f"{first.target_name} at {first.location or 'an unknown line'} draws random "
-                "numbers, and an array draws for each model from its own stream in dropout and "
-                "attention alone; compile such models one by one"
+                "numbers; in an array only dropout and attention draw each model's own. Compile "
+                "such models one by one"
             )
         each_model = [
             self._plain(op, [self._picked(each[j]) for each in lanes]) for j, op in enumerate(ops)

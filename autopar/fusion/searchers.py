@@ -205,7 +205,9 @@ class Hyperband:
     def tell(self, number: int, value: float) -> None:
         """Report the value of a trial; raises InputError for one that is not in this round."""
         if self._current is None or number not in {t.number for t in self._current.trials}:
-            raise InputError(f"trial {number} is not in this round; tell what ask() has asked for")
+            raise InputError(
+                f"trial {number} is not in this round; tell() takes the trials that ask() returned"
+            )
         self._current.values[number] = math.inf if math.isnan(value) else value
 
 

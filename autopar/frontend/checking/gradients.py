@@ -104,7 +104,7 @@ def _compare(trial: Trial, expected: Numbers) -> None:
         got = trial.of_graph()
     except Exception as error:
         raise GradientError(
-            f"the captured graph cannot be run, as the model can: {type(error).__name__}: {error}"
+            f"the captured graph fails where the model runs: {type(error).__name__}: {error}"
         ) from error
     wrong = list(_differences(got, expected, trial.graph))
     if not wrong:

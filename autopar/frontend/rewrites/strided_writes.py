@@ -45,7 +45,7 @@ def _indexed(ops: Ops, node: fx.Node) -> fx.Node:
     if not value_of(stored).is_contiguous():
         raise CaptureError(
             f"a write through as_strided into a value of shape {tuple(written.shape)} with strides "
-            f"{written.stride()}: its elements do not lie in memory one behind the other. Call "
+            f"{written.stride()}: its elements are not contiguous in memory. Call "
             ".contiguous() on it first"
         )
     offset = (rest[0] if rest and rest[0] is not None else 0) - int(written.storage_offset())
