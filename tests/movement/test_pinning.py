@@ -35,7 +35,7 @@ def by_brute_force(problem: PinningProblem) -> tuple[int | None, int]:
 def test_program_and_brute_force_agree(solve):
     draw = random.Random(1)
     num_infeasible = 0
-    for _ in range(120):
+    for _ in range(60):
         problem = drawn_problem(draw)
         best, least = by_brute_force(problem)
         if best is None:
@@ -48,12 +48,12 @@ def test_program_and_brute_force_agree(solve):
             assert problem.fits(found.pinned)
             assert found.saved_bytes == problem.saved_bytes(found.pinned) == best
             assert found.is_optimal
-    assert 30 < num_infeasible < 90
+    assert 15 < num_infeasible < 45
 
 
 def test_a_tolerance_costs_no_more_than_it_says():
     draw = random.Random(2)
-    for _ in range(60):
+    for _ in range(40):
         problem = drawn_problem(draw)
         best, _ = by_brute_force(problem)
         if best is not None:
@@ -141,7 +141,7 @@ def test_the_plan_of_a_pinned_set_keeps_within_the_capacity_of_its_condition():
 def test_least_traffic_is_that_of_brute_force():
     draw = random.Random(6)
     num_solved = num_infeasible = 0
-    while num_solved < 150:
+    while num_solved < 60:
         step = drawn_step(draw)
         gaps, by_tensor = gaps_of(step), gaps_by_tensor(step)
         if not 0 < len(gaps) < 8:
@@ -164,4 +164,4 @@ def test_least_traffic_is_that_of_brute_force():
         found = least_traffic(step, capacity)
         assert found.moved_bytes == found.bound_bytes == min(costs)
         verify(found.plan(step), step, capacity)
-    assert num_infeasible > 20
+    assert num_infeasible > 8

@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.movement.pinning.integer import smallest_set
+from autopar.movement.pinning.integer import relaxed_saving, smallest_set
 from autopar.movement.pinning.problem import Pinning, PinningProblem, infeasible
 
 _MAX_FRONTIER = 60
-_MAX_STATES = 1 << 16
+_MAX_STATES = 1 << 12
+_NUM_CUTS = 6
+_TRUST = 1e-6  # the solver's tolerance
 Ints = NDArray[np.int64]
 
 
@@ -97,7 +99,7 @@ class _Search:
         self.savings = np.array(problem.savings, dtype=np.int64)
         density = self.savings / np.maximum(self.sizes, 1)
         self.by_density = np.lexsort((-self.sizes, -density))
-        self.order = _order(problem)
+        self.order: list[int] = []
         self.best: frozenset[int] | None = None
         self.best_saved = -1
 
@@ -107,6 +109,15 @@ class _Search:
         most = max(problem.full_loads, default=0)
         most = min(most, problem.capacity_bytes // problem.num_held)
         intervals: list[tuple[int, int, int]] = []
+        relaxed = relaxed_saving(problem, least, most) if least <= most else None
+        if relaxed is None:
+            return None
+        # The load of the relaxation, with room for what rounding makes of it.
+        middle = min(max(math.ceil(relaxed[1] * (1 + self.tolerance / 2)), least), most)
+        self.order = _order(problem, middle)
+        self._bound(middle, middle, intervals)
+        least, most = self._end(least, middle), self._end(most, middle)
+        self.order = _order(problem, least)
         self._bound(least, most, intervals)
         while intervals:
             negated, low, high = heapq.heappop(intervals)
@@ -116,6 +127,23 @@ class _Search:
             self._bound(low, middle, intervals)
             self._bound(middle + 1, high, intervals)
         return self.best
+
+    def _end(self, outer: int, inner: int) -> int:
+        """An end of the loads that are worth a search, between two loads.
+
+        The relaxation bounds the saving and is concave in the load: beyond a load of no interest,
+        none is of interest.
+        """
+        for _ in range(_NUM_CUTS if self.best is not None else 0):
+            middle = (outer + inner) // 2
+            if middle in (outer, inner):
+                break
+            found = relaxed_saving(self.problem, middle, middle)
+            if found is None or found[0] * (1 + _TRUST) < self._enough(self.best_saved):
+                outer = middle
+            else:
+                inner = middle
+        return outer
 
     def _enough(self, saved: int) -> float:
         """Savings up to this are not worth a further search."""
@@ -129,12 +157,41 @@ class _Search:
         found = _Sweep(self, high, budget).run()
         if found is None:
             return
+        if self._offer(found):
+            return
+        self._offer(self._repaired(found))
+        if low < high:
+            heapq.heappush(intervals, (-self.problem.saved_bytes(found), low, high))
+
+    def _offer(self, found: set[int]) -> bool:
+        """Keep a set if it is the best so far; whether it fits."""
+        if not self.problem.fits(found):
+            return False
         saved = self.problem.saved_bytes(found)
-        if self.problem.fits(found):
-            if saved > self.best_saved:
-                self.best, self.best_saved = frozenset(found), saved
-        elif low < high:
-            heapq.heappush(intervals, (-saved, low, high))
+        if saved > self.best_saved:
+            self.best, self.best_saved = frozenset(found), saved
+        return True
+
+    def _repaired(self, found: set[int]) -> set[int]:
+        """The set without items of little saving per byte, until the rest has room.
+
+        Only items that do not raise the largest load leave, so the result may still not fit.
+        """
+        problem, sizes = self.problem, self.problem.sizes
+        loads = problem.loads(found)
+        largest = max(loads, default=0)
+        excess = problem.needed_bytes(found) - problem.capacity_bytes
+        rest = set(found)
+        for item in reversed(self.by_density.tolist()):
+            if excess <= 0:
+                break
+            users = problem.users[item]
+            if item in rest and all(loads[w] + sizes[item] <= largest for w in users):
+                rest.discard(item)
+                excess -= sizes[item]
+                for w in users:
+                    loads[w] += sizes[item]
+        return rest
 
 
 class _Sweep:
@@ -281,14 +338,17 @@ class _Sweep:
             self.best = self.history.set_of(int(states.origin[row])).union(filled)
 
 
-def _order(problem: PinningProblem) -> list[int]:
-    """The windows in an order with a small frontier: next is the one that leaves fewest items
-    decided but still needed, among those that share items with the frontier."""
+def _order(problem: PinningProblem, limit: int) -> list[int]:
+    """The windows of a full load over ``limit`` in an order with a small frontier.
+
+    Next is the one that leaves fewest items decided but still needed, among those that share items
+    with the frontier.
+    """
+    left = {number: None for number, load in enumerate(problem.full_loads) if load > limit}
     users: dict[int, set[int]] = {}
-    for number, window in enumerate(problem.windows):
-        for item in window.items:
+    for number in left:
+        for item in problem.windows[number].items:
             users.setdefault(item, set()).add(number)
-    left = dict.fromkeys(range(len(problem.windows)))
     frontier: set[int] = set()
     order = []
     while left:

@@ -21,10 +21,6 @@ def pin_greedily(problem: PinningProblem) -> Pinning:
     """
     sizes, held, capacity = problem.sizes, problem.num_held, problem.capacity_bytes
     loads = list(problem.full_loads)
-    users: list[list[int]] = [[] for _ in sizes]
-    for number, window in enumerate(problem.windows):
-        for item in window.items:
-            users[item].append(number)
     pinned: dict[int, None] = {}
     rest = dict.fromkeys(range(problem.num_items))
     used = 0
@@ -41,7 +37,7 @@ def pin_greedily(problem: PinningProblem) -> Pinning:
         pinned[item] = None
         del rest[item]
         used += sizes[item]
-        for number in users[item]:
+        for number in problem.users[item]:
             loads[number] -= sizes[item]
 
     while rest:
@@ -51,7 +47,7 @@ def pin_greedily(problem: PinningProblem) -> Pinning:
             break
         before = len(pinned)
         if loads:
-            _pin_at_peak(problem, loads, rest, users, used, pin)
+            _pin_at_peak(problem, loads, rest, used, pin)
         if len(pinned) == before:
             for item in list(rest):
                 if used + sizes[item] + held * largest <= capacity:
@@ -71,7 +67,6 @@ def _pin_at_peak(
     problem: PinningProblem,
     loads: list[int],
     rest: dict[int, None],
-    users: list[list[int]],
     used: int,
     pin: Callable[[int], None],
 ) -> None:

@@ -8,6 +8,7 @@ capacity is 1.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -63,6 +64,22 @@ def smallest_set(problem: PinningProblem) -> frozenset[int]:
     pinned = _pinned(solve_linear(_program(problem.with_capacity(capacity), costs, 1.0)))
     candidates = [frozenset[int](), *([pinned] if pinned is not None else [])]
     return min(candidates, key=problem.needed_bytes)
+
+
+def relaxed_saving(problem: PinningProblem, low: int, high: int) -> tuple[float, float] | None:
+    """The best saving with items pinned in part, and its largest load P, for P in low..high.
+
+    It is a concave function of P. None if no such P is feasible.
+    """
+    scale, largest = max(problem.capacity_bytes, 1), max(problem.savings, default=0) or 1
+    costs = np.array([*(-saved / largest for saved in problem.savings), 0.0])
+    program = _program(problem, costs, 1.0)
+    lower, upper = program.lower.copy(), program.upper.copy()
+    lower[-1], upper[-1] = low / scale, high / scale
+    result = solve_linear(replace(program, lower=lower, upper=upper), relaxed=True)
+    if result.values is None:
+        return None
+    return -result.bound * largest, float(result.values[-1]) * scale
 
 
 def _pinned(result: LinearResult) -> frozenset[int] | None:

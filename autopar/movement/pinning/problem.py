@@ -58,15 +58,25 @@ class PinningProblem:
         """The load of each window with nothing pinned."""
         return tuple(w.reserved_bytes + sum(self.sizes[i] for i in w.items) for w in self.windows)
 
-    def largest_load(self, pinned: Collection[int]) -> int:
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """The windows that hold each item."""
+        found: list[list[int]] = [[] for _ in self.sizes]
+        for number, window in enumerate(self.windows):
+            for item in window.items:
+                found[item].append(number)
+        return tuple(map(tuple, found))
+
+    def loads(self, pinned: Collection[int]) -> list[int]:
+        """The load of each window."""
         kept = frozenset(pinned)
-        return max(
-            (
-                full - sum(self.sizes[i] for i in w.items if i in kept)
-                for full, w in zip(self.full_loads, self.windows)
-            ),
-            default=0,
-        )
+        return [
+            full - sum(self.sizes[i] for i in w.items if i in kept)
+            for full, w in zip(self.full_loads, self.windows)
+        ]
+
+    def largest_load(self, pinned: Collection[int]) -> int:
+        return max(self.loads(pinned), default=0)
 
     def needed_bytes(self, pinned: Collection[int]) -> int:
         """The least capacity for which this set may be pinned."""
