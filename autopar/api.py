@@ -38,6 +38,7 @@ from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
 from autopar.planning.planner import make_planned, searched_calls
+from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
 from autopar.plans.document import Plan, strategy_of
 from autopar.plans.parts import PrecisionPlan
@@ -68,7 +69,7 @@ def plan(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
-    recompute: bool | None = None,
+    recompute: RecomputeOption | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -104,9 +105,12 @@ def plan(
       overlap with the next step.
     * ``cuts``: the first blocks or modules of the second and later stages; by default the stages
       are cut so that the slowest is as fast as possible.
-    * ``recompute``: keep only the inputs of a pipeline's stages, and recompute their other
-      activations before the backward pass. By default a searched pipeline recomputes if it does not
-      fit the memory otherwise, and a fully specified one does not.
+    * ``recompute``: which activations are recomputed in the backward pass instead of kept, block by
+      block, without and with a pipeline. By default what fits the memory in the least time is
+      searched: nothing, if everything fits. ``"none"`` keeps all that is needed, ``"full"`` as
+      little as possible (blocks' inputs, and results of collectives); a list of module names
+      recomputes what these modules compute; a number of bytes, text such as ``"8GiB"`` or a
+      fraction such as 0.5 limits what is kept on a device; see `autopar.planning.recomputation`.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -181,7 +185,7 @@ def compile(  # type: ignore[misc]
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
-    recompute: bool | None = None,
+    recompute: RecomputeOption | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -477,6 +481,7 @@ class _Compiler:
             device_type=kind,
             update=chosen.update.update,
             tile_bytes=chosen.update.tile_bytes,
+            recomputation=chosen.recomputed,
         )
 
         def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:

@@ -15,6 +15,7 @@ from autopar.ir.update import Update
 from autopar.passes.batch_norm import check_batch_norm
 from autopar.planning.constraints import Constraint
 from autopar.planning.meshes import MeshSizes, check_mesh
+from autopar.planning.recompute_request import Recompute, RecomputeOption
 from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
 from autopar.runtime.options import RunOptions
@@ -36,7 +37,7 @@ class PlanOptions:
     num_stages: int | None = None
     schedule: str | Schedule | None = None
     cuts: Sequence[str] | None = None
-    recompute: bool | None = None
+    recompute: RecomputeOption | None = None
     batch_norm: str = "global"
     precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
@@ -48,8 +49,7 @@ class PlanOptions:
         check_batch_norm(self.batch_norm)
         check_makes_optimizer(self.optimizer)
         check_mesh(self.mesh)
-        if self.recompute is not None and not isinstance(self.recompute, bool):
-            raise InputError(f"recompute is {self.recompute!r}; it must be True, False or None")
+        Recompute.of(self.recompute)
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
             raise InputError(
                 f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
@@ -68,7 +68,7 @@ class PlanOptions:
             num_stages=self.num_stages,
             schedule=self.schedule,
             cuts=self.cuts,
-            recompute=self.recompute,
+            recompute=Recompute.of(self.recompute),
         )
 
     def searched(self) -> list[str]:

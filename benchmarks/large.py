@@ -150,7 +150,7 @@ def _described(plan: Any) -> dict[str, Any]:
             "stages": plan.schedule.num_stages,
             "pipeline devices": plan.schedule.num_devices,
             "micro-batches": plan.schedule.num_microbatches,
-            "recomputed": bool((found := plan.schedule.pipeline()) and found[1].shape.recomputed),
+            "recomputed": bool(plan.recomputation),
         },
         "step_s": prediction.step_time_s,
         "bubble_share": prediction.bubble_share,

@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "interleaved": (
         2,
-        {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 2, "recompute": True},
+        {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 2, "recompute": "full"},
     ),
     "chimera": (2, {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2}),
     "reverse-first-k": (

@@ -29,6 +29,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.planning.planner import make_planned
+from autopar.planning.recompute_request import Recompute
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, strategy_of
 from autopar.pricing.local_calls import calls_of
@@ -304,12 +305,17 @@ def test_pinned_choices_are_kept(captured):
     assert planned.plan.ops["addmm_2"] == "n"
 
 
-def test_memory_budget_makes_the_plan_split(captured):
+def test_memory_budget_makes_the_plan_split_or_recompute(captured):
     free = make_planned(captured, CLUSTER, Space(mesh={"x": 4}))
     budget = int(sum(free.plan.prediction.memory_bytes.values()) * 0.6)
-    tight = make_planned(
-        captured, CLUSTER, Space(mesh={"x": 4}), constraints=[MemoryBudget(budget)]
+    keeping = Space(mesh={"x": 4}, recompute=Recompute.of("none"))
+    tight, searched = (
+        make_planned(captured, CLUSTER, space, constraints=[MemoryBudget(budget)])
+        for space in (keeping, Space(mesh={"x": 4}))
     )
+    assert sum(searched.plan.prediction.memory_bytes.values()) <= budget
+    assert searched.plan.prediction.step_time_s <= tight.plan.prediction.step_time_s
+    assert not tight.plan.recomputation
     assert sum(tight.plan.prediction.memory_bytes.values()) <= budget
     assert tight.plan.prediction.step_time_s >= free.plan.prediction.step_time_s
     assert len(tight.plan.ops) > len(free.plan.ops)

@@ -27,7 +27,7 @@ from autopar.fusion.forms.base import Call, Draw, Results, aten
 from autopar.fusion.forms.registry import forms_of
 from autopar.fusion.lanes import Lane, Operand, as_operand
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind
-from autopar.runtime.machine.randomness import draws
+from autopar.ir.random_ops import draws
 
 LOSSES = "losses_of_models"
 LOOP = "model by model"

@@ -8,19 +8,22 @@ distinct parameter redistribution, and lists of the blocks and parameters that u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from autopar.base.errors import PlanError
+from autopar.base.spelling import did_you_mean
 from autopar.comm.ops import move, with_gradient_of
 from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
 from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
-from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.differentiate import trace_joint, trace_kernel
+from autopar.lowering.joint import Joint
 from autopar.lowering.pipeline import forward_schedule, serial_pipeline, serial_schedule
 from autopar.lowering.printing import collective_nodes, operator_name
 from autopar.lowering.shard import block_function, block_interface, block_signature, last_uses
@@ -41,6 +44,8 @@ from autopar.passes.batch_norm import carried_factor
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
 
+_NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
+
 
 def lower(
     strategy: Strategy,
@@ -48,12 +53,27 @@ def lower(
     device_type: str = "cpu",
     training: bool = True,
     blocks: tuple[Block, ...] | None = None,
+    kept: Mapping[str, Collection[str]] = _NOTHING,
+    traces: Traces | None = None,
 ) -> RankProgram:
     """Lower ``strategy``; without ``training``, only forward graphs that keep all outputs.
 
-    ``blocks``: contiguous runs of the graph's ops, in place of its own blocks.
+    ``blocks``: contiguous runs of the graph's ops, in place of its own blocks. ``kept``: for each
+    block that recomputes, the values that it keeps (`autopar.lowering.joint`). ``traces``: those of
+    an earlier program of this strategy; new ones are added.
     """
-    return _Lowering(strategy, torch.device(device_type), training, blocks).lower()
+    lowering = _Lowering(strategy, torch.device(device_type), training, blocks)
+    lowering.kept = kept
+    lowering.traces = Traces() if traces is None else traces
+    return lowering.lower()
+
+
+@dataclass(slots=True)
+class Traces:
+    """The joint graphs of a strategy's blocks: by signature, and by name of the block."""
+
+    known: dict[str, Joint] = field(default_factory=dict)
+    of_block: dict[str, Joint] = field(default_factory=dict)
 
 
 class _Lowering:
@@ -74,11 +94,14 @@ class _Lowering:
         self.known: dict[str, int] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
         self.totals: list[OutputProgram] = []
+        self.kept: Mapping[str, Collection[str]] = _NOTHING
+        self.traces = Traces()
 
     def lower(self) -> RankProgram:
         graph = self.graph
         kept = self._kept()
         interfaces = self._live_interfaces(kept)
+        self._check_names([block.name for block, _ in interfaces])
         blocks = []
         for block, interface in interfaces:
             kernel = self._block_kernel(block, interface)
@@ -154,21 +177,39 @@ class _Lowering:
         return TensorMeta(shape=shape, stride=stride, dtype=value.dtype)
 
     def _block_kernel(self, block: Block, interface: BlockInterface) -> int:
-        key = block_signature(self.strategy, block, interface, self.strides)
+        signature = block_signature(self.strategy, block, interface, self.strides)
+        kept = self.kept.get(block.name)
+        key = signature if kept is None else f"{signature}\nkept {sorted(kept)}"
+        joint = self.traces.known.get(signature)
+        if joint is None:
+            joint = self.traces.known[signature] = self._joint(block, interface)
+        self.traces.of_block[block.name] = joint
         if key not in self.known:
-            values = [self.graph.values[i] for i in (*interface.inputs, *interface.parameters)]
-            kernel = trace_kernel(
-                block_function(self.strategy, block, interface, self.device),
-                [self._meta(v) for v in values],
-                [v.differentiable for v in values],
-                [v.kind is ValueKind.PARAMETER for v in values],
-                self.device,
-                training=self.training,
-            )
+            try:
+                kernel = joint.kernel(kept)
+            except PlanError as error:
+                raise PlanError(f"block {block.name!r}: {error}") from error
             if self._role(block) is Role.TOTALS:
                 kernel = self._before_sums(interface, kernel)
             self.known[key] = self._add(kernel)
         return self.known[key]
+
+    def _joint(self, block: Block, interface: BlockInterface) -> Joint:
+        values = [self.graph.values[i] for i in (*interface.inputs, *interface.parameters)]
+        return trace_joint(
+            block_function(self.strategy, block, interface, self.device),
+            [self._meta(v) for v in values],
+            [v.differentiable for v in values],
+            [v.kind is ValueKind.PARAMETER for v in values],
+            self.device,
+            training=self.training,
+        )
+
+    def _check_names(self, blocks: Sequence[str]) -> None:
+        """Raise PlanError for a block that keeps values, but does not exist."""
+        for name in self.kept:
+            if name not in blocks:
+                raise PlanError(f"no block is called {name!r}" + did_you_mean(name, blocks))
 
     def _role(self, block: Block) -> Role:
         if block.name == TOTALS and self.strategy.mesh.num_microbatches > 1:

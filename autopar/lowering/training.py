@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from autopar.base.errors import PlanError
+from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.ir.update import Update
 from autopar.lowering.early import TILE_BYTES, with_early_update
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.program import lower
+from autopar.lowering.program import Traces, lower
 from autopar.lowering.stages import Stages
 from autopar.lowering.types import RankProgram
 from autopar.schedules import Schedule
@@ -22,12 +23,15 @@ def lower_training(
     device_type: str = "cpu",
     update: Update | None = None,
     tile_bytes: int = TILE_BYTES,
+    recomputation: Recomputation = NOTHING,
+    traces: Traces | None = None,
 ) -> RankProgram:
     """The training program of a strategy, with micro-batches one after the other.
 
     An early ``update`` cuts gradients larger than ``tile_bytes`` into rows. With a ``pipeline``,
     the strategy applies within each of its devices, and the schedule runs the stages that the
-    program is cut into. Raises PlanError and ScheduleError where they do not fit together.
+    program is cut into. ``traces``: see `autopar.lowering.program.lower`. Raises PlanError and
+    ScheduleError where they do not fit together.
     """
     if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
         stages, schedule = pipeline
@@ -37,7 +41,7 @@ def lower_training(
         )
     if num_microbatches > 1:
         strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
-    program = lower(strategy, device_type=device_type)
+    program = lower(strategy, device_type=device_type, kept=recomputation.kept, traces=traces)
     if pipeline is not None:
         stages, schedule = pipeline
         program = with_pipeline(program, stages.of(strategy.graph), schedule)

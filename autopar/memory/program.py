@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.comm.coalesced import travels_alone
 from autopar.comm.transports.registry import traits_of
@@ -38,12 +38,14 @@ class ProgramMemory:
 
     ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
     or holds back, and on CPUs libraries. ``gradient_bytes``: the most that gradients take at once.
+    ``at`` has the most bytes at each place, such as ``I`` with the name of a block.
     """
 
     by_category: dict[str, int]
     peak_at: str
     device_bytes: int
     gradient_bytes: int
+    at: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -57,18 +59,25 @@ def program_memory(
 
     ``device`` need not be of the kind that the program was lowered for.
     """
-    allocator = allocator_of(device)
-    kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
-    sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
-    plays = [
-        _Play(program, route, kernels, sizes, optimizer, device).run()
-        for route in routes_of(program)
-    ]
+    plays = device_memories(program, device, optimizer=optimizer)
     most = max(plays, key=lambda memory: memory.peak_bytes)
     return replace(
         most,
         device_bytes=max(memory.device_bytes for memory in plays),
         gradient_bytes=max(memory.gradient_bytes for memory in plays),
+    )
+
+
+def device_memories(
+    program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec
+) -> tuple[ProgramMemory, ...]:
+    """The memory of one training step on each pipeline device, in order."""
+    allocator = allocator_of(device)
+    kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
+    sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
+    return tuple(
+        _Play(program, route, kernels, sizes, optimizer, device).run()
+        for route in routes_of(program)
     )
 
 
@@ -186,6 +195,7 @@ class _Play:
             peak_at=self.tally.peak_at,
             device_bytes=device_bytes(by_category, self.device),
             gradient_bytes=self.tally.gradient_bytes,
+            at=self.tally.at,
         )
 
     # --- updates ---------------------------------------------------------------------------

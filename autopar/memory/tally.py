@@ -8,12 +8,13 @@ from autopar.cost_models.memory import Category
 
 
 class Tally:
-    """Live bytes by category; `check` compares them with the peak."""
+    """Live bytes by category; `check` compares them with the peak, also that ``at`` each place."""
 
     def __init__(self) -> None:
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
+        self.at: dict[str, int] = {}
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
 
@@ -24,5 +25,7 @@ class Tally:
         """Note the peak if this moment, with the workspace of what runs, is one."""
         now = self.live.copy()
         now[Category.WORKSPACE] += working_bytes
-        if sum(now.values()) > sum(self.peak.values()):
+        total = sum(now.values())
+        self.at[where] = max(total, self.at.get(where, 0))
+        if total > sum(self.peak.values()):
             self.peak, self.peak_at = now, where

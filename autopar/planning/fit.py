@@ -5,8 +5,9 @@ In: the options of `autopar.planning.schedule_search`. Out: the plan of the fast
 The search estimates memory node by node; for a lowered program it is counted by liveness, which is
 exact. Options are lowered in order of their time. One that does not fit is queued again with a
 sharding searched within a smaller budget, corrected by the ratio of count to estimate, and, if
-recomputation is open, also recomputed. The ratio is reused for other options with the same
-schedule. A known strategy replaces an option that is slower than it, or that was not found.
+recomputation is open, also with what it must recompute to fit (`autopar.planning.recomputation`),
+priced exactly. The ratio is reused for other options with the same schedule. A known strategy
+replaces an option that is slower than it, or that was not found.
 
 In an open space, lowering stops after `LOWER_LIMIT_S` of processor time. If nothing has fit by
 then, a few of the options with the least memory are still tried. The report lists those not tried.
@@ -24,15 +25,20 @@ from autopar.base.errors import AutoparError, ConstraintError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
+from autopar.ir.recomputation import NOTHING, Recomputation
+from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory
+from autopar.memory.program import ProgramMemory, device_memories
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import updated_as
+from autopar.planning.recomputation import Recomputer
+from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.schedule_search import Option, Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
-from autopar.planning.space import PipelineChoice, recomputed
+from autopar.planning.space import PipelineChoice
+from autopar.planning.staging import pipeline_times
 from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import NodeKind
@@ -76,6 +82,7 @@ class Fit:
             self._push(option)
         self.deadline_s = time.process_time() + (LOWER_LIMIT_S if self.is_open else math.inf)
         self.num_late = 0
+        self.traces: tuple[tuple[object, ...], Traces] | None = None
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
@@ -91,7 +98,8 @@ class Fit:
                     continue
                 option = self._most_frugal(option)
             known = self.ratios.get(_key(option))
-            if known is not None and not self._fits(option) and option.trial < self.max_trials:
+            is_worth_lowering = option.is_decided or self._fits(option)
+            if known is not None and not is_worth_lowering and option.trial < self.max_trials:
                 fitted = self._corrected(option, CAUTION * self.setting.budget_bytes / known)
             else:
                 fitted = self._lowered(option)
@@ -121,7 +129,8 @@ class Fit:
         order = ranked(option.time_s, option.best.mesh)
         if option.choice is not None:
             order = (option.time_s, 0, ())
-        heapq.heappush(self.heap, (not self._fits(option), order, next(self.numbers), option))
+        fits = option.is_decided or self._fits(option)
+        heapq.heappush(self.heap, (not fits, order, next(self.numbers), option))
 
     def _refuse(self, option: Option, reason: str) -> None:
         name = str(option)
@@ -141,6 +150,9 @@ class Fit:
             return None
 
     def _counted(self, option: Option) -> Fitted | None:
+        if option.recomputes and not option.is_decided:
+            self._push(self._decided(option))
+            return None
         baselines = self._baselines(option)
         if option.trial == 0:
             option = self._or_rival(option, baselines)
@@ -169,22 +181,65 @@ class Fit:
             best.num_microbatches,
             pipeline=None if staged is None else (staged.stages, staged.schedule),
             device_type=self.setting.device_type,
+            recomputation=best.recomputation if option.is_decided else NOTHING,
+            traces=self._traces_of(best),
         )
         program, memory, update = updated_as(self.setting, program)
         if self.smallest is None or memory.device_bytes < self.smallest.device_bytes:
             self.smallest = memory
         return program, memory, update
 
+    def _traces_of(self, candidate: Candidate) -> Traces:
+        """The traced blocks of a strategy, kept until another one is lowered."""
+        key = (candidate.priced, tuple(candidate.solution.assignment))
+        if self.traces is None or self.traces[0] != key:
+            self.traces = key, Traces()
+        return self.traces[1]
+
+    def _decided(self, option: Option) -> Option:
+        """The option with what its blocks recompute, and its time.
+
+        They recompute as much as they can if nothing that fits is found.
+        """
+        setting, request = self.setting, self.search.space.recompute
+        plain = replace(option, best=replace(option.best, recomputation=NOTHING))
+        setting.progress(f"choose what {option} recomputes")
+        program, *_ = self._lower(replace(plain, is_decided=True))
+        recomputer = Recomputer(
+            plain.best, program, self._traces_of(plain.best), setting.cluster.device
+        )
+        if request.is_fixed:
+            return self._with(plain, recomputer.fixed(request))
+
+        def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...]:
+            made, memory, _ = self._lower(self._with(plain, recomputation))
+            if made.pipeline.num_devices == 1:
+                return (memory,)
+            return device_memories(made, setting.cluster.device, optimizer=setting.optimizer)
+
+        found = recomputer.within_memory(setting.limit, counted)
+        if found is None:
+            found = recomputer.fixed(Recompute(request=Request.FULL))
+        return replace(self._with(plain, found), trial=max(1, option.trial))
+
+    def _with(self, option: Option, recomputation: Recomputation) -> Option:
+        best = replace(option.best, recomputation=recomputation)
+        decided = replace(option, best=best, recomputes=True, is_decided=True)
+        if option.staged is None:
+            return replace(decided, time_s=time_parts(best).step_s)
+        staged = option.staged
+        times = pipeline_times(best, staged.stages, staged.schedule, self.setting.communication)
+        return replace(decided, staged=replace(staged, times=times), time_s=times.step_s)
+
     # --- the budget -----------------------------------------------------------------------------
     def _corrected(self, option: Option, target_bytes: float) -> Fitted | None:
-        """Queue the option again with a sharding within less memory, and recomputed.
+        """Queue the option again, recomputed, and with a sharding within less memory.
 
         Returns a known strategy that fits if there is no such sharding.
         """
         choice, search = option.choice, self.search
-        if choice is not None and option.trial == 0 and search.may_recompute(option):
-            again = replace(choice, schedule=recomputed(choice.schedule))
-            self._push_staged(option, again, option.searched, trial=1)
+        if option.trial == 0 and search.may_recompute(option):
+            self._push(self._decided(option))
         if option.trial >= self.max_trials:
             return self._rival(option, None)
         trial = option.trial + 1
@@ -200,7 +255,7 @@ class Fit:
                 f"no sharding found that fits {format_bytes(self.setting.budget_bytes)}",
             )
             return self._rival(option, None)
-        self._push_staged(option, choice, found, trial)
+        self._push_staged(option, choice, found, trial, recomputes=option.recomputes)
         return None
 
     def _push_staged(
@@ -209,11 +264,16 @@ class Fit:
         choice: PipelineChoice | None,
         searched: tuple[Candidate, ...],
         trial: int,
+        *,
+        recomputes: bool,
     ) -> None:
         try:
             self._push(
-                self.search.option(option.combination, option.origin, choice, searched, trial)
-            )
+                self.search.option(
+                    option.combination, option.origin, choice, searched, trial,
+                    recomputes=recomputes,
+                )
+            )  # fmt: skip
         except AutoparError as error:
             if not self.is_open:
                 raise
@@ -243,7 +303,8 @@ class Fit:
 
         They can win if a search ran out of time, or if its memory estimate was too pessimistic.
         """
-        return baselines.executable() if self.setting.is_free else []
+        is_free = self.setting.is_free and not self.search.space.recompute.is_fixed
+        return baselines.executable() if is_free else []
 
     def _rival(self, option: Option, found: Fitted | None) -> Fitted | None:
         """The fastest known strategy that fits, if it is faster than ``found``.
@@ -257,7 +318,10 @@ class Fit:
                 break
             if _resident_bytes(rival, self.setting.optimizer) > self.setting.limit.tensor_bytes:
                 continue
-            other = replace(option, best=rival, time_s=time_parts(rival).step_s)
+            other = replace(
+                option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
+                is_decided=False,
+            )  # fmt: skip
             program, memory, update = self._lower(other)
             if self.setting.limit.fits(memory):
                 return Fitted(
@@ -278,7 +342,7 @@ class Fit:
 def _key(option: Option) -> tuple[str, bool]:
     """Key of options whose memory estimate is assumed to be off by the same ratio."""
     name = "" if option.choice is None else option.choice.schedule.name
-    return name, option.is_recomputed
+    return name, option.recomputes
 
 
 def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:

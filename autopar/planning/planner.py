@@ -181,5 +181,6 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         redundant_ops(best),
         schedule,
         fitted.update,
+        best.recomputation,
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

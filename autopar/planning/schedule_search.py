@@ -6,8 +6,9 @@ others. A space that is not open has one option, over all its meshes.
 - The combinations of an open space (`autopar.planning.combinations`) are searched in the order of a
   guess of their time; those whose lower bound exceeds the best step so far are pruned.
 - The sharding of each is searched exactly, then every schedule is simulated over the stages'
-  prices. If the estimated memory is above the limit, the stages are recomputed, and the sharding is
-  searched again within the limit.
+  prices. If the estimated memory is above the limit, the blocks recompute, and the sharding is
+  searched again within the limit. What exactly is recomputed is decided over the lowered program
+  (`autopar.planning.fit`).
 
 The search stops after `SEARCH_LIMIT_S` of processor time, which other load on the machine does not
 affect.
@@ -18,13 +19,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
+from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
+from autopar.planning.recompute_request import Request
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
     cheapest,
@@ -33,8 +36,8 @@ from autopar.planning.sharding_search import (
     search_priced,
     search_within,
 )
-from autopar.planning.space import PipelineChoice, recomputed
-from autopar.planning.staging import Staged, residence_of, stage
+from autopar.planning.space import PipelineChoice
+from autopar.planning.staging import Staged, recomputed_residence, residence_of, stage
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, Residence, price_graph
 from autopar.pricing.step_time import time_parts
@@ -63,6 +66,7 @@ class Option:
     ``origin`` are the results of the search without a memory limit, on one mesh or several,
     ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
     often it was searched again within less memory because its counted memory did not fit.
+    ``recomputes``: blocks recompute, until ``is_decided`` as if each ran its forward pass again.
     """
 
     combination: Combination
@@ -74,10 +78,8 @@ class Option:
     staged: Staged | None = None
     residence: Residence = WHOLE
     trial: int = 0
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.choice is not None and bool(self.choice.schedule.shape.recomputed)
+    recomputes: bool = False
+    is_decided: bool = False
 
     @property
     def estimated_bytes(self) -> float:
@@ -85,12 +87,13 @@ class Option:
         return self.best.estimated_bytes(self.residence)
 
     def __str__(self) -> str:
+        recomputed = ", recomputed" * self.recomputes
         if self.choice is None:
-            return str(self.combination)
+            return f"{self.combination}{recomputed}"
         schedule, shape = self.choice.schedule.name, self.choice.schedule.shape
         return (
             f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
-            f"{shape.num_microbatches} micro-batches" + ", recomputed" * self.is_recomputed
+            f"{shape.num_microbatches} micro-batches{recomputed}"
         )
 
 
@@ -131,7 +134,10 @@ class Search:
         candidates = tuple(search_meshes(self.setting, cut, meshes))
         self.unrestricted[num_devices, num] = list(candidates)
         combination = Combination(num_devices, num, meshes[0])
-        self.options.append(self.option(combination, candidates, self.space.pipeline))
+        recomputes = self.space.recompute.is_fixed
+        self.options.append(
+            self.option(combination, candidates, self.space.pipeline, recomputes=recomputes)
+        )
 
     def option(
         self,
@@ -140,22 +146,32 @@ class Search:
         choice: PipelineChoice | None,
         searched: tuple[Candidate, ...] | None = None,
         trial: int = 0,
+        *,
+        recomputes: bool = False,
     ) -> Option:
         """The option of some search results; raises AutoparError if they cannot be staged."""
         searched = origin if searched is None else searched
         found = [candidate for candidate in searched if candidate.is_found]
+        if recomputes:
+            found = [_recomputed(candidate) for candidate in found]
+        residence = WHOLE
+        if choice is not None:
+            residence = residence_of(choice.schedule, found[0].priced.pricing.analysis)
+        if recomputes:
+            residence = recomputed_residence(residence, found[0].priced.pricing.graph)
         if choice is None:
             best = cheapest(found)
             return Option(
                 combination=combination, origin=origin, searched=searched, best=best,
-                time_s=time_parts(best).step_s, trial=trial,
+                time_s=time_parts(best).step_s, trial=trial, residence=residence,
+                recomputes=recomputes,
             )  # fmt: skip
         staged = {each: stage(each, choice, self.setting.communication) for each in found}
         best = min(found, key=lambda each: ranked(staged[each].times.step_s, each.mesh))
         return Option(
             combination=combination, origin=origin, searched=searched, best=best, choice=choice,
             staged=staged[best], time_s=staged[best].times.step_s, trial=trial,
-            residence=residence_of(choice.schedule, best.priced.pricing.analysis),
+            residence=residence, recomputes=recomputes,
         )  # fmt: skip
 
     def within(
@@ -220,10 +236,7 @@ class Search:
             return
         key = combination.num_devices, num
         self.unrestricted.setdefault(key, []).append(found)
-        always = self.space.recompute is True
-        if always and combination.num_devices == 1:
-            self.reasons.setdefault(str(combination), "has no stages to recompute")
-            return
+        always = self.space.recompute.is_fixed
         options = self._options(combination, (found,), recompute=always)
         if options and not any(map(self.fits, options)):
             self._within_memory(combination, min(options, key=lambda option: option.time_s))
@@ -241,19 +254,19 @@ class Search:
             cutoff_s = self.best_s * combination.num_devices
             found = self.within(option, MARGIN * self.setting.budget_bytes, cutoff_s)
             if any(each.is_found for each in found):
-                self._options(combination, found, recompute=option.is_recomputed)
+                self._options(combination, found, recompute=option.recomputes)
 
     def may_recompute(self, option: Option) -> bool:
         """Whether an option may also be tried with recomputation."""
-        is_open = self.space.is_open and self.space.recompute is None
-        return is_open and option.choice is not None and not option.is_recomputed
+        return self.space.recompute.request is Request.SEARCH and not option.recomputes
 
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool
     ) -> list[Option]:
         """Simulate and record every schedule over one strategy."""
         if combination.num_devices == 1:
-            return [self._note(self.option(combination, candidates, None))]
+            alone = self.option(combination, candidates, None, recomputes=recompute)
+            return [self._note(alone)]
         found: list[Option] = []
         schedules = self._schedules(combination.num_devices)
         if not schedules:
@@ -279,8 +292,8 @@ class Search:
         num_devices, num = combination.num_devices, combination.num_microbatches
         try:
             made = self.schedule(name, num_stages, num, num_devices)
-            choice = PipelineChoice(schedule=recomputed(made) if recompute else made)
-            return self.option(combination, candidates, choice)
+            choice = PipelineChoice(schedule=made)
+            return self.option(combination, candidates, choice, recomputes=recompute)
         except AutoparError as error:
             where = f"{name}, {num_stages} stages on {num_devices}, {num} micro-batches"
             self.reasons.setdefault(where, str(error))
@@ -333,6 +346,18 @@ class Search:
             f"{', '.join(ONE_STAGE)} have one stage per rank, {', '.join(TWO_STAGES)} two, "
             f"{', '.join(ANY_STAGES)} two or more; a stage has at least one block"
         )
+
+
+def _recomputed(candidate: Candidate) -> Candidate:
+    """A candidate as if each block ran its forward pass again, without communication."""
+    blocks = {
+        name: BlockRecomputation(
+            kept=(), kept_bytes=0, default_bytes=0,
+            time_s=max(times.forward_s - times.forward_communication_s, 0.0),
+        )
+        for name, times in candidate.times.blocks.items()
+    }  # fmt: skip
+    return replace(candidate, recomputation=Recomputation(blocks=blocks))
 
 
 def _schedule(name: str, num_stages: int, num: int, num_devices: int) -> Schedule:

@@ -1,8 +1,8 @@
 """The search space of a plan: which options are fixed, and which are open.
 
 In: the arguments of `autopar.plan`. Out: a `Space`. With a given pipeline, or none, only mesh and
-sharding are searched. In an open space schedule, stages, micro-batches and recomputation are
-searched too, unless they are fixed.
+sharding are searched, and recomputation where memory is short. In an open space schedule, stages
+and micro-batches are searched too, unless they are fixed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from autopar.planning.meshes import (
     known_size,
     pipeline_device_counts,
 )
-from autopar.schedules import Schedule, build, verify, with_recomputation
+from autopar.planning.recompute_request import Recompute
+from autopar.schedules import Schedule, build, verify
 from autopar.schedules.generators.build import ANY_STAGES, PIPELINES, generator_of
 
 AUTO = "auto"
+SEARCHED = Recompute()
 DEFAULT_SCHEDULE = "1f1b"
 
 
@@ -59,7 +61,7 @@ class Space:
     is_open: bool = False
     schedule: str | None = None
     num_stages: int | None = None
-    recompute: bool | None = None
+    recompute: Recompute = SEARCHED
 
     @property
     def is_pipeline(self) -> bool:
@@ -100,7 +102,7 @@ def space_of(
     num_stages: int | None = None,
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
-    recompute: bool | None = None,
+    recompute: Recompute = SEARCHED,
 ) -> Space:
     """The search space for the arguments of `autopar.plan` on ``num_devices``.
 
@@ -117,20 +119,15 @@ def space_of(
             recompute=recompute,
         )
     if num_stages is None and schedule is None and cuts is None:
-        if recompute:
-            raise InputError(
-                "recompute=True without a pipeline: recomputation is by stage, so pass "
-                "num_stages=..., or schedule='auto'"
-            )
-        return Space(mesh=mesh, num_microbatches=num_microbatches)
+        return Space(mesh=mesh, num_microbatches=num_microbatches, recompute=recompute)
     num_ranks = num_devices // (known_size(mesh) if mesh else 1)
     made = _given(schedule, num_stages, num_microbatches, cuts, num_ranks)
     choice = PipelineChoice(
-        schedule=_checked(made, num_devices, recompute=bool(recompute)),
+        schedule=_checked(made, num_devices),
         cuts=None if cuts is None else tuple(cuts),
         searches_k=schedule == "reverse_first_k",
     )
-    return Space(mesh=mesh, pipeline=choice)
+    return Space(mesh=mesh, pipeline=choice, recompute=recompute)
 
 
 def _check_open(num_stages: int | None, cuts: Sequence[str] | None) -> None:
@@ -182,15 +179,8 @@ def _is_searched(
     return is_named and is_left and cuts is None and num_stages != 1
 
 
-def _checked(schedule: Schedule, num_devices: int, *, recompute: bool) -> Schedule:
-    """The schedule, recomputed if asked for; raises InputError if it cannot be run."""
-    if recompute:
-        if schedule.shape.num_devices == 1:
-            raise InputError(
-                f"recompute=True with schedule={schedule.name!r}: only pipelines of several ranks "
-                "are recomputed; remove recompute"
-            )
-        schedule = recomputed(schedule)
+def _checked(schedule: Schedule, num_devices: int) -> Schedule:
+    """The schedule; raises InputError if it cannot be run."""
     try:
         verify(schedule)
         check_runs(schedule)
@@ -203,12 +193,6 @@ def _checked(schedule: Schedule, num_devices: int, *, recompute: bool) -> Schedu
             "devices; choose num_stages so that it does"
         )
     return schedule
-
-
-def recomputed(schedule: Schedule) -> Schedule:
-    """The schedule with every stage recomputed before its backward pass."""
-    shape = schedule.shape
-    return with_recomputation(schedule, set(range(shape.num_stages)).difference(shape.recomputed))
 
 
 def _check_name(name: object) -> None:

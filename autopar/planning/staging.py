@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.errors import InputError
 from autopar.cost_models import CommunicationModel
 from autopar.cost_models.estimate import Estimate
 from autopar.ir.blocks import MIN_OPS, MIN_PART_OPS
+from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
@@ -29,6 +30,9 @@ from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.simulate.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
+
+KEPT_SHARE = 1 / 12
+"""The inputs of a block as a share of its activations; of transformer layers, a twelfth or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +90,8 @@ def stage(
 def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
     """The largest fraction of weights and activations that a pipeline rank holds under a schedule.
 
-    Stages count as equal in size. A recomputed stage holds its activations from R on; its inputs
-    are neglected. Between I and W a stage holds the values that W reads.
+    Stages count as equal in size. A stage that the schedule recomputes (R) holds its activations
+    from R on; its inputs are neglected. Between I and W a stage holds the values that W reads.
     """
     late = late_share(analysis)
     shape = schedule.shape
@@ -108,6 +112,13 @@ def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
                 held -= action.span
             most = max(most, held)
     return Residence(weights=weights / shape.num_stages, activations=most / shape.num_stages)
+
+
+def recomputed_residence(residence: Residence, graph: Graph) -> Residence:
+    """The residence if blocks recompute what they can: one block at a time holds its activations,
+    all others about `KEPT_SHARE` of them."""
+    held = residence.activations * KEPT_SHARE + 1 / max(1, len(graph.blocks))
+    return replace(residence, activations=min(held, residence.activations))
 
 
 def choose_stages(

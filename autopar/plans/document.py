@@ -21,6 +21,7 @@ from autopar.frontend.capture import Captured
 from autopar.ir.graph import Graph, ValueKind
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
+from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.passes.batch_norm import batch_norm_of
 from autopar.passes.prepare import prepare
 from autopar.plans.parts import (
@@ -29,6 +30,7 @@ from autopar.plans.parts import (
     PlanFields,
     PrecisionPlan,
     Prediction,
+    RecomputationPlan,
     SearchReport,
     UpdatePlan,
 )
@@ -107,6 +109,23 @@ def _check_plan(plan: Plan) -> None:
         with at("ops", name):
             _check_words(text, num_axes)
             parse_choice(text)
+    _check_recomputation(plan)
+
+
+def _check_recomputation(plan: Plan) -> None:
+    named: set[str] = set()
+    for position, group in enumerate(plan.recomputation):
+        for name in group.blocks:
+            if name in named:
+                raise refused(
+                    f"block {shown(name)} is listed twice; what it keeps must be given once",
+                    path_of(("recomputation", position, "blocks")),
+                )
+            named.add(name)
+        if not group.kept_bytes >= 0 or not 0 <= group.time_s < math.inf:
+            raise refused(
+                "kept_bytes and time_s cannot be negative", path_of(("recomputation", position))
+            )
 
 
 def _check_words(text: str, num_axes: int) -> None:
@@ -153,6 +172,7 @@ def make_plan(
     redundant_ops: dict[str, int],
     schedule: SchedulePlan,
     update: UpdatePlan,
+    recomputation: Recomputation = NOTHING,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -182,6 +202,7 @@ def make_plan(
             for op, choice in zip(graph.ops, assignment.choices)
             if not choice.is_redundant
         },
+        recomputation=RecomputationPlan.of(recomputation),
     )
 
 
@@ -230,6 +251,14 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
     if microbatches is not None:
         with at("schedule", "num_microbatches"):
             microbatches.cut(strategy)
+    blocks = [block.name for block in graph.blocks]
+    for position, group in enumerate(plan.recomputation):
+        for name in group.blocks:
+            if name not in blocks:
+                raise refused(
+                    f"{shown(name)} is no block of the graph" + did_you_mean(name, blocks),
+                    path_of(("recomputation", position, "blocks")),
+                )
     return strategy
 
 

@@ -9,6 +9,7 @@ import msgspec
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.ir.update import Update
 from autopar.lowering.early import TILE_BYTES
 from autopar.plans.schedule_plan import SchedulePlan
@@ -168,10 +169,41 @@ class SearchReport(_Struct, frozen=True):
     not_pipelines: dict[str, str] = {}
 
 
+class RecomputationPlan(_Struct, frozen=True):
+    """What some blocks keep for the backward pass; see `autopar.ir.recomputation`.
+
+    Bytes and seconds are those of one of these blocks, for one micro-batch on one device.
+    """
+
+    blocks: tuple[str, ...]
+    kept: tuple[str, ...]
+    kept_bytes: int
+    default_bytes: int
+    time_s: float
+
+    @staticmethod
+    def of(recomputation: Recomputation) -> tuple[RecomputationPlan, ...]:
+        """One for each group of blocks that keep the same."""
+        groups: dict[BlockRecomputation, list[str]] = {}
+        for name, block in recomputation.blocks.items():
+            groups.setdefault(block, []).append(name)
+        return tuple(
+            RecomputationPlan(
+                blocks=tuple(names),
+                kept=block.kept,
+                kept_bytes=block.kept_bytes,
+                default_bytes=block.default_bytes,
+                time_s=block.time_s,
+            )
+            for block, names in groups.items()
+        )
+
+
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
     ``ops`` lists only the ops that are split along some axis; see `autopar.rules`.
+    ``recomputation`` lists only the blocks that recompute.
     """
 
     schema_version: int
@@ -187,6 +219,23 @@ class PlanFields(_Struct, frozen=True):
     relays: dict[str, str]
     ops: dict[str, str]
     update: UpdatePlan = UpdatePlan()
+    recomputation: tuple[RecomputationPlan, ...] = ()
+
+    @property
+    def recomputed(self) -> Recomputation:
+        """The recomputation by block."""
+        return Recomputation(
+            blocks={
+                name: BlockRecomputation(
+                    kept=group.kept,
+                    kept_bytes=group.kept_bytes,
+                    default_bytes=group.default_bytes,
+                    time_s=group.time_s,
+                )
+                for group in self.recomputation
+                for name in group.blocks
+            }
+        )
 
     @property
     def is_pipeline(self) -> bool:

@@ -38,6 +38,7 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         ("operators without a cost model, priced by memory traffic", _unpriced(plan)),
         ("operators without a rule, computed redundantly", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
+        *([("recomputation", _recomputation(plan))] if plan.recomputation else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
         *([] if plan.is_pipeline else [("known strategies at the same prices", _baselines(plan))]),
     ]
@@ -154,6 +155,28 @@ def _memory(plan: PlanFields) -> Rows:
     usable = format_bytes(plan.cluster.usable_memory_bytes)
     rows.append((name, f"{format_bytes(needed)} of {usable}"))
     return [("total", format_bytes(sum(memory.values()))), *rows]
+
+
+def _recomputation(plan: PlanFields) -> Rows:
+    """What the blocks keep instead of what they need, and the time of recomputing the rest."""
+    rows = []
+    for group in plan.recomputation:
+        first, *others = group.blocks
+        name = first if not others else f"{first} and {len(others)} equal ones"
+        rows.append(
+            (
+                name,
+                f"keeps {format_bytes(group.kept_bytes)} of {format_bytes(group.default_bytes)} a "
+                f"micro-batch ({len(group.kept)} values and its inputs), "
+                f"+{format_seconds(group.time_s)}",
+            )
+        )
+    num = plan.schedule.num_microbatches
+    time_s = num * sum(len(g.blocks) * g.time_s for g in plan.recomputation)
+    saved = sum(len(g.blocks) * (g.default_bytes - g.kept_bytes) for g in plan.recomputation)
+    share = time_s / plan.prediction.step_time_s
+    total = f"{format_bytes(saved)} less kept a micro-batch, +{format_seconds(time_s)} a step"
+    return [("all", total if plan.is_pipeline else f"{total} ({share:.1%})"), *rows]
 
 
 def _counted(texts: Sequence[str]) -> Rows:

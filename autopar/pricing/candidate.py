@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.pricing.block_times import StrategyTimes, strategy_times
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence
 from autopar.search import Solution
@@ -23,6 +24,7 @@ class Candidate:
     priced: PricedGraph
     solution: Solution
     exposed: float = 1.0
+    recomputation: Recomputation = NOTHING
 
     @property
     def mesh(self) -> Mesh:
@@ -44,8 +46,13 @@ class Candidate:
 
     @cached_property
     def times(self) -> StrategyTimes:
-        """The strategy's prices by block and by parameter."""
-        return strategy_times(self.priced, self.solution.assignment)
+        """The prices by block and by parameter; input gradients include recomputation."""
+        plain = strategy_times(self.priced, self.solution.assignment)
+        blocks = {
+            name: replace(times, input_grad_s=times.input_grad_s + self.recomputation.time_s(name))
+            for name, times in plain.blocks.items()
+        }
+        return replace(plain, blocks=blocks)
 
     def strategy(self) -> Strategy:
         return self.priced.strategy(self.solution.assignment)

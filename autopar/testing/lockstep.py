@@ -34,7 +34,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
-from autopar.runtime.machine.randomness import Seeds, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
 from autopar.runtime.step.reductions import Updater
@@ -141,12 +141,12 @@ class LockstepMachine:
         raise AssertionError("a graph without output")
 
     def _call_each(
-        self, node: fx.Node, env: Mapping[fx.Node, list[Any]], place: int | None
+        self, node: fx.Node, env: Mapping[fx.Node, list[Any]], draw: Draw | None
     ) -> list[Any]:
         results = []
         for rank in range(self.mesh.num_devices):
-            if place is not None:
-                seed = self.seeds.seed_of(place, split_axes(node), rank)
+            if draw is not None:
+                seed = self.seeds.seed_of(draw, split_axes(node), rank)
                 torch.default_generator.manual_seed(seed)
             results.append(self._call(node, env, rank))
         return results

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
+from autopar.ir.recomputation import BlockRecomputation, Recomputation
+from autopar.lowering.joint import Joint
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.program import Traces
 from autopar.lowering.stages import Stages, staged_blocks
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
@@ -112,9 +116,28 @@ class Case:
         return Strategy(analysis, random_assignment(analysis, mesh, seed))
 
     @functools.cache  # noqa: B019
-    def lowered(self, num_microbatches: int, mesh: Mesh, seed: int) -> RankProgram:
-        """Raises PlanError where the drawn parts cannot be cut into micro-batches."""
-        return lower_training(self.strategy(num_microbatches, mesh, seed), num_microbatches)
+    def lowered(
+        self, num_microbatches: int, mesh: Mesh, seed: int, kept_share: float | None = None
+    ) -> RankProgram:
+        """Raises PlanError where the drawn parts cannot be cut into micro-batches.
+
+        With a ``kept_share`` every block keeps about that part of the values that it can, drawn,
+        and recomputes the others that it needs.
+        """
+        strategy, traces = self.strategy(num_microbatches, mesh, seed), Traces()
+        program = lower_training(strategy, num_microbatches, traces=traces)
+        if kept_share is None:
+            return program
+        recomputation = Recomputation(
+            blocks={
+                block.name: drawn_block(traces.of_block[block.name], kept_share, seed)
+                for block in program.blocks
+                if block.role.has_stage
+            }
+        )
+        return lower_training(
+            strategy, num_microbatches, recomputation=recomputation, traces=traces
+        )
 
     @functools.cached_property
     def stage_starts(self) -> tuple[str, ...]:
@@ -141,6 +164,13 @@ class Case:
 
     def compare(self, got: Trained, num_microbatches: int = 1) -> None:
         assert_same(got, self.expected(num_microbatches), tolerance=self.tolerance)
+
+
+def drawn_block(joint: Joint, kept_share: float, seed: int) -> BlockRecomputation:
+    generator = random.Random(seed)
+    names = [v.name for v in joint.values if v.can_keep and v.operand is None]
+    kept = tuple(name for name in names if generator.random() < kept_share)
+    return BlockRecomputation(kept=kept, kept_bytes=0, default_bytes=0, time_s=0.0)
 
 
 def accumulated_steps(

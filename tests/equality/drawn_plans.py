@@ -1,5 +1,7 @@
 """Drawn plans: mesh, assignment, micro-batches, stages, schedule, recomputation, reductions.
 
+Recomputation is of stages, by the schedule, and of values that blocks do not keep.
+
 A draw is named by a text (model, number of the program, number of the schedule) that gives the same
 plan again.
 """
@@ -63,8 +65,8 @@ class Drawn:
 def drawn_programs(case: Case, number: int, num_schedules: int) -> Iterator[Drawn]:
     """One lowered program without a pipeline, then under drawn schedules."""
     generator = random.Random(f"{case.kind} {number}")
-    mesh, num, seed, program = _lowered(case, generator)
-    text = f"{case.kind} {number}: mesh {mesh.axis_sizes}, {num} micro-batches, seed {seed}"
+    text, mesh, num, program = _lowered(case, generator)
+    text = f"{case.kind} {number}: {text}"
     yield Drawn(text=text, program=program)
     found = tries = 0
     while found < num_schedules - 1 and tries < 20 * num_schedules:
@@ -86,7 +88,7 @@ def drawn_programs(case: Case, number: int, num_schedules: int) -> Iterator[Draw
         )
 
 
-def _lowered(case: Case, generator: random.Random) -> tuple[Mesh, int, int, RankProgram]:
+def _lowered(case: Case, generator: random.Random) -> tuple[str, Mesh, int, RankProgram]:
     while True:
         sizes = generator.choice(SIZES)
         counts = [n for n in (1, 2, 4, 8) if case.num_rows % n == 0]
@@ -95,8 +97,10 @@ def _lowered(case: Case, generator: random.Random) -> tuple[Mesh, int, int, Rank
             sizes = (1,)  # each shard of a micro-batch would have statistics of its own
         mesh = Mesh(("x", "y")[: len(sizes)], sizes)
         seed = generator.randrange(2**32)
+        share = random.Random(seed).choice((None, None, 0.0, 0.3, 0.8))
+        text = f"mesh {sizes}, {num} micro-batches, seed {seed}, kept {share}"
         try:
-            return mesh, num, seed, case.lowered(num, mesh, seed)
+            return text, mesh, num, case.lowered(num, mesh, seed, share)
         except PlanError as error:
             if not any(text in str(error) for text in REFUSALS):
                 raise

@@ -41,7 +41,7 @@ from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.types import RankProgram, TensorMeta, graphs_of
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
-from autopar.runtime.machine.randomness import Seeds, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -249,13 +249,13 @@ class ProcessMachine:
             return self.communicator.bind_in_place(str(label))
         return self.communicator.bind(node.target, str(label), *static)  # type: ignore[arg-type]
 
-    def _seeded(self, node: fx.Node, place: int) -> Callable[..., Any]:
+    def _seeded(self, node: fx.Node, draw: Draw) -> Callable[..., Any]:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         axes, seeds, rank = split_axes(node), self.seeds, self.communicator.rank
         generator = default_generator(self.device)
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            generator.manual_seed(seeds.seed_of(place, axes, rank))
+            generator.manual_seed(seeds.seed_of(draw, axes, rank))
             return target(*args, **kwargs)
 
         seeded.__name__ = f"seeded_{node.name}"

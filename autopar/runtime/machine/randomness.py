@@ -4,7 +4,8 @@ Every random operator is seeded by the run's seed, the step, the micro-batch, th
 graph, the operator's position there, and the rank's position along the axes that split the operator
 (``split_axes``, written on the node when it was traced). Ranks that hold the same shard draw the
 same numbers, others draw their own; a step can be repeated, and its numbers are the same in
-whatever order a schedule runs it.
+whatever order a schedule runs it. A value that is recomputed in the backward pass is drawn as it
+was in the forward pass.
 
 Models of an array draw from seeds of their own, those that each would have alone: its run's seed,
 its own count of steps, and the position of the operator in its own graph.
@@ -12,15 +13,16 @@ its own count of steps, and the position of the operator in its own graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.random_ops import DRAWN_AS, is_random
+from autopar.runtime.machine.protocols import Phase
 
-_PROBABILITIES = ("p", "dropout_p", "dropout")
 _MASK = (1 << 64) - 1
 
 
@@ -35,32 +37,30 @@ def mixed(*numbers: int) -> int:
     return state >> 1
 
 
-def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers; dropout with p = 0, or not in training, does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    schema = target._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= {**dict(zip((a.name for a in schema), args)), **kwargs}
-    dropped = [given[name] for name in _PROBABILITIES if name in given]
-    return given.get("train") is not False and (not dropped or any(p != 0 for p in dropped))
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph draws random numbers."""
-    return draws(node.target, node.args, node.kwargs)
-
-
 def split_axes(node: fx.Node) -> tuple[int, ...]:
     """The mesh axes that split the operator a node was traced from."""
     axes: tuple[int, ...] = tuple((node.meta.get("custom") or {}).get("split_axes", ()))
     return axes
 
 
-def random_nodes(module: fx.GraphModule) -> dict[fx.Node, int]:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The place of a random node in a graph; if it draws what the forward graph drew (``again``),
+    that of the node there."""
+
+    place: int
+    again: bool
+
+
+def random_nodes(module: fx.GraphModule) -> dict[fx.Node, Draw]:
     """The random nodes of a graph, numbered."""
-    nodes = (n for n in module.graph.nodes if n.op == "call_function" and is_random(n))
-    return {node: place for place, node in enumerate(nodes)}
+    found: dict[fx.Node, Draw] = {}
+    own = itertools.count()
+    for node in module.graph.nodes:
+        if is_random(node):
+            place = (node.meta.get("custom") or {}).get(DRAWN_AS)
+            found[node] = Draw(next(own), False) if place is None else Draw(place, True)
+    return found
 
 
 class Seeds:
@@ -89,6 +89,8 @@ class Seeds:
     def begin_call(self, microbatch: int, block: int, phase: int) -> None:
         self._call = (microbatch, block, phase)
 
-    def seed_of(self, place: int, axes: tuple[int, ...], rank: int) -> int:
+    def seed_of(self, draw: Draw, axes: tuple[int, ...], rank: int) -> int:
+        microbatch, block, phase = self._call
+        graph = Phase.FORWARD if draw.again else phase
         shard = self.mesh.index(rank, axes)
-        return mixed(self._step_seed, *self._call, place, shard)
+        return mixed(self._step_seed, microbatch, block, graph, draw.place, shard)

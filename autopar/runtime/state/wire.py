@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.base.errors import WorkerError
 from autopar.base.torch_private import custom_op_function
-from autopar.runtime.machine.randomness import is_random
+from autopar.ir.random_ops import is_random
 
 _Overload = type(torch.ops.aten.mm.default)
 

@@ -1,0 +1,466 @@
+"""What each block keeps for its backward pass, and what it recomputes.
+
+In: a strategy's program without recomputation, with its traced blocks and prices. Out: a
+`Recomputation`. For each distinct block the exact choices between most and fewest bytes are listed
+(`autopar.search.recompute.frontier`); over the blocks one is picked for each so that the step is
+fastest, within a budget of activations or within the memory of the device.
+
+A kept value takes its bytes, a recomputed one the time of its op in the plan's prices, divided over
+the calls that the op was traced into by their roofline. A value that passes from block to block is
+counted in the first one that reads it in its backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from autopar.base.errors import InputError
+from autopar.base.units import format_bytes
+from autopar.cost_models.hardware import DeviceSpec
+from autopar.cost_models.memory import allocator_of
+from autopar.ir.blocks import lies_in
+from autopar.ir.recomputation import BlockRecomputation, Recomputation
+from autopar.lowering.joint import Joint, op_place
+from autopar.lowering.program import Traces
+from autopar.lowering.types import BlockProgram, RankProgram
+from autopar.memory.kernel import KernelMemory, kernel_memory
+from autopar.memory.program import ProgramMemory
+from autopar.planning.recompute_request import Recompute, Request
+from autopar.planning.setting import MemoryLimit
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.tables import OpTable
+from autopar.schedules.action import Kind
+from autopar.search.recompute import Kept, Option, Value, choose, frontier, kept_of
+
+MAX_POINTS = 16
+"""How many choices of a block are compared."""
+MAX_TRIALS = 6
+"""How often the picks are corrected by the count of their program."""
+
+Counted = Callable[[Recomputation], tuple[ProgramMemory, ...]]
+"""The memory of the strategy's program with a recomputation, on each pipeline device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A choice of a block: the names of what F saves (None: all that it needs), the bytes kept with
+    operands, and the block's memory."""
+
+    names: tuple[str, ...] | None
+    choice: Kept
+    memory: KernelMemory
+
+    @property
+    def own_bytes(self) -> tuple[float, ...]:
+        """Its bytes at the moments of `_moments`."""
+        size, memory = self.choice.size_bytes, self.memory
+        return (
+            memory.workspace["F"],
+            size + memory.workspace.get("I", 0),
+            memory.late + memory.workspace.get("W", 0),
+            0.0,
+        )
+
+
+def _moments(name: str) -> tuple[str, ...]:
+    """The moments of a block at which memory is counted."""
+    return (f"F {name}", f"I {name}", f"W {name}", f"G {name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPoints:
+    """The points of a block, from the most bytes to the fewest; the first recomputes nothing."""
+
+    name: str
+    stage: int
+    joint: Joint
+    values: tuple[Value, ...]
+    points: tuple[Point, ...]
+
+    def of(self, names: Collection[str]) -> Point:
+        """The point that saves some values."""
+        named = {v.name: i for i, v in enumerate(self.joint.values)}
+        saved = self.joint.saved_names(names)
+        found = kept_of(self.values, _with_operands(self.joint, [named[n] for n in saved]))
+        return replace(self.points[0], names=saved, choice=found)
+
+
+def _with_operands(joint: Joint, kept: Sequence[int]) -> frozenset[int]:
+    return frozenset(kept).union(i for i, v in enumerate(joint.values) if v.operand is not None)
+
+
+class Recomputer:
+    """The points of every block of a strategy, and picks among them."""
+
+    def __init__(
+        self, candidate: Candidate, program: RankProgram, traces: Traces, device: DeviceSpec
+    ) -> None:
+        self.candidate = candidate
+        self.program = program
+        self.device = device
+        self.blocks = tuple(self._all_points(traces))
+
+    def _all_points(self, traces: Traces) -> list[BlockPoints]:
+        program, prices = self.program, _op_seconds(self.candidate)
+        starts = {b.name: b.start for b in self.candidate.priced.pricing.graph.blocks}
+        charged, free = _charges(program)
+        known: dict[Any, tuple[tuple[Value, ...], tuple[Point, ...]]] = {}
+        found = []
+        for position, block in enumerate(program.blocks):
+            kernel = program.kernels[block.kernel]
+            if not block.role.has_stage or not kernel.cotangents:
+                continue
+            joint = traces.of_block[block.name]
+            key = (joint, charged[position], free[position])
+            if key not in known:
+                seconds = _node_seconds(joint, starts[block.name], prices, self.device)
+                values = self._values(joint, charged[position], free[position], seconds)
+                known[key] = values, self._points(joint, values)
+            values, points = known[key]
+            found.append(
+                BlockPoints(
+                    name=block.name, stage=program.pipeline.stage_of_block[position], joint=joint,
+                    values=values, points=points,
+                )
+            )  # fmt: skip
+        return found
+
+    def _values(
+        self,
+        joint: Joint,
+        charged: frozenset[int],
+        free: frozenset[int],
+        seconds: Mapping[fx.Node, float],
+    ) -> tuple[Value, ...]:
+        """The numbers of a joint graph's values; those counted elsewhere take no bytes."""
+        rounded = allocator_of(self.device).rounded
+        outputs = {joint.outputs[i] for i in free}
+        return tuple(
+            Value(
+                size_bytes=0
+                if v.node in outputs or (v.operand is not None and v.operand not in charged)
+                else rounded(v.size_bytes),
+                time_s=0.0 if v.is_free else seconds.get(v.node, 0.0),
+                inputs=v.inputs,
+                is_needed=v.is_needed,
+                can_keep=v.can_keep,
+                can_repeat=v.can_repeat,
+            )
+            for v in joint.values
+        )
+
+    def _points(self, joint: Joint, values: tuple[Value, ...]) -> tuple[Point, ...]:
+        number = {v.name: i for i, v in enumerate(joint.values)}
+        saved = [number[name] for name in joint.saved_names()]
+        plain = kept_of(values, _with_operands(joint, saved))
+        points = [self._point(joint, None, plain)]
+        for choice in frontier(values, MAX_POINTS):
+            if choice.size_bytes < points[-1].choice.size_bytes:
+                kept = (joint.values[i] for i in sorted(choice.values))
+                points.append(
+                    self._point(joint, tuple(v.name for v in kept if v.operand is None), choice)
+                )
+        return tuple(points)
+
+    def _point(self, joint: Joint, names: tuple[str, ...] | None, choice: Kept) -> Point:
+        memory = kernel_memory(joint.kernel(names), self.device)
+        return Point(names=names, choice=choice, memory=memory)
+
+    def recomputation(self, points: Sequence[Point]) -> Recomputation:
+        """The recomputation with one point of each block."""
+        return Recomputation(
+            blocks={
+                block.name: BlockRecomputation(
+                    kept=point.names,
+                    kept_bytes=point.choice.size_bytes,
+                    default_bytes=block.points[0].choice.size_bytes,
+                    time_s=point.choice.time_s,
+                )
+                for block, point in zip(self.blocks, points)
+                if point.names is not None
+            }
+        )
+
+    # --- fixed requests -------------------------------------------------------------------------
+    def fixed(self, request: Recompute) -> Recomputation:
+        """What a fixed request recomputes; raises InputError if it is impossible."""
+        if request.request is Request.FULL:
+            return self.recomputation([block.points[-1] for block in self.blocks])
+        if request.request is Request.MODULES:
+            return self.recomputation(self._of_modules(request.modules))
+        default = sum(w * b.points[0].choice.size_bytes for w, b in self._weighted())
+        least = sum(w * b.points[-1].choice.size_bytes for w, b in self._weighted())
+        limit: float = request.size_bytes or 0
+        if request.fraction is not None:
+            limit = least + request.fraction * (default - least)
+        points = self._within(limit)
+        if points is None:
+            raise InputError(
+                f"recompute={request.size_bytes}: the activations kept for the backward pass take "
+                f"at least {least:,.0f} bytes ({format_bytes(least)}) on a device even if "
+                "everything else is recomputed; give more, or use more micro-batches or devices"
+            )
+        return self.recomputation(points)
+
+    def _of_modules(self, names: Sequence[str]) -> list[Point]:
+        graph = self.candidate.priced.pricing.graph
+        paths = [op.module_path for op in graph.ops]
+        for name in names:
+            if not any(lies_in(path, name) for path in paths):
+                raise InputError(
+                    f"recompute names {name!r}, which is no module that the model calls; names are "
+                    "those of model.named_modules()"
+                )
+        starts = {b.name: b.start for b in graph.blocks}
+        points = []
+        for block in self.blocks:
+            start = starts[block.name]
+
+            def listed(place: int, start: int = start) -> bool:
+                return any(lies_in(paths[start + place], name) for name in names)
+
+            kept = block.joint.of_ops(listed)
+            is_default = set(kept) == set(block.joint.saved_names())
+            points.append(block.points[0] if is_default else block.of(kept))
+        return points
+
+    # --- searched -------------------------------------------------------------------------------
+    def _weighted(self) -> list[tuple[int, BlockPoints]]:
+        """Each block with the most micro-batches for which a device keeps its values at once."""
+        flights = in_flight(self.program)
+        return [(flights[block.stage], block) for block in self.blocks]
+
+    def _within(self, limit_bytes: float) -> list[Point] | None:
+        """The fastest points that keep at most ``limit_bytes`` on each pipeline device."""
+        return self._per_device([(limit_bytes, None)] * self.program.pipeline.num_devices)
+
+    def within_memory(self, limit: MemoryLimit, counted: Counted) -> Recomputation | None:
+        """The fastest recomputation that fits the memory; None if none was found.
+
+        The picks are corrected by the count of their program until it fits.
+        """
+        points = [block.points[0] for block in self.blocks]
+        targets = [math.inf] * self.program.pipeline.num_devices
+        for _ in range(MAX_TRIALS):
+            recomputation = self.recomputation(points)
+            memories = counted(recomputation)
+            if all(limit.fits(memory) for memory in memories):
+                return recomputation
+            rooms = []
+            for device, memory in enumerate(memories):
+                needed, available = limit.tightest(memory)
+                allowed = memory.peak_bytes * available / needed
+                if needed > available:
+                    targets[device] = min(targets[device] * (1 - 2e-3), allowed)
+                rooms.append((targets[device], (points, memory)))
+            found = self._per_device(rooms)
+            if found is None or found == points:
+                return None
+            points = found
+        return None
+
+    def _per_device(
+        self, rooms: Sequence[tuple[float, tuple[list[Point], ProgramMemory] | None]]
+    ) -> list[Point] | None:
+        """The fastest points within the bytes of each pipeline device.
+
+        With a counted program and its points, these are the bytes of all tensors, else those of
+        what is kept. A stage with replicas keeps the fewest bytes that one of its devices asks for.
+        """
+        shape = self.program.pipeline.shape
+        chosen = [0] * len(self.blocks)
+        for device, (limit, counted) in enumerate(rooms):
+            mine = [
+                i for i, b in enumerate(self.blocks)
+                if any(row[b.stage] == device for row in shape.placement)
+            ]  # fmt: skip
+            if not mine or limit == math.inf:
+                continue
+            play = self._in_order if shape.num_devices == 1 else self._at_once
+            picks = play(mine, limit, counted)
+            if picks is None:
+                return None
+            for i, pick in zip(mine, picks):
+                chosen[i] = max(chosen[i], pick)
+        return [block.points[pick] for block, pick in zip(self.blocks, chosen)]
+
+    def _in_order(
+        self, mine: Sequence[int], limit: float, counted: tuple[list[Point], ProgramMemory] | None
+    ) -> tuple[int, ...] | None:
+        """Without a pipeline: while a block runs, the blocks before it have kept their values."""
+        options: list[list[Option]] = []
+        others: list[tuple[float, ...]] = []
+        held = 0.0
+        for i in mine:
+            block = self.blocks[i]
+            if counted is None:
+                own: list[tuple[float, ...]] = [(p.choice.size_bytes,) for p in block.points]
+                others.append((0.0,))
+            else:
+                own = [point.own_bytes for point in block.points]
+                now, memory = counted[0][i], counted[1]
+                others.append(
+                    tuple(
+                        memory.at.get(moment, -math.inf) - held - mine_now
+                        for moment, mine_now in zip(_moments(block.name), now.own_bytes)
+                    )
+                )
+                held += now.choice.size_bytes
+            options.append(
+                [
+                    Option(kept_bytes=p.choice.size_bytes, own_bytes=o, time_s=p.choice.time_s)
+                    for p, o in zip(block.points, own)
+                ]
+            )
+        return choose(options, others, limit)
+
+    def _at_once(
+        self, mine: Sequence[int], limit: float, counted: tuple[list[Point], ProgramMemory] | None
+    ) -> tuple[int, ...] | None:
+        """In a pipeline: all blocks of a device keep the values of all micro-batches in flight."""
+        flights, others, working = in_flight(self.program), 0.0, 0.0
+        if counted is not None:
+            points, memory = counted
+            now = [(flights[self.blocks[i].stage], points[i]) for i in mine]
+            working = max(_working(point) for _, point in now)
+            others = memory.peak_bytes - working - sum(n * p.choice.size_bytes for n, p in now)
+        options = [
+            [
+                Option(
+                    kept_bytes=flights[self.blocks[i].stage] * point.choice.size_bytes,
+                    own_bytes=(),
+                    time_s=point.choice.time_s,
+                )
+                for point in self.blocks[i].points
+            ]
+            for i in mine
+        ]
+        tops = sorted({_working(p) for i in mine for p in self.blocks[i].points}, reverse=True)
+        best: tuple[float, tuple[int, ...]] | None = None
+        for top in tops if counted is not None else [0.0]:
+            allowed = [
+                [
+                    o
+                    for o, p in zip(row, self.blocks[i].points)
+                    if counted is None or _working(p) <= top
+                ]
+                for row, i in zip(options, mine)
+            ]
+            if not all(allowed):
+                break
+            end = Option(kept_bytes=0.0, own_bytes=(top,), time_s=0.0)
+            picks = choose([*allowed, [end]], [*((),) * len(allowed), (others,)], limit)
+            if picks is not None:
+                time_s = sum(row[pick].time_s for row, pick in zip(allowed, picks))
+                if best is None or time_s < best[0]:
+                    original = [row.index(a[p]) for row, a, p in zip(options, allowed, picks)]
+                    best = time_s, tuple(original)
+        return None if best is None else best[1]
+
+
+def _working(point: Point) -> float:
+    """The most bytes of a block's backward graphs besides what it keeps."""
+    return max(own - point.choice.size_bytes for own in point.own_bytes[1:3])
+
+
+def in_flight(program: RankProgram) -> dict[int, int]:
+    """By stage, the most micro-batches for which one device keeps values at once."""
+    most: dict[int, int] = defaultdict(int)
+    for row in program.pipeline.schedule.devices:
+        held: dict[int, int] = defaultdict(int)
+        for item in row:
+            action = item.action
+            if action.kind is Kind.F:
+                held[action.stage] += action.span
+                most[action.stage] = max(most[action.stage], held[action.stage])
+            elif action.kind in (Kind.B, Kind.I):
+                held[action.stage] -= action.span
+    return most
+
+
+def _charges(program: RankProgram) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+    """By block: the operands that it pays for, and the outputs that later blocks keep anyway.
+
+    An activation is paid for by the first block that reads it in its backward pass.
+    """
+    made = {v for b in program.blocks if b.role.has_stage for v in b.interface.outputs}
+    paid: set[int] = set()
+    charged: list[frozenset[int]] = []
+    for block in program.blocks:
+        read = [v for v in _read_late(program, block) if v in made and v not in paid]
+        paid.update(read)
+        charged.append(frozenset(block.interface.inputs.index(v) for v in read))
+    free = [
+        frozenset(i for i, v in enumerate(block.interface.outputs) if v in paid)
+        for block in program.blocks
+    ]
+    return charged, free
+
+
+def _read_late(program: RankProgram, block: BlockProgram) -> list[int]:
+    """The inputs that a block's backward pass reads; parameters are held in any case."""
+    kernel = program.kernels[block.kernel]
+    sources = {*kernel.input_sources, *kernel.weight_sources}
+    inputs = block.interface.inputs
+    return [v for i, v in enumerate(inputs) if ("operand", i) in sources]
+
+
+# --- prices -------------------------------------------------------------------------------------
+def _op_seconds(candidate: Candidate) -> dict[int, float]:
+    """Seconds of each op's forward pass for one micro-batch, by index."""
+    priced, num = candidate.priced, candidate.num_microbatches
+    return {
+        node.index: table.estimates[pick].forward_s / num
+        for node, table, pick in zip(priced.nodes, priced.tables, candidate.solution.assignment)
+        if isinstance(table, OpTable)
+    }
+
+
+def _node_seconds(
+    joint: Joint, start: int, prices: Mapping[int, float], device: DeviceSpec
+) -> dict[fx.Node, float]:
+    """Seconds of each call of the forward pass; ``start`` is the index of the block's first op."""
+    seconds = {
+        v.node: roofline_s(v.node, device)
+        for v in joint.values
+        if v.operand is None and not v.is_free
+    }
+    of_op: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in joint.forward_nodes:
+        place = op_place(node)
+        if place is not None and node.op == "call_function":
+            of_op[place].append(node)
+            seconds.setdefault(node, roofline_s(node, device))
+    for place, nodes in of_op.items():
+        total = sum(seconds[node] for node in nodes)
+        whole = prices.get(start + place)
+        if whole is not None and total > 0:
+            seconds |= {node: seconds[node] * whole / total for node in nodes}
+    return seconds
+
+
+def roofline_s(node: fx.Node, device: DeviceSpec) -> float:
+    """The larger of arithmetic and memory time of one traced call; 0 for views."""
+    if getattr(node.target, "is_view", False) or not hasattr(node.target, "_schema"):
+        return 0.0
+    result = node.meta.get("val")
+    made = [result] if isinstance(result, Tensor) else [*(result or ())]
+    read = [n.meta.get("val") for n in node.all_input_nodes]
+    moved = sum(x.numel() * x.element_size() for x in (*made, *read) if isinstance(x, Tensor))
+    memory_s = moved / device.memory_bandwidth_bytes_per_s
+    count: Any = flop_registry.get(node.target._overloadpacket)  # type: ignore[union-attr]
+    tensors = [x for x in made if isinstance(x, Tensor)]
+    if count is None or not tensors:
+        return memory_s
+    args: Any = map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
+    flops = count(*args, **kwargs, out_val=result)
+    return max(memory_s, flops / device.matrix_flops_per_s(tensors[0].dtype))
