@@ -64,13 +64,19 @@ def lifetimes_of(
 ) -> StepLifetimes:
     """The lifetimes of one training step on a pipeline rank.
 
-    Raises MovementError for schedules whose updates use the gradients of the step before.
+    Raises MovementError for updates within the backward pass, and for schedules whose updates use
+    the gradients of the step before.
     """
     route = list(routes_of(program))[pipeline_rank]
     if route.late_updates:
         raise MovementError(
             f"schedule {program.pipeline.schedule.name!r} updates weights with the gradients of "
             "the step before, which no movement plan covers; choose another schedule"
+        )
+    if program.early is not None:
+        raise MovementError(
+            "the program updates parameters within the backward pass, by rows of their gradients, "
+            "which no movement plan covers; lower it with update='at_end'"
         )
     return _Walk(program, route, device, optimizer).run()
 

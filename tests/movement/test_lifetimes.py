@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from autopar import schedules
 from autopar.base.errors import MovementError
 from autopar.cost_models import Cluster
 from autopar.cost_models.update import FUSED_ADAMW
 from autopar.frontend.capture import capture
+from autopar.lowering.early import with_early_update
+from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
 from autopar.movement.program import lifetimes_of, single_op_blocks
+from autopar.movement.residency import least_capacity, least_traffic
+from autopar.movement.simulate import HostLink, simulate
+from autopar.movement.verify import verify
 from autopar.sharding.strategy import Analysis, unsplit
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
@@ -82,6 +90,43 @@ def test_a_perceptron_has_the_lifetimes_of_backpropagation():
         assert kinds[state.name] == writes[state.name] == ["update"]
     gradients = [t for t in step.tensors if t.category == "gradients"]
     assert [kinds[t.name] for t in gradients] == [["W", "update"]] * 6
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_planned_movement_keeps_programs_within_caps_at_any_speed(name: str):
+    """From the least capacity to the peak, below which tensors move and above which none does."""
+    analysis = analysis_of(name)
+    step = lifetimes(lower(unsplit(analysis), blocks=single_op_blocks(analysis)))
+    least, peak = least_capacity(step), step.peak_bytes
+    draw = random.Random(name)
+    moved = []
+    for quarter in range(5):
+        capacity = least + (peak - least) * quarter // 4
+        found = least_traffic(step, capacity, relative_gap=0.01)
+        assert found.moved_bytes <= 1.01 * found.bound_bytes
+        moved.append(found.moved_bytes)
+        plan = found.plan(step)
+        verify(plan, step, capacity)
+        for _ in range(5):
+            times = [draw.uniform(0, 2) for _ in step.ops]
+            link = HostLink(bandwidth_bytes_per_s=10 ** draw.uniform(2, 7))
+            timeline = simulate(plan, step, times, link)
+            assert timeline.peak_bytes <= capacity
+            assert timeline.busy_s("compute") == pytest.approx(sum(times))
+    assert sorted(moved, reverse=True) == moved
+    assert moved[0] > moved[-1] == 0
+    with pytest.raises(MovementError, match=f"at least {least} bytes"):
+        least_traffic(step, least - 1)
+
+
+def test_updates_that_no_plan_covers_are_refused():
+    program = lower(unsplit(analysis_of("mlp")))
+    with pytest.raises(MovementError, match="update='at_end'"):
+        lifetimes(with_early_update(program))
+    schedule = schedules.build("conventional", num_stages=1, num_microbatches=1, reduces=True)
+    late = with_pipeline(program, {block.name: 0 for block in program.blocks}, schedule)
+    with pytest.raises(MovementError, match="the step before"):
+        lifetimes(late)
 
 
 def test_lifetimes_that_make_no_sense_are_refused():
