@@ -70,6 +70,7 @@ def plan(
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
     recompute: RecomputeOption | None = None,
+    reshard_after_forward: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -111,6 +112,10 @@ def plan(
       little as possible (blocks' inputs, and results of collectives); a list of module names
       recomputes what these modules compute; a number of bytes, text such as ``"8GiB"`` or a
       fraction such as 0.5 limits what is kept on a device; see `autopar.planning.recomputation`.
+    * ``reshard_after_forward``: as in PyTorch's ``fully_shard``. With True every parameter that is
+      gathered for its blocks is released after each forward pass and gathered again for the
+      backward pass (ZeRO-3), in every micro-batch; with False it is gathered once per step and kept
+      until its last use (ZeRO-2). By default as many are kept as fit the memory.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -138,8 +143,9 @@ def plan(
     options = PlanOptions(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
-        batch_norm=batch_norm, precision=check_precision(precision), optimizer=optimizer,
-        update=check_update(update), compute=compute,
+        reshard_after_forward=reshard_after_forward, batch_norm=batch_norm,
+        precision=check_precision(precision), optimizer=optimizer, update=check_update(update),
+        compute=compute,
     )  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise InputError(
@@ -186,6 +192,7 @@ def compile(  # type: ignore[misc]
     schedule: str | Schedule | None = None,
     cuts: Sequence[str] | None = None,
     recompute: RecomputeOption | None = None,
+    reshard_after_forward: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -250,6 +257,7 @@ def compile(  # type: ignore[misc]
     options = functools.partial(
         _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
+        reshard_after_forward=reshard_after_forward,
         batch_norm=batch_norm, precision=check_precision(precision),
         update=check_update(update),
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,

@@ -13,7 +13,7 @@ from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
 from autopar.ir.update import Update
 from autopar.passes.batch_norm import check_batch_norm
-from autopar.planning.constraints import Constraint
+from autopar.planning.constraints import Constraint, Forbid, Force
 from autopar.planning.meshes import MeshSizes, check_mesh
 from autopar.planning.recompute_request import Recompute, RecomputeOption
 from autopar.planning.space import Space, space_of
@@ -38,6 +38,7 @@ class PlanOptions:
     schedule: str | Schedule | None = None
     cuts: Sequence[str] | None = None
     recompute: RecomputeOption | None = None
+    reshard_after_forward: bool | None = None
     batch_norm: str = "global"
     precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
@@ -50,18 +51,34 @@ class PlanOptions:
         check_makes_optimizer(self.optimizer)
         check_mesh(self.mesh)
         Recompute.of(self.recompute)
+        if not isinstance(self.reshard_after_forward, bool | None):
+            raise InputError(
+                f"reshard_after_forward is {self.reshard_after_forward!r}; it must be True, False "
+                "or None"
+            )
+        if self.reshard_after_forward and self._stores_whole():
+            raise InputError(
+                "reshard_after_forward=True, but constraints forbid sharded parameters, so none is "
+                "gathered and released; remove one of them"
+            )
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
             raise InputError(
                 f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
                 "least 1, or None"
             )
 
+    def _stores_whole(self) -> bool:
+        """Whether the constraints store parameters as blocks use them, on all axes."""
+        whole = (Force("data_parallel"), Forbid("zero3"))
+        given = self.constraints
+        return any(each in whole for each in (given if isinstance(given, Sequence) else [given]))
+
     def with_mesh(self, mesh: MeshSizes | None) -> PlanOptions:
         return replace(self, mesh=mesh)
 
     def space(self, num_devices: int) -> Space:
         """The search space of a plan for ``num_devices``; raises InputError."""
-        return space_of(
+        space = space_of(
             num_devices,
             mesh=self.mesh,
             num_microbatches=self.num_microbatches,
@@ -70,6 +87,7 @@ class PlanOptions:
             cuts=self.cuts,
             recompute=Recompute.of(self.recompute),
         )
+        return replace(space, reshard_after_forward=self.reshard_after_forward)
 
     def searched(self) -> list[str]:
         """The keywords given that a plan decides, as ``name=value``."""
@@ -81,6 +99,7 @@ class PlanOptions:
             "schedule": self.schedule,
             "cuts": self.cuts,
             "recompute": self.recompute,
+            "reshard_after_forward": self.reshard_after_forward,
             "update": self.update,
         }
         return [f"{name}={value!r}" for name, value in decided.items() if value is not None]

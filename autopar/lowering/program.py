@@ -303,6 +303,8 @@ class _Lowering:
         stored = self.strategy.supply(value)
         users = [i for i, b in enumerate(blocks) if value.index in b.interface.parameters]
         used = self.strategy.interface(value) if users else stored
+        kernel = self._fetch_kernel(value, stored, used)
+        is_released = kernel is not None and value.index in self.strategy.assignment.released
         return ParameterProgram(
             value=value.index,
             name=value.target or value.name,
@@ -313,7 +315,8 @@ class _Lowering:
             stored=self._on_devices(stored),
             used=self._on_devices(used),
             trainable=value.differentiable,
-            kernel=self._fetch_kernel(value, stored, used),
+            kernel=kernel,
+            released=is_released and self.training,
         )
 
     def _buffers(self) -> tuple[BufferProgram, ...]:

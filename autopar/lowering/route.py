@@ -16,11 +16,13 @@ from autopar.lowering.types import (
     Kernel,
     ParameterProgram,
     RankProgram,
+    read_back,
 )
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from autopar.schedules.schedule import PipelineShape, Schedule
 
 _WEIGHT_KINDS = (Kind.W, Kind.B)
+_FORWARD_KINDS, _BACKWARD_KINDS = (Kind.F, Kind.R), (Kind.I, Kind.B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,9 @@ class Route:
     * ``blocks``: per stage the positions of its blocks;
     * ``dropped``, ``released``: per block the values, and the parameters, that no later block of
       its stage and no later stage reads;
+    * ``read_back``: per block the parameters that its backward pass reads; ``released_back``: those
+      that no earlier block of its stage does;
+    * ``readings``: how often blocks read each parameter in a step, forward and backward;
     * ``crossing``: per stage the values that it sends to the next; ``finished``: those that leave
       the program from it;
     * ``updated``: per stage the buffers whose next value it computes; ``copied``: those whose next
@@ -53,6 +58,9 @@ class Route:
     blocks: dict[int, tuple[int, ...]]
     dropped: dict[int, tuple[int, ...]]
     released: dict[int, tuple[int, ...]]
+    read_back: dict[int, tuple[int, ...]]
+    released_back: dict[int, tuple[int, ...]]
+    readings: Counter[int]
     crossing: dict[int, frozenset[int]]
     finished: dict[int, tuple[int, ...]]
     updated: dict[int, tuple[BufferProgram, ...]]
@@ -97,6 +105,14 @@ class _Routes:
         for stage, positions in self.blocks.items():
             kept = ends.crossing[stage].union(ends.finished[stage])
             _note_last_uses(program, positions, kept, self.dropped, self.released)
+        self.read_back = {i: read_back(program, block) for i, block in enumerate(program.blocks)}
+        self.released_back: dict[int, tuple[int, ...]] = {}
+        for positions in self.blocks.values():
+            seen: set[int] = set()
+            for position in positions:
+                values = self.read_back[position]
+                self.released_back[position] = tuple(v for v in values if v not in seen)
+                seen.update(values)
         self.counts = [_contributions(program, order, self.blocks) for order in self.orders]
         self.parameters = _trained(program, self.blocks)
         self.replicated, self.summed = _summed(program, self.parameters, self.counts)
@@ -114,6 +130,9 @@ class _Routes:
             blocks=self.blocks,
             dropped=self.dropped,
             released=self.released,
+            read_back=self.read_back,
+            released_back=self.released_back,
+            readings=self._readings(self.orders[device]),
             crossing=ends.crossing,
             finished=ends.finished,
             updated=ends.updated,
@@ -129,6 +148,16 @@ class _Routes:
             incoming={peer: tuple(found) for peer, found in incoming.items()},
             arrived=_arrived(self.orders, device, self.shape),
         )
+
+    def _readings(self, order: Sequence[Action]) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for action in order:
+            for position in self.blocks.get(action.stage, ()):
+                if action.kind in _FORWARD_KINDS:
+                    counts.update(set(self.program.blocks[position].interface.parameters))
+                elif action.kind in _BACKWARD_KINDS:
+                    counts.update(self.read_back[position])
+        return counts
 
 
 def peer_of(action: Action, shape: PipelineShape) -> int:

@@ -107,8 +107,9 @@ class ParameterProgram:
     """One parameter: its placements in storage and in blocks, and the kernel between the two.
 
     It is stored in ``dtype``, blocks read it in ``used_dtype``, and their gradients are summed in
-    ``reduced_dtype``. ``devices``: the devices of the pipeline that hold it, each a copy of its
-    own.
+    ``reduced_dtype``. What the kernel makes is kept until the step's last use, or with
+    ``released`` made again for each pass. ``devices``: the devices of the pipeline that hold it,
+    each a copy of its own.
     """
 
     value: int
@@ -121,6 +122,7 @@ class ParameterProgram:
     used: Placements
     trainable: bool
     kernel: int | None
+    released: bool = False
     devices: tuple[int, ...] = (0,)
 
 
@@ -341,7 +343,11 @@ def collectives_of(program: RankProgram) -> Iterator[CollectiveCall]:
             yield from of(program.kernels[parameter.kernel].forward, "F", parameter.name)
     for block in program.blocks:
         yield from of(program.kernels[block.kernel].forward, "F", block.name)
+    again = {p.value: p for p in program.parameters if p.released}
     for block in reversed(program.blocks):
+        for p in [again.pop(v) for v in read_back(program, block) if v in again]:
+            if p.kernel is not None:
+                yield from of(program.kernels[p.kernel].forward, "I", p.name)
         for phase, module in graphs_of(program.kernels[block.kernel]):
             if phase != "F":
                 yield from of(module, phase, block.name)
@@ -352,11 +358,23 @@ def collectives_of(program: RankProgram) -> Iterator[CollectiveCall]:
                 yield from of(backward, "G", parameter.name)
 
 
+def read_back(program: RankProgram, block: BlockProgram) -> tuple[int, ...]:
+    """The parameters that a block's backward pass reads."""
+    kernel, interface = program.kernels[block.kernel], block.interface
+    if not kernel.cotangents:
+        return ()
+    sources = {*kernel.input_sources, *kernel.weight_sources}
+    first = len(interface.inputs)
+    read = sorted(i - first for kind, i in sources if kind == "operand" and i >= first)
+    return tuple(dict.fromkeys(interface.parameters[i] for i in read))
+
+
 def format_program(program: RankProgram) -> str:
     """The program as text: parameters, blocks, then the distinct kernels' graphs."""
     lines = [f"program on mesh {program.mesh} ({program.device_type})", "", "parameters"]
     for p in program.parameters:
         via = "" if p.kernel is None else f"  by kernel {p.kernel}"
+        via += ", released after forward" * p.released
         lines.append(
             f"  {p.name} {list(p.shape)}: stored {format_placements(p.stored)}, "
             f"used {format_placements(p.used)}{via}"

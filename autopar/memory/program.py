@@ -109,6 +109,7 @@ class _Play:
         self.gradients = ValueGradients(self.tally, self.allocator)
         self.late: dict[tuple[int, int], list[Buffer]] = {}
         self.remaining = self.route.contributions.copy()
+        self.readings = self.route.readings.copy()
         self.joined: dict[int, int] = {}
         self.updated: set[int] = set()
         self.parameter_of = {p.value: p for p in program.parameters}
@@ -180,11 +181,7 @@ class _Play:
                 self._forward(stage, microbatch, keep=True)
                 self._leave_recomputed(stage, microbatch)
             elif action.kind in (Kind.I, Kind.B, Kind.W):
-                for position in reversed(self.route.blocks[stage]):
-                    if action.kind is not Kind.W:
-                        self._input(position, microbatch)
-                    if action.kind is not Kind.I:
-                        self._weight(position, microbatch)
+                self._backward(stage, microbatch, action.kind)
                 for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
                     self.gradients.release((microbatch, value))  # sent to the stage before
         for values in self._last_updates():
@@ -250,17 +247,21 @@ class _Play:
 
     def _forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
         positions = self.route.blocks[stage]
+        read = {p: self.program.blocks[p].interface.parameters for p in positions}
         for position, following in itertools.zip_longest(positions, positions[1:]):
-            self._fetch(position)
-            if following is not None:
-                self._fetch(following)  # overlapped with the computation of this block
-            if position in self.joined:
-                name = self.program.blocks[position].name
-                self.tally.check(f"F {name}", self.joined.pop(position))
+            self._fetch(position, following, read, "F")
             self._run(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)
-            for value in self.route.released[position]:
+            self._release_read(read[position], self.route.released[position])
+
+    def _release_read(self, read: Sequence[int], for_now: Collection[int]) -> None:
+        """Release the parameters that a block has read for the last time, in the step or, if they
+        are released after each pass, in its pass (``for_now``)."""
+        for value in dict.fromkeys(read):
+            self.readings[value] -= 1
+            is_released = self.parameter_of[value].released and value in for_now
+            if is_released or not self.readings[value]:
                 self._release((PARAMETER, value), "env", Category.COMMUNICATION)
 
     def _run(self, position: int, microbatch: int, keep: bool) -> None:
@@ -274,7 +275,8 @@ class _Play:
             self.live[Category.ACTIVATIONS] += memory.saved
             sources = {*kernel.input_sources, *kernel.weight_sources}
             for key, category in self._operands(position, microbatch, sources):
-                self._hold(key, (microbatch, position), 0, category)
+                if key[0] != PARAMETER:
+                    self._hold(key, (microbatch, position), 0, category)
             for index in memory.saved_outputs:
                 key = (microbatch, block.interface.outputs[index])
                 self._hold(key, (microbatch, position), 0, Category.ACTIVATIONS)
@@ -296,13 +298,24 @@ class _Play:
             if key in self.sizes:
                 yield key, category
 
-    def _fetch(self, position: int) -> None:
-        """Gather a block's parameters; one that is only a view takes no memory of its own.
+    def _fetch(
+        self, position: int, following: int | None, read: Mapping[int, Sequence[int]], phase: str
+    ) -> None:
+        """Gather a block's parameters, and those of the next one, which overlaps with this one."""
+        self._gather(position, read[position], phase)
+        if following is not None:
+            self._gather(following, read[following], phase)
+        if position in self.joined:
+            name = self.program.blocks[position].name
+            self.tally.check(f"{phase} {name}", self.joined.pop(position))
+
+    def _gather(self, position: int, values: Sequence[int], phase: str) -> None:
+        """Gather parameters; one that is only a view takes no memory of its own.
 
         Small ones travel joined, and are copied out when the block begins.
         """
         joined, cast_bytes = [], 0
-        for value in self.program.blocks[position].interface.parameters:
+        for value in values:
             key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
             if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
                 continue
@@ -314,11 +327,20 @@ class _Play:
             if not travels_alone(size.sent, is_sum=False):
                 joined.append(size.used)
         if cast_bytes:  # of what is sent
-            self.tally.check(f"F {self.program.blocks[position].name}", cast_bytes)
+            self.tally.check(f"{phase} {self.program.blocks[position].name}", cast_bytes)
         if len(joined) > 1:
             self.joined[position] = sum(joined)
 
     # --- backward --------------------------------------------------------------------------
+    def _backward(self, stage: int, microbatch: int, kind: Kind) -> None:
+        positions, read = self.route.blocks[stage][::-1], self.route.read_back
+        for position, following in itertools.zip_longest(positions, positions[1:]):
+            if kind is not Kind.W:
+                self._fetch(position, following, read, "I")
+                self._input(position, microbatch)
+            if kind is not Kind.I:
+                self._weight(position, microbatch)
+
     def _input(self, position: int, microbatch: int) -> None:
         """Play I; the values that W reads are kept."""
         if self.early is not None:
@@ -340,6 +362,10 @@ class _Play:
             key = (microbatch, block.interface.inputs[operand])
             self.gradients.accumulate(key, gradient, buffer, f"I {block.name}")
         has_w = kernel.backward_weight is not None
+        for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
+            if has_w and key[0] == PARAMETER:
+                self._hold(key, (microbatch, position), 0, category)
+        self._release_read(self.route.read_back[position], self.route.released_back[position])
         kept = set(self._operands(position, microbatch, kernel.weight_sources)) if has_w else set()
         for key, category in [*self._operands(position, microbatch, kernel.input_sources)]:
             if (key, category) not in kept:

@@ -8,47 +8,36 @@ optimizes the rest, so each baseline is at its best. Data parallelism and its Ze
 outer axes, tensor parallelism the last, which uses the fastest links:
 
 =======================  =========================================================================
-data parallel            forced and searched
-ZeRO-1, ZeRO-2           by formula, from data parallelism: every gradient is reduce-scattered
-                         instead of all-reduced, a device updates its shard of every parameter,
-                         and the parameters are all-gathered. Equal in time; ZeRO-2 keeps a shard
-                         of the gradients, ZeRO-1 all of them
-ZeRO-3                   forced and searched: gathered for the forward pass and kept until the
-                         backward pass is done
-ZeRO-3, gathered twice   by formula, from ZeRO-3: released after the forward pass and gathered
-                         again for the backward pass
-data x ZeRO-3            hybrid: parameters sharded over a subgroup of the data-parallel devices.
-                         Forced and searched; with tensor parallelism (three axes) by formula if
-                         the mesh has two
-one weird trick          forced and searched
+data parallel            parameters, gradients and optimizer state whole on every device
+ZeRO-1, ZeRO-2           parameters gathered once per step, kept until their last use, updated by
+                         shards. A gradient is reduce-scattered as soon as it is complete, so the
+                         two differ only over micro-batches: ZeRO-2 would reduce it in each, which
+                         the runtime does not do, while ZeRO-1 accumulates whole gradients
+ZeRO-3                   parameters released after the forward pass, and gathered again for the
+                         backward pass
+data x ZeRO-3            hybrid (HSDP): ZeRO-3 over the inner axes, data parallelism over the
+                         outermost one; with tensor parallelism on a mesh of three axes
+one weird trick          see `autopar.planning.known`
 FlexFlow's Markov chain  FlexFlow's search on the plan's own mesh and prices, starting from data
                          parallelism, with as many proposals as planning has time for
 =======================  =========================================================================
 
-The runtime cannot run those priced by formula (it updates a parameter as it is stored, and gathers
-it once per step), or only on a mesh that the planner does not try by default. None of the baselines
-is a pipeline.
+All of them are plans that the runtime can run. None of the baselines is a pipeline.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from autopar.base.errors import ConstraintError
-from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, State, local_shape
 from autopar.planning.constraints import narrowed
 from autopar.planning.known import Forces, Masks, Parallelism
 from autopar.plans.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
     DATA,
-    GATHERED_TWICE,
     HYBRID,
     MARKOV_CHAIN,
     MEGATRON,
@@ -61,10 +50,9 @@ from autopar.plans.strategy_names import (
     name_of,
 )
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.moves import Array, slowest_groups
-from autopar.pricing.problem import NodeKind, PricedGraph
-from autopar.pricing.step_time import Change, time_parts
-from autopar.pricing.tables import OpTable
+from autopar.pricing.moves import Array
+from autopar.pricing.problem import PricedGraph
+from autopar.pricing.step_time import time_parts
 from autopar.search import Solution, solve, solve_each
 
 TENSOR_FORMS: Mapping[str, Parallelism] = {
@@ -78,6 +66,10 @@ LIMIT_S = 10.0
 """Time limit of the search for one strategy on one mesh, which has little left to choose."""
 
 
+_ACCUMULATES = (
+    "gradients accumulate whole over the micro-batches, and are reduced once per step as in ZeRO-1"
+)
+
 Key = tuple[str, str]
 """Names of what a strategy does along the data-parallel axes and along the tensor-parallel axis."""
 
@@ -86,14 +78,14 @@ Key = tuple[str, str]
 class Baseline:
     """A known strategy on a mesh: its step time and its memory per device (estimated node by node).
 
-    ``candidate`` is the strategy itself, None if the runtime cannot run it on this mesh.
+    ``candidate`` is the strategy itself.
     """
 
     mesh: Mesh
     time_s: float
     memory_bytes: float
+    candidate: Candidate
     note: str = ""
-    candidate: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +96,9 @@ class Baselines:
     missing: Mapping[str, str]
 
     def executable(self) -> list[Candidate]:
-        """The strategies that the runtime can run, fastest first."""
+        """The strategies, fastest first."""
         found = sorted(self.found.values(), key=lambda baseline: baseline.time_s)
-        return [each.candidate for each in found if each.candidate is not None]
+        return [each.candidate for each in found]
 
 
 KEYS: tuple[Key, ...] = (
@@ -155,24 +147,25 @@ class _Table:
             self.found[key] = baseline
 
     def refuse(self, key: Key, reason: str) -> None:
-        """Record a reason, also for the strategies derived from this one by formula."""
+        """Record a reason, also for the strategies that share this one's sharding."""
         data, tensor = key
         for follower in (data, *_FOLLOWERS.get(data, ())):
             self.reasons.setdefault((follower, tensor), reason)
 
     def why(self, key: Key) -> str:
-        num_axes = 3 if key[0] == HYBRID and key[1] else 2
-        return self.reasons.get(
-            key, f"it needs a mesh of {num_axes} axes, which the devices do not form"
-        )
+        needed = "it needs a mesh of 2 axes, which the devices do not form"
+        if key[0] == HYBRID and key[1]:
+            mesh = dict.fromkeys(("replicate", "shard", "tensor"))
+            needed = f"it needs a mesh of 3 axes: plan with mesh={mesh}"
+        return self.reasons.get(key, needed)
 
 
-# Strategies derived by formula from a forced one, and so missing with it.
-_FOLLOWERS = {DATA: (ZERO1, ZERO2, HYBRID), ZERO3: (GATHERED_TWICE,)}
+# Strategies with the sharding of a forced one, and so missing with it.
+_FOLLOWERS = {ZERO3: (ZERO1, ZERO2)}
 
 
 def _price_on(graph: PricedGraph, table: _Table, *, pure: bool) -> None:
-    """Price every strategy on one mesh: forced ones by search, the others by formula."""
+    """Price every strategy on one mesh."""
     combinations = _Combinations(graph)
     variants: list[tuple[Key, tuple[Array, ...]]] = []
     for key, kinds in _forced_strategies(graph.pricing.mesh.num_axes, pure=pure):
@@ -187,9 +180,10 @@ def _price_on(graph: PricedGraph, table: _Table, *, pure: bool) -> None:
             table.refuse(key, f"the search found none on {graph.pricing.mesh}: {solution.message}")
             continue
         candidate = Candidate(priced=graph, solution=solution)
-        table.take(key, _searched(candidate))
-        for other, baseline in _by_formula(key, candidate):
-            table.take(other, baseline)
+        for other, form in _forms(key, candidate):
+            table.take(other, _searched(form))
+        if key[0] == ZERO3 and candidate.num_microbatches > 1:
+            table.refuse((ZERO2, key[1]), _ACCUMULATES)
 
 
 def _forced_strategies(
@@ -256,205 +250,17 @@ def _searched(candidate: Candidate) -> Baseline:
     )
 
 
-def _by_formula(key: Key, candidate: Candidate) -> Iterator[tuple[Key, Baseline]]:
-    """Strategies that differ from a searched one only in the collectives of its parameters."""
+def _forms(key: Key, candidate: Candidate) -> Iterator[tuple[Key, Candidate]]:
+    """The strategies with one sharding, whose gathered parameters are kept or released."""
     data, tensor = key
-    num_axes = candidate.mesh.num_axes
-    axes = tuple(range(num_axes - 1 if tensor else num_axes))
-    if data == DATA:
-        zero1, zero2 = _zero_1_and_2(candidate, axes)
-        yield (ZERO1, tensor), zero1
-        yield (ZERO2, tensor), zero2
-        if tensor and num_axes == 2:
-            for hybrid in _hybrids(candidate):
-                yield (HYBRID, tensor), hybrid
+    if data in (ZERO3, HYBRID):
+        yield key, replace(candidate, released=candidate.priced.parameters())
+    else:
+        yield key, candidate
     if data == ZERO3:
-        yield (GATHERED_TWICE, tensor), _gathered_twice(candidate, axes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameter:
-    """A trained parameter in a strategy: its stored and needed placements, and its update time."""
-
-    value: Value
-    stored: Placements
-    needed: Placements
-    update_s: float
-
-
-def _parameters(candidate: Candidate) -> Iterator[_Parameter]:
-    """Every trained parameter that is used, with the one move from its stored placement."""
-    priced, picks = candidate.priced, candidate.solution.assignment
-    graph = priced.pricing.graph
-    stored = {
-        node: graph.values[decision.index]
-        for node, decision in enumerate(priced.nodes)
-        if decision.kind == NodeKind.STORED
-    }
-    for i, j in priced.edges:
-        node, user = (i, j) if i in stored else (j, i)
-        value = stored.get(node)
-        if value is None or value.kind is not ValueKind.PARAMETER or not value.differentiable:
-            continue
-        yield _Parameter(
-            value=value,
-            stored=_placement(priced, node, picks[node]),
-            needed=_needed(priced, user, picks[user], value),
-            update_s=float(priced.tables[node].cost_s[picks[node]]),
-        )
-
-
-def _placement(priced: PricedGraph, node: int, pick: int) -> Placements:
-    table = priced.tables[node]
-    assert not isinstance(table, OpTable)
-    return table.placements.at(pick)
-
-
-def _needed(priced: PricedGraph, user: int, pick: int, value: Value) -> Placements:
-    table = priced.tables[user]
-    if not isinstance(table, OpTable):
-        return _placement(priced, user, pick)
-    op = priced.pricing.graph.ops[priced.nodes[user].index]
-    return table.needs[op.inputs.index(value.index)].at(pick)
-
-
-def _bytes(value: Value, placements: Placements, mesh: Mesh, dtype: torch.dtype) -> int:
-    return math.prod(local_shape(value.shape, placements, mesh)) * dtype.itemsize
-
-
-def _sizes(parameter: _Parameter, mesh: Mesh) -> tuple[int, int, int]:
-    """Bytes of its part as it is stored, is gathered, and has its gradients summed."""
-    value, stored = parameter.value, parameter.stored
-    dtypes = value.stored_dtype, value.dtype, value.reduced_dtype
-    of_stored, of_gathered, of_reduced = (_bytes(value, stored, mesh, d) for d in dtypes)
-    return of_stored, of_gathered, of_reduced
-
-
-def _whole(placements: Placements, axes: Sequence[int]) -> Placements:
-    return tuple(R if axis in axes else p for axis, p in enumerate(placements))
-
-
-def _varying(parameter: _Parameter, axes: Sequence[int]) -> tuple[int, ...]:
-    """The axes over which the parameter's gradient is a partial sum."""
-    return tuple(axis for axis in axes if parameter.needed[axis].state is State.VARYING)
-
-
-def _other_moves_s(candidate: Candidate, parameter: _Parameter, axes: Sequence[int]) -> float:
-    """Seconds of the parameter's moves without those along ``axes``."""
-    needed = _whole(parameter.needed, axes)
-    return candidate.priced.pricing.moves.seconds(
-        parameter.value, parameter.stored, needed, stored=True
-    )
-
-
-Collectives = Callable[[str, int, tuple[int, ...]], float]
-
-
-def _collectives(candidate: Candidate, mesh: Mesh) -> Collectives:
-    """Function for the seconds of a parameter's share of a coalesced collective on ``mesh``."""
-    moves = candidate.priced.pricing.moves
-    groups = slowest_groups(moves.communication, mesh)
-
-    def seconds(kind: str, size_bytes: int, axes: tuple[int, ...]) -> float:
-        if mesh.size(axes) == 1:
-            return 0.0
-        return moves.joined(kind, size_bytes, groups[axes], moves.num_joined).time_s
-
-    return seconds
-
-
-def _zero_1_and_2(candidate: Candidate, axes: tuple[int, ...]) -> tuple[Baseline, Baseline]:
-    """Data parallelism with sharded optimizer state (ZeRO-1) and sharded gradients (ZeRO-2)."""
-    mesh = candidate.mesh
-    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
-    kept = 1 / mesh.size(axes)
-    changes, saved_bytes = dict[int, Change](), 0.0
-    for p in _parameters(candidate):
-        stored, gathered, reduced = _sizes(p, mesh)
-        moved_s = seconds("reduce_scatter", reduced, _varying(p, axes))
-        moved_s += _other_moves_s(candidate, p, axes)
-        changes[p.value.index] = Change(
-            fetch_s=seconds("all_gather", gathered, axes) / candidate.num_microbatches,
-            move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
-            update_s=-p.update_s * (1 - kept),
-        )
-        saved_bytes += stored * (1 - kept)
-    searched = _searched(candidate)
-    num_states = candidate.priced.pricing.optimizer.num_states
-    zero1 = replace(
-        searched,
-        time_s=time_parts(candidate, changes).step_s,
-        memory_bytes=searched.memory_bytes - num_states * saved_bytes,
-        note="by formula; the runtime updates parameters as they are stored",
-        candidate=None,
-    )
-    return zero1, replace(zero1, memory_bytes=zero1.memory_bytes - saved_bytes)
-
-
-def _gathered_twice(candidate: Candidate, axes: tuple[int, ...]) -> Baseline:
-    """ZeRO-3 that releases gathered parameters between forward and backward."""
-    mesh = candidate.mesh
-    seconds, num = _collectives(candidate, mesh), candidate.num_microbatches
-    changes, saved_bytes, largest = dict[int, Change](), 0, 0
-    for p in _parameters(candidate):
-        split = tuple(
-            axis
-            for axis in axes
-            if p.stored[axis].state is State.SHARD and p.needed[axis].state is not State.SHARD
-        )
-        dtype = p.value.dtype
-        size = _bytes(p.value, _whole(p.stored, split), mesh, dtype)
-        changes[p.value.index] = Change(move_s=num * seconds("all_gather", size, split))
-        saved_bytes += size - _bytes(p.value, p.stored, mesh, dtype)
-        largest = max(largest, size)
-    searched = _searched(candidate)
-    return replace(
-        searched,
-        time_s=time_parts(candidate, changes).step_s,
-        memory_bytes=searched.memory_bytes - max(0, saved_bytes - largest),
-        note="by formula; the runtime gathers a parameter once per step",
-        candidate=None,
-    )
-
-
-def _hybrids(candidate: Candidate) -> Iterator[Baseline]:
-    """Data x ZeRO-3 x tensor parallelism, by splitting the outer axis of data x tensor in two."""
-    outer, inner = candidate.mesh.axis_sizes
-    for sharded in range(2, outer):
-        if outer % sharded:
-            continue
-        mesh = Mesh(("x", "y", "z"), (outer // sharded, sharded, inner))
-        yield _hybrid(candidate, mesh)
-
-
-def _hybrid(candidate: Candidate, mesh: Mesh) -> Baseline:
-    """Gathers parameters and scatters gradients along y, then all-reduces the shards along x."""
-    seconds, move_s = _collectives(candidate, mesh), candidate.priced.pricing.moves.seconds
-    num_parts = mesh.axis_sizes[1]
-    kept = 1 / num_parts
-    changes, saved_bytes = dict[int, Change](), 0.0
-    for p in _parameters(candidate):
-        stored, gathered, reduced = _sizes(p, candidate.mesh)
-        moved_s = _other_moves_s(candidate, p, (0,))
-        if _varying(p, (0,)):
-            moved_s += seconds("reduce_scatter", reduced, (1,))
-            moved_s += seconds("all_reduce", -(-reduced // num_parts), (0,))
-        changes[p.value.index] = Change(
-            fetch_s=seconds("all_gather", gathered, (1,)),
-            move_s=moved_s - move_s(p.value, p.stored, p.needed, stored=True),
-            update_s=-p.update_s * (1 - kept),
-        )
-        saved_bytes += stored * (1 - kept)
-    searched = _searched(candidate)
-    num_states = candidate.priced.pricing.optimizer.num_states
-    return replace(
-        searched,
-        mesh=mesh,
-        time_s=time_parts(candidate, changes).step_s,
-        memory_bytes=searched.memory_bytes - (1 + num_states) * saved_bytes,
-        note=f"by formula; to run it, plan with mesh={dict(zip(mesh.axis_names, mesh.axis_sizes))}",
-        candidate=None,
-    )
+        yield (ZERO1, tensor), candidate
+        if candidate.num_microbatches == 1:
+            yield (ZERO2, tensor), candidate
 
 
 def _markov_chain(best: Candidate, steps_per_node: int) -> Baseline:

@@ -3,11 +3,12 @@
 In: the options of `autopar.planning.schedule_search`. Out: the plan of the fastest one that fits.
 
 The search estimates memory node by node; for a lowered program it is counted by liveness, which is
-exact. Options are lowered in order of their time. One that does not fit is queued again with a
-sharding searched within a smaller budget, corrected by the ratio of count to estimate, and, if
-recomputation is open, also with what it must recompute to fit (`autopar.planning.recomputation`),
-priced exactly. The ratio is reused for other options with the same schedule. A known strategy
-replaces an option that is slower than it, or that was not found.
+exact. Options are lowered in order of their time. One that does not fit is queued again with its
+gathered parameters released after each pass, as few as necessary; with a sharding searched within a
+smaller budget, corrected by the ratio of count to estimate; and, if recomputation is open, with
+what it must recompute to fit (`autopar.planning.recomputation`), priced exactly. The ratio is
+reused for other options with the same schedule. A known strategy replaces an option that is slower
+than it, or that was not found.
 
 In an open space, lowering stops after `LOWER_LIMIT_S` of processor time. If nothing has fit by
 then, a few of the options with the least memory are still tried. The report lists those not tried.
@@ -29,11 +30,12 @@ from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, device_memories
+from autopar.memory.program import ProgramMemory, device_memories, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import updated_as
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
+from autopar.planning.releases import released_to_fit
 from autopar.planning.schedule_search import Option, Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
@@ -72,7 +74,7 @@ class Fit:
         self.setting = search.setting
         self.is_open = search.space.is_open
         self.max_trials = OPEN_TRIALS if self.is_open else POINT_TRIALS
-        self.ratios: dict[tuple[str, bool], float] = {}
+        self.ratios: dict[tuple[str, bool, bool], float] = {}
         self.numbers = itertools.count()
         self.heap: list[tuple[bool, tuple[object, ...], int, Option]] = []
         self.known: dict[int, Baselines] = {}
@@ -172,7 +174,22 @@ class Fit:
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
             f"{format_bytes(available)}",
         )
-        return self._corrected(option, CAUTION * within)
+        is_released = self._push_released(option, program)
+        return self._corrected(option, CAUTION * within, is_released=is_released)
+
+    def _push_released(self, option: Option, program: RankProgram) -> bool:
+        """Queue the option with gathered parameters released, if it then fits; whether it does."""
+        if not self.search.may_release(option) or option.trial >= self.max_trials:
+            return False
+        self.setting.progress("count the memory with parameters released after forward")
+        found = released_to_fit(program, lambda tried: self.setting.limit.fits(self._count(tried)))
+        if found is None:
+            return False
+        candidate = replace(option.best, released=found)
+        self._push_staged(
+            option, option.choice, (candidate,), option.trial + 1, recomputes=option.recomputes
+        )
+        return True
 
     def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
         staged, best = option.staged, option.best
@@ -185,9 +202,19 @@ class Fit:
             traces=self._traces_of(best),
         )
         program, memory, update = updated_as(self.setting, program)
+        return program, self._noted(memory), update
+
+    def _count(self, program: RankProgram) -> ProgramMemory:
+        setting = self.setting
+        return self._noted(
+            program_memory(program, setting.cluster.device, optimizer=setting.optimizer)
+        )
+
+    def _noted(self, memory: ProgramMemory) -> ProgramMemory:
+        """Note the memory if it is the smallest so far."""
         if self.smallest is None or memory.device_bytes < self.smallest.device_bytes:
             self.smallest = memory
-        return program, memory, update
+        return memory
 
     def _traces_of(self, candidate: Candidate) -> Traces:
         """The traced blocks of a strategy, kept until another one is lowered."""
@@ -232,10 +259,13 @@ class Fit:
         return replace(decided, staged=replace(staged, times=times), time_s=times.step_s)
 
     # --- the budget -----------------------------------------------------------------------------
-    def _corrected(self, option: Option, target_bytes: float) -> Fitted | None:
+    def _corrected(
+        self, option: Option, target_bytes: float, *, is_released: bool = False
+    ) -> Fitted | None:
         """Queue the option again, recomputed, and with a sharding within less memory.
 
-        Returns a known strategy that fits if there is no such sharding.
+        Unless it is queued with released parameters already (``is_released``), one that releases
+        them is searched too. Returns a known strategy that fits if there is no such sharding.
         """
         choice, search = option.choice, self.search
         if option.trial == 0 and search.may_recompute(option):
@@ -244,7 +274,14 @@ class Fit:
             return self._rival(option, None)
         trial = option.trial + 1
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
+        if not is_released and search.may_release(option):
+            released = search.within(option, target_bytes, released=True)
+            is_released = any(each.is_found for each in released)
+            if is_released:
+                self._push_staged(option, choice, released, trial, recomputes=option.recomputes)
         found = search.within(option, target_bytes)
+        if not any(each.is_found for each in found) and is_released:
+            return None
         if not any(each.is_found for each in found):
             least_bytes = least_budget(found)
             if math.isfinite(least_bytes):  # the sharding with the least memory
@@ -303,7 +340,9 @@ class Fit:
 
         They can win if a search ran out of time, or if its memory estimate was too pessimistic.
         """
-        is_free = self.setting.is_free and not self.search.space.recompute.is_fixed
+        space = self.search.space
+        is_open = not space.recompute.is_fixed and space.reshard_after_forward is None
+        is_free = self.setting.is_free and is_open
         return baselines.executable() if is_free else []
 
     def _rival(self, option: Option, found: Fitted | None) -> Fitted | None:
@@ -339,10 +378,10 @@ class Fit:
                 self._push(other)
 
 
-def _key(option: Option) -> tuple[str, bool]:
+def _key(option: Option) -> tuple[str, bool, bool]:
     """Key of options whose memory estimate is assumed to be off by the same ratio."""
     name = "" if option.choice is None else option.choice.schedule.name
-    return name, option.recomputes
+    return name, option.recomputes, bool(option.best.released)
 
 
 def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:

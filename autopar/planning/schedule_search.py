@@ -16,11 +16,11 @@ affect.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
@@ -103,7 +103,7 @@ class Search:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.space = setting.space
-        self.schedule = cache(_schedule)
+        self.schedule = functools.cache(_schedule)
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s = math.inf
@@ -175,15 +175,24 @@ class Search:
         )  # fmt: skip
 
     def within(
-        self, option: Option, target_bytes: float, cutoff_s: float = math.inf
+        self,
+        option: Option,
+        target_bytes: float,
+        cutoff_s: float = math.inf,
+        *,
+        released: bool | None = None,
     ) -> tuple[Candidate, ...]:
         """Search the shardings of an option again within ``target_bytes`` of estimated memory.
 
         A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``.
+        ``released``: gathered parameters are released after each pass, by default as in the option.
         """
         return tuple(
-            search_within(self.setting, option.origin, target_bytes, option.residence, cutoff_s)
-        )
+            search_within(
+                self.setting, option.origin, target_bytes, option.residence, cutoff_s,
+                released=bool(option.best.released) if released is None else released,
+            )
+        )  # fmt: skip
 
     # --- an open space ------------------------------------------------------------------------
     def with_more_microbatches(self, option: Option) -> list[Option]:
@@ -230,7 +239,8 @@ class Search:
             return
         try:
             priced = price_graph(setting.pricing(cut, combination.mesh))
-            found = search_priced(priced, setting.constraints)
+            released = self.space.reshard_after_forward is True
+            found = search_priced(priced, setting.constraints, released=released)
         except AutoparError as error:
             self.reasons.setdefault(str(combination), str(error))
             return
@@ -252,13 +262,22 @@ class Search:
             if option.time_s >= self.best_s or time.process_time() > self.deadline_s:
                 continue
             cutoff_s = self.best_s * combination.num_devices
-            found = self.within(option, MARGIN * self.setting.budget_bytes, cutoff_s)
+            within = functools.partial(
+                self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s
+            )
+            found = within()
+            if not any(each.is_found for each in found) and self.may_release(option):
+                found = within(released=True)
             if any(each.is_found for each in found):
                 self._options(combination, found, recompute=option.recomputes)
 
     def may_recompute(self, option: Option) -> bool:
         """Whether an option may also be tried with recomputation."""
         return self.space.recompute.request is Request.SEARCH and not option.recomputes
+
+    def may_release(self, option: Option) -> bool:
+        """Whether the gathered parameters of an option may also be released after each pass."""
+        return self.space.reshard_after_forward is None and not option.best.released
 
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool

@@ -16,7 +16,7 @@ from autopar.planning.setting import Setting
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
 from autopar.pricing.step_time import time_parts
-from autopar.search import Status, solve
+from autopar.search import Solution, Status, solve
 
 SEARCH_LIMIT_S = 60.0
 BUDGET_GAP = 5e-3
@@ -29,21 +29,41 @@ def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Ca
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
         found += [
-            search_priced(priced, setting.constraints, exposed) for exposed in setting.exposures
+            search_priced(
+                priced,
+                setting.constraints,
+                exposed,
+                released=setting.space.reshard_after_forward is True,
+            )
+            for exposed in setting.exposures
         ]
     return found
 
 
 def search_priced(
-    priced: PricedGraph, constraints: Sequence[Constraint], exposed: float = 1.0
+    priced: PricedGraph,
+    constraints: Sequence[Constraint],
+    exposed: float = 1.0,
+    *,
+    released: bool = False,
 ) -> Candidate:
-    """The best strategy on one mesh without a memory limit; raises ConstraintError if none."""
-    problem = priced.problem(narrow(priced, constraints), exposed=exposed)
+    """The best strategy on one mesh without a memory limit; raises ConstraintError if none.
+
+    ``released``: all gathered parameters are released after each pass.
+    """
+    problem = priced.problem(narrow(priced, constraints), exposed=exposed, released=released)
     solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     if solution.status is Status.INFEASIBLE:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; remove one of them")
-    return Candidate(priced=priced, solution=solution, exposed=exposed)
+    return _candidate(priced, solution, exposed, released)
+
+
+def _candidate(
+    priced: PricedGraph, solution: Solution, exposed: float, released: bool
+) -> Candidate:
+    parameters = priced.parameters() if released else frozenset[int]()
+    return Candidate(priced=priced, solution=solution, exposed=exposed, released=parameters)
 
 
 def search_within(
@@ -52,6 +72,8 @@ def search_within(
     budget_bytes: float,
     residence: Residence = WHOLE,
     cutoff_s: float = math.inf,
+    *,
+    released: bool = False,
 ) -> list[Candidate]:
     """Search the meshes of ``candidates`` again under a budget, the most promising first.
 
@@ -66,13 +88,14 @@ def search_within(
         better.setdefault(candidate.priced, candidate.exposed)
     for priced, exposed in better.items():
         problem = priced.problem(
-            narrow(priced, setting.constraints), budget_bytes, exposed, residence
-        )
+            narrow(priced, setting.constraints), budget_bytes, exposed, residence,
+            released=released,
+        )  # fmt: skip
         solution = solve(
             problem, time_limit_s=setting.budget_limit_s, gap=BUDGET_GAP, cutoff=cutoffs_s[exposed]
         )
         cutoffs_s[exposed] = min(cutoffs_s[exposed], solution.cost * (1 - BUDGET_GAP))
-        found.append(Candidate(priced=priced, solution=solution, exposed=exposed))
+        found.append(_candidate(priced, solution, exposed, released))
     return found
 
 

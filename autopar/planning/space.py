@@ -53,6 +53,8 @@ class Space:
 
     ``pipeline`` is the given pipeline of a space that is not open; ``schedule`` names the only
     schedule of an open space. The default has neither a pipeline nor micro-batches.
+    ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
+    memory decides.
     """
 
     mesh: MeshSizes | None = None
@@ -62,6 +64,7 @@ class Space:
     schedule: str | None = None
     num_stages: int | None = None
     recompute: Recompute = SEARCHED
+    reshard_after_forward: bool | None = None
 
     @property
     def is_pipeline(self) -> bool:

@@ -40,7 +40,7 @@ from autopar.plans.text import format_plan, plan_html
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_AXES = 16
 
 
@@ -193,6 +193,11 @@ def make_plan(
         parameters={
             v.target or v.name: format_placements(strategy.supply(v)) for v in graph.parameters
         },
+        released=tuple(
+            v.target or v.name
+            for v in graph.parameters
+            if v.index in assignment.released and strategy.is_gathered(v)
+        ),
         relays={
             graph.values[i].name: format_placements(assignment.relays[i])
             for i in sorted(assignment.relays)
@@ -283,7 +288,19 @@ def _assignment(plan: Plan, captured: Captured, analysis: Analysis) -> Assignmen
             **_placements("inputs", plan.inputs, inputs),
         },
         relays=_placements("relays", plan.relays, relayed),
+        released=_released(plan, _parameters(graph)),
     )
+
+
+def _released(plan: Plan, parameters: dict[str, int]) -> frozenset[int]:
+    for place, name in enumerate(plan.released):
+        if name not in parameters:
+            raise refused(
+                f"the plan releases {shown(name)}, which is no parameter of the graph"
+                + did_you_mean(name, parameters),
+                path_of(("released", place)),
+            )
+    return frozenset(parameters[name] for name in plan.released)
 
 
 def _parameters(graph: Graph) -> dict[str, int]:

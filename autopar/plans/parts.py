@@ -134,14 +134,12 @@ class Prediction(_Struct, frozen=True):
 class KnownStrategy(_Struct, frozen=True):
     """A known strategy at the plan's prices, on its best mesh.
 
-    ``memory_bytes`` is estimated node by node, without a limit. ``executable`` says whether the
-    runtime can run it on that mesh; if not, ``note`` says why. See `autopar.planning.known`.
+    ``memory_bytes`` is estimated node by node, without a limit. See `autopar.planning.known`.
     """
 
     time_s: float
     memory_bytes: int
     mesh: str
-    executable: bool
     note: str = ""
 
 
@@ -202,7 +200,9 @@ class RecomputationPlan(_Struct, frozen=True):
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
-    ``ops`` lists only the ops that are split along some axis; see `autopar.rules`.
+    ``ops`` lists only the ops that are split along some axis; see `autopar.rules`. ``released``:
+    the parameters that are gathered for the forward pass, released, and gathered again for the
+    backward pass; other gathered ones are kept from their first use in a step to the last.
     ``recomputation`` lists only the blocks that recompute.
     """
 
@@ -216,6 +216,7 @@ class PlanFields(_Struct, frozen=True):
     redundant_ops: dict[str, int]
     inputs: dict[str, str]
     parameters: dict[str, str]
+    released: tuple[str, ...]
     relays: dict[str, str]
     ops: dict[str, str]
     update: UpdatePlan = UpdatePlan()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 DATA, ZERO1, ZERO2, ZERO3 = "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"
-GATHERED_TWICE = "ZeRO-3, gathered twice"
 HYBRID = "data x ZeRO-3"
 TENSOR, MEGATRON, MEGATRON_SEQUENCE = "tensor parallel", "Megatron", "Megatron + sequence"
 ONE_WEIRD_TRICK = "one weird trick"
 MARKOV_CHAIN = "FlexFlow's Markov chain"
 
-ALONG_DATA = (DATA, ZERO1, ZERO2, ZERO3, GATHERED_TWICE, HYBRID)
+ALONG_DATA = (DATA, ZERO1, ZERO2, ZERO3, HYBRID)
 ALONG_TENSORS = (TENSOR, MEGATRON, MEGATRON_SEQUENCE)
 
 

@@ -187,7 +187,11 @@ def _counted(texts: Sequence[str]) -> Rows:
 
 
 def _placements(plan: PlanFields) -> Rows:
-    return _counted(list(plan.parameters.values()))
+    rows = _counted(list(plan.parameters.values()))
+    if plan.released:
+        text = f"{len(plan.released)}, gathered for each forward and each backward pass"
+        rows.append(("released after forward", text))
+    return rows
 
 
 def _choices(plan: PlanFields) -> Rows:
@@ -243,8 +247,6 @@ def _baselines(plan: PlanFields) -> Rows:
     rows += [
         (name, _price(plan, name)) for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN) if name in known
     ]
-    if any(not each.executable for each in known.values()):
-        rows.append(("*", "not executable, priced by formula: see autopar.planning.known"))
     return [*rows, *_fastest(plan), *_missing(plan)]
 
 
@@ -256,15 +258,14 @@ def _price(plan: PlanFields, name: str) -> str:
     known = plan.search.baselines.get(name)
     if known is None:
         return "-"
-    mark = "" if known.executable else "*"
     ratio = known.time_s / plan.prediction.step_time_s
-    return f"{format_seconds(known.time_s)} {ratio:.2f}x{mark}"
+    return f"{format_seconds(known.time_s)} {ratio:.2f}x"
 
 
 def _fastest(plan: PlanFields) -> Rows:
-    """The fastest executable baseline, and its memory compared with the plan's."""
+    """The fastest baseline, and its memory compared with the plan's."""
     known = plan.search.baselines
-    names = [name for name, each in known.items() if each.executable and name != MARKOV_CHAIN]
+    names = [name for name in known if name != MARKOV_CHAIN]
     if not names:
         return []
     name = min(names, key=lambda name: known[name].time_s)

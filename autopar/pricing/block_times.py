@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.cost_models.estimate import OpEstimate
 from autopar.ir.graph import Graph, ValueKind
 from autopar.pricing.problem import NodeKind, PricedGraph
-from autopar.pricing.tables import OpTable, Pricing
+from autopar.pricing.tables import OpTable, Pricing, reads_back
 from autopar.sharding.strategy import Analysis, Strategy
 
 
@@ -21,7 +21,9 @@ from autopar.sharding.strategy import Analysis, Strategy
 class BlockTimes:
     """Seconds of a block per micro-batch, each including its communication.
 
-    ``fetch_s`` is the part of the forward communication that gathers parameters.
+    ``fetch_s`` is the part of the forward communication that gathers parameters: the mean over the
+    micro-batches, of which the first gathers all parameters, and each those that are released after
+    a pass (``every_fetch_s``). ``fetch_back_s`` gathers these again for the backward pass.
     """
 
     forward_s: float
@@ -30,6 +32,8 @@ class BlockTimes:
     forward_communication_s: float
     backward_communication_s: float
     fetch_s: float
+    every_fetch_s: float
+    fetch_back_s: float
 
     @property
     def backward_s(self) -> float:
@@ -49,11 +53,14 @@ class StrategyTimes:
     move_s: dict[int, float]
 
 
-def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
+def strategy_times(
+    priced: PricedGraph, picks: Sequence[int], released: frozenset[int] = frozenset()
+) -> StrategyTimes:
     """Break down the cost of a solution by block and by parameter.
 
-    A parameter is fetched in the forward pass of the first block that reads it; its gradient is
-    moved to its stored placement once per step.
+    A parameter is fetched for the forward pass of the first block that reads it and, if it is
+    ``released`` after each pass, for the backward pass of the last one; its gradient is moved to
+    its stored placement once per step.
     """
     analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
     strategy, block_of = priced.strategy(picks), block_of_ops(analysis.graph)
@@ -75,8 +82,11 @@ def strategy_times(priced: PricedGraph, picks: Sequence[int]) -> StrategyTimes:
         seconds = float(matrix[picks[i], picks[j]])
         if isinstance(home, int) and home in analysis.consumers:
             fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
-            costs.fetches[block_of[analysis.consumers[home][0][0]]] += fetched_s
-            seconds -= num * fetched_s
+            users = [block_of[op] for op, _ in analysis.consumers[home]]
+            (costs.every_fetch if home in released else costs.first_fetch)[users[0]] += fetched_s
+            if home in released and reads_back(analysis, home):
+                costs.fetch_back[users[-1]] += fetched_s
+            seconds -= fetched_s
         costs.add(home, seconds, costs.move_s)
     return costs.times(num)
 
@@ -90,7 +100,9 @@ class _Costs:
 
     def __init__(self, graph: Graph) -> None:
         self.sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
-        self.fetches = dict.fromkeys(self.sums, 0.0)
+        self.first_fetch = dict.fromkeys(self.sums, 0.0)
+        self.every_fetch = dict.fromkeys(self.sums, 0.0)
+        self.fetch_back = dict.fromkeys(self.sums, 0.0)
         self.update_s: dict[int, float] = {}
         self.move_s: dict[int, float] = {}
 
@@ -108,16 +120,19 @@ class _Costs:
             of_parameters[home] = of_parameters.get(home, 0.0) + seconds
 
     def times(self, num_microbatches: int) -> StrategyTimes:
-        num, fetches = num_microbatches, self.fetches
+        num, every, back = num_microbatches, self.every_fetch, self.fetch_back
+        fetches = {name: once / num + every[name] for name, once in self.first_fetch.items()}
         return StrategyTimes(
             blocks={
                 name: BlockTimes(
                     forward_s=(f + c / 2) / num + fetches[name],
-                    input_grad_s=(i + c / 2) / num,
+                    input_grad_s=(i + c / 2) / num + back[name],
                     weight_grad_s=w / num,
                     forward_communication_s=c / 2 / num + fetches[name],
-                    backward_communication_s=c / 2 / num,
+                    backward_communication_s=c / 2 / num + back[name],
                     fetch_s=fetches[name],
+                    every_fetch_s=every[name],
+                    fetch_back_s=back[name],
                 )
                 for name, (f, i, w, c) in self.sums.items()
             },

@@ -19,12 +19,14 @@ class Candidate:
 
     ``exposed``: the fraction of the parameters' communication that the search counted as exposed.
     The solution's cost is by that price, unlike the time of a step (`autopar.pricing.step_time`).
+    ``released``: the parameters that, where they are gathered, are released after each pass.
     """
 
     priced: PricedGraph
     solution: Solution
     exposed: float = 1.0
     recomputation: Recomputation = NOTHING
+    released: frozenset[int] = frozenset()
 
     @property
     def mesh(self) -> Mesh:
@@ -37,8 +39,9 @@ class Candidate:
 
     def estimated_bytes(self, residence: Residence = WHOLE) -> float:
         """Memory of a device as estimated by the search, node by node."""
-        picks = zip(self.priced.memory(residence), self.solution.assignment)
-        return float(sum(memory[pick] for memory, pick in picks))
+        memory = self.priced.memory(residence, released=bool(self.released))
+        picks = zip(memory, self.solution.assignment)
+        return float(sum(of_node[pick] for of_node, pick in picks))
 
     @property
     def num_microbatches(self) -> int:
@@ -47,7 +50,7 @@ class Candidate:
     @cached_property
     def times(self) -> StrategyTimes:
         """The prices by block and by parameter; input gradients include recomputation."""
-        plain = strategy_times(self.priced, self.solution.assignment)
+        plain = strategy_times(self.priced, self.solution.assignment, self.released)
         blocks = {
             name: replace(times, input_grad_s=times.input_grad_s + self.recomputation.time_s(name))
             for name, times in plain.blocks.items()
@@ -55,4 +58,4 @@ class Candidate:
         return replace(plain, blocks=blocks)
 
     def strategy(self) -> Strategy:
-        return self.priced.strategy(self.solution.assignment)
+        return self.priced.strategy(self.solution.assignment, self.released)

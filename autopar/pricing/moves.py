@@ -106,16 +106,24 @@ class Moves:
         *,
         stored: bool = False,
         num_joined: int = 1,
+        num_gathers: int = 1,
     ) -> Array:
         """Seconds of redistributing ``value``, ``[choices of source, choices of target]``."""
         dtypes = value.dtype, value.mixed
         what = (value.shape, dtypes, value.differentiable, self.num_parts(value))
-        key = (what, stored, num_joined, source, target)
+        key = (what, stored, num_joined, num_gathers, source, target)
         if key not in self._matrices:
             small = np.array(
                 [
                     [
-                        self.seconds(value, s, t, stored=stored, num_joined=num_joined)
+                        self.seconds(
+                            value,
+                            s,
+                            t,
+                            stored=stored,
+                            num_joined=num_joined,
+                            num_gathers=num_gathers,
+                        )
                         for t in target.distinct
                     ]
                     for s in source.distinct
@@ -132,15 +140,17 @@ class Moves:
         *,
         stored: bool = False,
         num_joined: int = 1,
+        num_gathers: int = 1,
     ) -> float:
         """Seconds per step of a redistribution, forward and (where a gradient flows) backward.
 
-        ``stored``: from a parameter's stored placement, to which its gradient is moved once per
-        step.
+        ``stored``: from a parameter's stored placement, ``num_gathers`` times per step; its
+        gradient is moved there once.
         """
         price = self.price(value, source, target, stored=stored, num_joined=num_joined)
         num = self.num_microbatches
-        return num * price.forward_s + (1 if stored else num) * price.backward_s
+        there, back = (num_gathers, 1) if stored else (num, num)
+        return there * price.forward_s + back * price.backward_s
 
     def price(
         self,

@@ -33,9 +33,13 @@ from autopar.sharding.strategy import Analysis
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class NodeBytes:
-    """Bytes of every choice of a node: held permanently, and per micro-batch."""
+    """Bytes of every choice of a node: held permanently, and per micro-batch.
+
+    ``released``: as ``weights``, if gathered parameters are released after each pass.
+    """
 
     weights: Array
+    released: Array
     activations: Array
 
 
@@ -65,8 +69,10 @@ class NodeMemory:
         key = (table, kept)
         if key not in self.known:
             weights, activations = np.zeros(len(table.choices)), np.zeros(len(table.choices))
+            gathered = np.zeros(len(table.choices))
             for position, share in kept.weights:
                 value = self.values[op.inputs[position]]
+                gathered += share * self._bytes(value, table.needs[position])
                 if value.differentiable and self.pricing.num_microbatches > 1:
                     # Gradients are accumulated in the placement in which they are computed.
                     share *= 1 + value.reduced_dtype.itemsize / value.dtype.itemsize
@@ -80,7 +86,12 @@ class NodeMemory:
                 activations += share * self._bytes(self.values[index], table.supplies[position])
             partial = self._partial_bytes(op, table)
             activations += partial * (1 if kept.is_last else 1 / self.num_blocks)
-            self.known[key] = NodeBytes(weights=weights, activations=activations)
+            absent = 1 - self.pricing.analysis.derived(gathered_share)
+            self.known[key] = NodeBytes(
+                weights=weights,
+                released=weights - absent * gathered,
+                activations=activations,
+            )
         return self.known[key]
 
     def relay(self, value: Value, table: ValueTable) -> NodeBytes:
@@ -90,7 +101,9 @@ class NodeMemory:
         if key not in self.known:
             size = self._bytes(value, table.placements)
             none = np.zeros_like(size)
-            self.known[key] = NodeBytes(weights=none, activations=size if kept else none)
+            self.known[key] = NodeBytes(
+                weights=none, released=none, activations=size if kept else none
+            )
         return self.known[key]
 
     def stored(self, table: ValueTable) -> NodeBytes:
@@ -98,7 +111,11 @@ class NodeMemory:
         key = table
         if key not in self.known:
             none = np.zeros_like(table.memory_bytes)
-            self.known[key] = NodeBytes(weights=table.memory_bytes, activations=none)
+            self.known[key] = NodeBytes(
+                weights=table.memory_bytes,
+                released=table.memory_bytes + table.shard_bytes,
+                activations=none,
+            )
         return self.known[key]
 
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
@@ -119,6 +136,22 @@ class NodeMemory:
                     self._bytes(self.values[index], supplies) * np.array(partial)[supplies.index]
                 )
         return total
+
+
+def gathered_share(analysis: Analysis) -> float:
+    """The largest fraction of the parameters that are gathered at once if they are released after
+    each pass: those of a block and the next one, and those that earlier and later blocks share."""
+    graph = analysis.graph
+    block_of = {
+        op.index: b for b, block in enumerate(graph.blocks) for op in graph.block_ops(block)
+    }
+    at_once = [0] * (len(graph.blocks) + 1)
+    for value in graph.parameters:
+        blocks = [block_of[op] for op, _ in analysis.consumers.get(value.index, ())]
+        for block in range(max(min(blocks) - 1, 0), max(blocks) + 1) if blocks else ():
+            at_once[block] += math.prod(value.shape)
+    total = sum(math.prod(value.shape) for value in graph.parameters)
+    return min(1.0, max(at_once) / max(total, 1))
 
 
 def kept_bytes(analysis: Analysis) -> float:

@@ -88,12 +88,16 @@ class PricedGraph:
     edges: dict[tuple[int, int], Array]
     moves: tuple[Moved, ...]
 
-    def memory(self, residence: Residence = WHOLE) -> tuple[Array, ...]:
-        """Bytes of every choice of every node on the device that holds the most."""
+    def memory(self, residence: Residence = WHOLE, *, released: bool = False) -> tuple[Array, ...]:
+        """Bytes of every choice of every node on the device that holds the most.
+
+        ``released``: gathered parameters are released after each pass.
+        """
         share, known = residence, dict[NodeBytes, Array]()
         for held in self.held:
             if held not in known:
-                known[held] = share.weights * held.weights + share.activations * held.activations
+                weights = held.released if released else held.weights
+                known[held] = share.weights * weights + share.activations * held.activations
         return tuple(known[held] for held in self.held)
 
     def problem(
@@ -102,32 +106,63 @@ class PricedGraph:
         budget_bytes: float | None = None,
         exposed: float = 1.0,
         residence: Residence = WHOLE,
+        *,
+        released: bool = False,
     ) -> Problem:
         """The numbers for the search.
 
-        Optionally with other node costs, within a memory budget, or with only the fraction
-        ``exposed`` of the parameters' communication.
+        Optionally with other node costs, within a memory budget, with only the fraction
+        ``exposed`` of the parameters' communication, or with all gathered parameters ``released``
+        after each pass.
         """
+        edges = self._with_releases() if released else self.edges
         return Problem(
             self.costs if costs is None else costs,
-            self.edges if exposed == 1.0 else self._with_hidden(exposed),
-            self.memory(residence) if budget_bytes is not None else None,
+            edges if exposed == 1.0 else self._with_hidden(edges, exposed),
+            self.memory(residence, released=released) if budget_bytes is not None else None,
             budget_bytes,
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )
 
-    def _with_hidden(self, exposed: float) -> dict[tuple[int, int], Array]:
+    def _with_releases(self) -> dict[tuple[int, int], Array]:
+        """The edges with parameters gathered for every pass; equal ones still share one array."""
+        edges, transposed = dict(self.edges), dict[int, Array]()
+        for move in self.moves:
+            num = self.pricing.num_gathers(move.value, released=True) if move.stored else 1
+            if num == 1 or move.target is None:
+                continue
+            matrix = self.pricing.moves.matrix(
+                move.value, move.supplies, move.needs, stored=True, num_gathers=num
+            )
+            if move.source > move.target:
+                turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
+                edges[move.target, move.source] = turned
+            else:
+                edges[move.source, move.target] = matrix
+        return edges
+
+    def _with_hidden(
+        self, edges: dict[tuple[int, int], Array], exposed: float
+    ) -> dict[tuple[int, int], Array]:
         """The edges with those of stored values scaled; equal ones still share one array."""
         scaled: dict[int, Array] = {}
         found = {}
-        for (i, j), matrix in self.edges.items():
+        for (i, j), matrix in edges.items():
             if NodeKind.STORED in (self.nodes[i].kind, self.nodes[j].kind):
                 matrix = scaled.setdefault(id(matrix), exposed * matrix)
             found[i, j] = matrix
         return found
 
-    def assignment(self, solution: Sequence[int]) -> Assignment:
-        """The assignment of a search solution."""
+    def parameters(self) -> frozenset[int]:
+        """The parameters that have a stored placement."""
+        values, nodes = self.pricing.graph.values, self.nodes
+        stored = (n.index for n in nodes if n.kind is NodeKind.STORED)
+        return frozenset(i for i in stored if values[i].kind is ValueKind.PARAMETER)
+
+    def assignment(
+        self, solution: Sequence[int], released: frozenset[int] = frozenset()
+    ) -> Assignment:
+        """The assignment of a search solution; ``released`` as in it."""
         analysis = self.pricing.analysis
         redundant = Choice((None,) * self.pricing.mesh.num_axes)
         choices = [redundant] * len(analysis.graph.ops)
@@ -140,12 +175,13 @@ class PricedGraph:
                 placements = table.placements.at(pick)
                 (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
         return Assignment(
-            mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays
-        )
+            mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays,
+            released=released,
+        )  # fmt: skip
 
-    def strategy(self, solution: Sequence[int]) -> Strategy:
+    def strategy(self, solution: Sequence[int], released: frozenset[int] = frozenset()) -> Strategy:
         """The strategy of a search solution."""
-        return Strategy(self.pricing.analysis, self.assignment(solution))
+        return Strategy(self.pricing.analysis, self.assignment(solution, released))
 
     def collectives(self, solution: Sequence[int]) -> Iterator[Estimate]:
         """The prices of a solution's communication: inside ops, then of every redistribution."""

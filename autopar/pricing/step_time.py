@@ -1,9 +1,10 @@
 """The time of a step without a pipeline, with exposed and overlapped communication.
 
 In: a priced strategy. Out: the breakdown of a step. As in the runtime, two kinds of communication
-overlap with computation: the parameters of the next block are gathered while this one runs, and
-gradients are reduced from their block's backward pass on. Meanwhile computation is slower by the
-cluster's ``overlap_slowdown``. All other communication (of activations) is exposed.
+overlap with computation: the parameters of the next block are gathered while this one runs, forward
+and, where they had been released, backward; and gradients are reduced from their block's backward
+pass on. Meanwhile computation is slower by the cluster's ``overlap_slowdown``. All other
+communication (of activations) is exposed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from autopar.pricing.block_times import BlockTimes, block_of_ops
 from autopar.pricing.candidate import Candidate
@@ -35,51 +35,40 @@ class TimeParts:
         return self.forward_s + self.backward_s + self.communication_s + self.update_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Change in a parameter's seconds: ``fetch_s`` per micro-batch, the others per step."""
-
-    fetch_s: float = 0.0
-    move_s: float = 0.0
-    update_s: float = 0.0
-
-
-_NONE: Mapping[int, Change] = MappingProxyType({})
-
-
-def time_parts(candidate: Candidate, changes: Mapping[int, Change] = _NONE) -> TimeParts:
-    """The breakdown of a strategy's step, with ``changes`` by parameter."""
+def time_parts(candidate: Candidate) -> TimeParts:
+    """The breakdown of a strategy's step."""
     times, num = candidate.times, candidate.num_microbatches
     pricing = candidate.priced.pricing
     block_of = block_of_ops(pricing.graph)
-    fetches = {name: block.fetch_s for name, block in times.blocks.items()}
     moves = dict.fromkeys(times.blocks, 0.0)
     # A gradient is complete after the backward of the first block that reads the parameter.
     late_s = 0.0
-    for parameter in sorted({*times.move_s, *changes}):
-        change = changes.get(parameter, Change())
-        moved_s = times.move_s.get(parameter, 0.0) + change.move_s
+    for parameter, moved_s in sorted(times.move_s.items()):
         users = [block_of[op] for op, _ in pricing.analysis.consumers.get(parameter, ())]
         if users and users[0] in moves:
             moves[users[0]] += moved_s
-            fetches[users[0]] += change.fetch_s
         else:
-            late_s += moved_s + num * change.fetch_s
-    blocks = times.blocks.values()
+            late_s += moved_s
+    named = times.blocks
+    blocks = named.values()
     forward_s = num * sum(b.forward_s - b.forward_communication_s for b in blocks)
     backward_s = num * sum(b.backward_s - b.backward_communication_s for b in blocks)
-    inside_s = num * sum(b.forward_communication_s - b.fetch_s for b in blocks)
-    inside_s += num * sum(b.backward_communication_s for b in blocks)
-    own_s = num * sum(fetches.values()) + sum(moves.values()) + late_s
-    passes_s = num * _forward_s(candidate, times.blocks, fetches) + late_s
-    passes_s += _backward_s(candidate, times.blocks, moves)
-    passes_s += (num - 1) * sum(b.backward_s for b in blocks)
+    own_s = num * sum(b.forward_communication_s + b.backward_communication_s for b in blocks)
+    own_s += sum(moves.values()) + late_s
+    every = {name: b.every_fetch_s for name, b in named.items()}
+    first = {n: num * b.fetch_s - (num - 1) * b.every_fetch_s for n, b in named.items()}
+    none = dict.fromkeys(named, 0.0)
+    passes_s = _forward_s(candidate, named, first) + _backward_s(candidate, named, moves)
+    if num > 1:
+        each_s = _forward_s(candidate, named, every) + _backward_s(candidate, named, none)
+        passes_s += (num - 1) * each_s
+    passes_s += late_s
     return TimeParts(
         forward_s=forward_s,
         backward_s=backward_s,
         communication_s=passes_s - forward_s - backward_s,
-        update_s=sum(times.update_s.values()) + sum(c.update_s for c in changes.values()),
-        hidden_s=forward_s + backward_s + inside_s + own_s - passes_s,
+        update_s=sum(times.update_s.values()),
+        hidden_s=forward_s + backward_s + own_s - passes_s,
     )
 
 
@@ -98,11 +87,22 @@ def _forward_s(
 def _backward_s(
     candidate: Candidate, blocks: Mapping[str, BlockTimes], moves: Mapping[str, float]
 ) -> float:
-    """Seconds of the last backward pass; reductions queue up, and are waited for at the end."""
-    communication = candidate.priced.pricing.communication
-    passed_s = queued_s = 0.0
-    for name, block in reversed(list(blocks.items())):
-        taken_s = communication.slowed_s(block.backward_s, queued_s)
+    """Seconds of a backward pass.
+
+    Reductions and the next block's gathers queue up; a block waits for the latter, and so for what
+    is before them, and the pass for all at its end.
+    """
+    communication, names = candidate.priced.pricing.communication, list(blocks)[::-1]
+    passed_s = blocks[names[0]].fetch_back_s if names else 0.0
+    queued_s = 0.0
+    for name, following in itertools.zip_longest(names, names[1:]):
+        fetched_s = 0.0 if following is None else blocks[following].fetch_back_s
+        queued_s += fetched_s
+        computed_s = blocks[name].backward_s - blocks[name].fetch_back_s
+        taken_s = communication.slowed_s(computed_s, queued_s)
+        queued_s = max(0.0, queued_s - taken_s)
+        if fetched_s:
+            taken_s, queued_s = taken_s + queued_s, 0.0
         passed_s += taken_s
-        queued_s = max(0.0, queued_s - taken_s) + moves[name]
+        queued_s += moves[name]
     return passed_s + queued_s

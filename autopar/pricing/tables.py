@@ -6,7 +6,8 @@ the same kind (operator, arguments, shapes) share one table, and equal redistrib
 so pricing takes time only for the distinct layers of a model.
 
 With micro-batches everything is priced at the size of one, times the number of runs: ops,
-redistributions and fetches of parameters run in each; a gradient is accumulated and reduced once.
+redistributions run in each; a parameter is gathered once, or where it is released after each pass
+in all of them; its gradient is accumulated and reduced once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from autopar.pricing.local_calls import LocalCall, local_calls, split_placements
 from autopar.pricing.moves import Array, Moves, PlacementTable, Routes, added
 from autopar.rules import Choice, Space, enumerate_choices, rule_of
 from autopar.rules.choice import padded_dims
+from autopar.rules.derivative import Operands
 from autopar.rules.kernels import Phase
+from autopar.rules.registry import keeps_of
 from autopar.rules.space import Layout
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Analysis
@@ -62,11 +65,31 @@ class OpTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ValueTable:
-    """All placements of a stored or relayed value, with their costs."""
+    """All placements of a stored or relayed value, with their costs.
+
+    ``shard_bytes``: what a parameter takes as it is stored, where ``memory_bytes`` leaves it to the
+    ops that use it.
+    """
 
     placements: PlacementTable
     cost_s: Array
     memory_bytes: Array
+    shard_bytes: Array
+
+
+def reads_back(analysis: Analysis, parameter: int) -> bool:
+    """Whether a backward pass reads a parameter: as a factor, for the gradient of an activation."""
+    values = analysis.graph.values
+    for index, position in analysis.consumers.get(parameter, ()):
+        op = analysis.graph.ops[index]
+        flows, read = analysis.differentiable(op), keeps_of(op).operands
+        to_activations = any(
+            flow and values[i].kind is ValueKind.ACTIVATION for i, flow in zip(op.inputs, flows)
+        )
+        is_factor = to_activations and len(values[op.inputs[position]].shape) > 1
+        if (read is Operands.FACTORS and is_factor) or (read is Operands.FLOATING and any(flows)):
+            return True
+    return False
 
 
 class Pricing:
@@ -257,6 +280,11 @@ class Pricing:
             if i is not None and any(dim in factors for factors in layout)
         )
 
+    def num_gathers(self, value: Value, *, released: bool) -> int:
+        """How often per step a parameter is brought from its store to its blocks."""
+        reads = 2 if reads_back(self.analysis, value.index) else 1
+        return self.num_microbatches * reads if released else 1
+
     def local_bytes(self, value: Value, placements: Placements) -> int:
         """Bytes of one device's part of a value in its stored dtype."""
         shape = local_shape(value.shape, placements, self.mesh)
@@ -282,6 +310,7 @@ class Pricing:
                 placements=PlacementTable.of(options),
                 cost_s=self._holding_s(value, sizes),
                 memory_bytes=self._holding_bytes(value, sizes),
+                shard_bytes=sizes * (value.kind is ValueKind.PARAMETER and value.mixed is None),
             )
         return self._value_tables[key]
 
@@ -350,5 +379,7 @@ class Pricing:
         key = ("relay", tuple(options), value.differentiable)
         if key not in self._value_tables:
             zeros = np.zeros(len(options))
-            self._value_tables[key] = ValueTable(PlacementTable.of(list(options)), zeros, zeros)
+            self._value_tables[key] = ValueTable(
+                PlacementTable.of(list(options)), zeros, zeros, zeros
+            )
         return self._value_tables[key]

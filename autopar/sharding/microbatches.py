@@ -279,6 +279,7 @@ class Microbatches:
                 ),
                 stored=stored,
                 relays={**relays, **self._total_relays(assignment)},
+                released=assignment.released,
             ),
         )
         result.verify()

@@ -164,12 +164,17 @@ def _split_at(space: Space, layout: Layout, digit: tuple[int, int]) -> Split | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One joint decision for a graph on a mesh; see the module's docstring."""
+    """One joint decision for a graph on a mesh; see the module's docstring.
+
+    A parameter that is gathered for its blocks is gathered once per step and kept until its last
+    use, or it is ``released`` after each forward pass and gathered again for the backward pass.
+    """
 
     mesh: Mesh
     choices: tuple[Choice, ...]
     stored: Mapping[int, Placements]
     relays: Mapping[int, Placements]
+    released: frozenset[int] = frozenset()
 
 
 class Strategy:
@@ -219,6 +224,11 @@ class Strategy:
                 op, position = uses[0]
                 return self.needs(self.graph.ops[op])[position]
         return self.supply(value)
+
+    def is_gathered(self, parameter: Value) -> bool:
+        """Whether blocks read a parameter in another placement, or dtype, than it is stored in."""
+        moved = self.supply(parameter) != self.interface(parameter)
+        return moved or parameter.mixed is not None
 
     def verify(self) -> None:
         """Raise PlanError naming the first op or value whose decision is invalid."""

@@ -120,6 +120,12 @@ class ProbedService(RankService):
 
         return fsdp_steps(self.rank, batches)
 
+    def resharded_fsdp_steps(self, batches: list[tuple[Tensor, Tensor]], released: bool) -> Any:
+        """Training under ``fully_shard`` on this rank, with or without a release after forward."""
+        from tests.runtime.test_reshard import resharded_fsdp_steps
+
+        return resharded_fsdp_steps(self.rank, batches, released)
+
     def reload_as_dtensors(self) -> bool:
         """Whether loading its own DTensors leaves every number as it was."""
         runtime = self.running

@@ -8,8 +8,7 @@ the order of actions, communication between devices and reductions belong to the
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,7 +31,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Record(Generic[T]):
-    """The values that the forward pass of a block saves for its backward pass."""
+    """The values that the forward pass of a block saves for its backward pass; of its operands
+    those that are no parameters."""
 
     operands: dict[int, T]
     saved: list[T]
@@ -77,9 +77,10 @@ class Rows(Generic[T]):
 class Computation(Generic[T]):
     """One step on one device; ``fixed`` are the values that depend on nothing but constants.
 
-    Communication of the loss, of next buffers and of the next block's parameters overlaps with the
-    computation that follows. With ``keeps_loss`` summing the loss over ranks is left to the caller.
-    Gradients are those of the loss times ``loss_scale``. With ``in_steps`` W runs in its steps.
+    Communication of the loss, of next buffers and of the next block's parameters, forward and
+    backward, overlaps with the computation that follows. With ``keeps_loss`` summing the loss over
+    ranks is left to the caller. Gradients are those of the loss times ``loss_scale``. With
+    ``in_steps`` W runs in its steps.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Computation(Generic[T]):
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
         self._coming: dict[int, tuple[tuple[int, ...], Callable[[], Sequence[T]]]] = {}
-        self._keepers: Counter[int] = Counter()
+        self._readings = route.readings.copy()
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
@@ -153,15 +154,15 @@ class Computation(Generic[T]):
         values = self.flights[microbatch].values
         self._arrive(stage)
         positions = self.route.blocks[stage]
+        read = {p: self.program.blocks[p].interface.parameters for p in positions}
         for position, following in itertools.zip_longest(positions, positions[1:]):
-            self._fetch(position)
+            self._fetch(position, read[position])
             if following is not None:
-                self._start_fetching(following)
+                self._start_fetching(following, read[following])
             self._run_block(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 values.pop(value, None)
-            for value in self.route.released[position]:
-                self._release(value)
+            self._release(read[position], self.route.released[position])
 
     def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
         block, flight = self.program.blocks[position], self.flights[microbatch]
@@ -173,34 +174,28 @@ class Computation(Generic[T]):
         flight.values.update(zip(interface.outputs, results[: kernel.num_outputs]))
         if keep:
             sources = {*kernel.input_sources, *kernel.weight_sources}
-            kept = {i for kind, i in sources if kind == "operand"}
-            self._keepers.update(self._parameters_in(position, kept))
+            num_inputs = len(interface.inputs)
+            kept = {i for kind, i in sources if kind == "operand" and i < num_inputs}
             flight.records[position] = _Record(
                 operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
             )
 
-    def _parameters_in(self, position: int, operands: Iterable[int]) -> list[int]:
-        interface = self.program.blocks[position].interface
-        num_inputs = len(interface.inputs)
-        return [interface.parameters[i - num_inputs] for i in operands if i >= num_inputs]
+    def _release(self, read: Sequence[int], for_now: Collection[int]) -> None:
+        """Drop the parameters that a block has read for the last time in this step; of those that
+        are released after each pass, the ones that its pass reads no more (``for_now``)."""
+        for value in dict.fromkeys(read):
+            self._readings[value] -= 1
+            is_released = self._parameter_of[value].released and value in for_now
+            if is_released or not self._readings[value]:
+                self.used.pop(value, None)
 
-    def _forget(self, position: int, record: _Record[T]) -> None:
-        """Release the parameters that were kept for a block's backward pass alone."""
-        for value in self._parameters_in(position, record.operands):
-            self._keepers[value] -= 1
-            self._release(value)
-
-    def _release(self, value: int) -> None:
-        if not self._keepers[value]:
-            self.used.pop(value, None)
-
-    def _start_fetching(self, position: int) -> None:
-        """Begin to bring a block's parameters to the placement in which it uses them.
+    def _start_fetching(self, position: int, read: Sequence[int]) -> None:
+        """Begin to bring parameters to the placement in which a block reads them.
 
         All micro-batches share one copy.
         """
         values, moves = [], []
-        for value in dict.fromkeys(self.program.blocks[position].interface.parameters):
+        for value in dict.fromkeys(read):
             parameter = self._parameter_of[value]
             if value in self.used:
                 continue
@@ -212,10 +207,10 @@ class Computation(Generic[T]):
         if moves:
             self._coming[position] = tuple(values), self.machine.start_moves(moves)
 
-    def _fetch(self, position: int) -> None:
-        """Wait for a block's parameters."""
+    def _fetch(self, position: int, read: Sequence[int]) -> None:
+        """Wait for the parameters that a block reads."""
         if position not in self._coming:
-            self._start_fetching(position)
+            self._start_fetching(position, read)
         if position in self._coming:
             values, wait = self._coming.pop(position)
             self.used.update(zip(values, wait()))
@@ -303,20 +298,23 @@ class Computation(Generic[T]):
         Complete rows of gradients are in ``rows``, and ``reads`` has how many graphs of this step
         will still read each parameter.
         """
-        flight = self.flights[microbatch]
-        for position in reversed(self.route.blocks[stage]):
+        flight, read = self.flights[microbatch], self.route.read_back
+        positions = self.route.blocks[stage][::-1]
+        for position, following in itertools.zip_longest(positions, positions[1:]):
             block = self.program.blocks[position]
             kernel = self.program.kernels[block.kernel]
-            record = flight.records.pop(position, None)
             self.reads.subtract(set(block.interface.parameters))
+            record = flight.records.pop(position, None)
             if record is None:
                 continue
+            self._fetch(position, read[position])
+            if following is not None:
+                self._start_fetching(following, read[following])
             if not kernel.cotangents:
-                self._forget(position, record)
                 continue
             cotangents = self._take(flight, block, kernel)
             arguments = self._run_input(position, microbatch, record, cotangents)
-            self._forget(position, record)
+            self._release(read[position], self.route.released_back[position])
             del record, cotangents  # the arguments of W refer to those that it needs
             if kernel.backward_weight is None:
                 continue
@@ -354,8 +352,14 @@ class Computation(Generic[T]):
         """Run I and pass the gradients on; returns the arguments of W."""
         block, flight = self.program.blocks[position], self.flights[microbatch]
         kernel = self.program.kernels[block.kernel]
+        interface, parameters = block.interface, set(self.route.read_back[position])
+        read = {
+            i: self.used[value]
+            for i, value in enumerate(interface.parameters, start=len(interface.inputs))
+            if value in parameters
+        }
         sources: dict[str, Mapping[int, T]] = {
-            "operand": record.operands,
+            "operand": {**record.operands, **read},
             "saved": dict(enumerate(record.saved)),
             "cotangent": dict(enumerate(cotangents)),
         }
