@@ -91,9 +91,10 @@ def test_moves_of_activations_and_of_parameters() -> None:
     alone = part.pricing.moves.price(weight, stored, used)
     assert 0 < joined.forward_s < alone.forward_s  # it travels with the parameters of its block
     assert 0 < joined.backward_s < alone.backward_s
-    assert cut.pricing.moves.seconds(weight, stored, used, stored=True) == pytest.approx(
-        NUM * joined.forward_s + joined.backward_s
-    )
+    for num in (1, 2 * NUM):  # kept for all micro-batches, or gathered in each of their passes
+        assert cut.pricing.moves.seconds(
+            weight, stored, used, stored=True, num_gathers=num
+        ) == pytest.approx(num * joined.forward_s + joined.backward_s)
 
 
 def test_small_parts_cost_more_than_their_share() -> None:
