@@ -37,8 +37,15 @@ Key = tuple[int, int]
 """A micro-batch and a value."""
 
 
+_DRAWS = ("aten.bernoulli.p", "aten.bernoulli.default")
+
+
 def single_op_blocks(analysis: Analysis) -> tuple[Block, ...]:
-    """Blocks of one op each, with the views that follow it; for `lower(strategy, blocks=...)`."""
+    """Blocks of one op each, with what cannot start one; for `lower(strategy, blocks=...)`.
+
+    Views stay with the tensor that they show. So does a draw that is written over a tensor: it
+    would be an op of an input with a gradient, which torch does not differentiate.
+    """
     graph = analysis.graph
     blocks = [block for block in graph.blocks if block.name == FIXED]
     starts = [
@@ -46,7 +53,7 @@ def single_op_blocks(analysis: Analysis) -> tuple[Block, ...]:
         for block in graph.blocks
         if block.name != FIXED
         for position, op in enumerate(graph.block_ops(block))
-        if not position or not _is_view(analysis, op)
+        if not position or not (_is_view(analysis, op) or op.target_name in _DRAWS)
     ]
     for start, stop in zip(starts, [*starts[1:], len(graph.ops)]):
         op = graph.ops[start]

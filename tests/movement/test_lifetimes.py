@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar import schedules
 from autopar.base.errors import MovementError
@@ -117,6 +119,29 @@ def test_planned_movement_keeps_programs_within_caps_at_any_speed(name: str):
     assert moved[0] > moved[-1] == 0
     with pytest.raises(MovementError, match=f"at least {least} bytes"):
         least_traffic(step, least - 1)
+
+
+class Masked(nn.Module):
+    """Dropout by a mask that the model draws itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x * torch.empty_like(x).bernoulli_(0.5)).sum()
+
+
+def test_a_draw_stays_with_the_tensor_that_it_is_written_over():
+    """Alone it would be an op of an input with a gradient, and has no derivative."""
+    analysis = Analysis(capture(Masked(), (torch.randn(4, 8),)).graph)
+    draws = {op.index for op in analysis.graph.ops if "bernoulli" in op.target_name}
+    blocks = single_op_blocks(analysis)
+    assert draws
+    assert not draws.intersection(block.start for block in blocks)
+    program = lower(unsplit(analysis), blocks=blocks)
+    assert lifetimes(program).peak_bytes <= counted(program)
 
 
 def test_updates_that_no_plan_covers_are_refused():
