@@ -13,7 +13,6 @@ from typing import Any
 from autopar.base.errors import InputError
 
 EARLY, AT_END = "early", "at_end"
-TWO_PASSES, LAST_NORM = "two_passes", "last_norm"
 _FIX = "write update='early', update='at_end' or update=None, which lets the planner choose"
 
 
@@ -24,17 +23,12 @@ class Update:
     * ``when``: ``"early"``, within the backward pass, or ``"at_end"``, after it.
     * ``keep_gradients``: an early update keeps the gradients, so that ``compiled.gradients()`` can
       return them; it saves no memory then.
-    * ``clip``: how gradients are clipped (``max_grad_norm``) in an early update, where their norm
-      is known only after the last. ``"two_passes"`` runs forward and backward twice, first for the
-      norm, and is exact. ``"last_norm"`` clips by the norm of the step before, at no cost; the
-      first step after the start or a restart takes two passes.
 
     Raises InputError for any other value.
     """
 
     when: str = EARLY
     keep_gradients: bool = False
-    clip: str = TWO_PASSES
 
     def __post_init__(self) -> None:
         if self.when not in (EARLY, AT_END):
@@ -42,11 +36,6 @@ class Update:
         if not isinstance(self.keep_gradients, bool):
             raise InputError(
                 f"the update's keep_gradients is {self.keep_gradients!r}; it is True or False"
-            )
-        if self.clip not in (TWO_PASSES, LAST_NORM):
-            raise InputError(
-                f"the update clips by {self.clip!r}; it is 'two_passes' (exact) or 'last_norm' "
-                "(the norm of the step before): autopar.Update(clip='last_norm')"
             )
 
     @property

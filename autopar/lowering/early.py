@@ -5,8 +5,8 @@ first what several gradients share, then one gradient after the other (small one
 large ones by rows. So a gradient is complete, reduced, used and released before the next exists.
 
 The weight matrix of a linear layer and the table of an embedding are cut into rows of at most
-``tile_bytes`` where one pass of one block makes the whole gradient, and it is only summed over
-ranks on its way to the stored parameter.
+``tile_bytes`` where one pass of a block completes the gradient, and it is only summed over ranks on
+its way to the stored parameter. Rows of a tied weight are added to what its other uses contributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import fx
 from autopar.base.errors import PlanError
 from autopar.comm.ops import ALL_REDUCE
 from autopar.ir.placement import local_shape
-from autopar.ir.update import LAST_NORM, Update
+from autopar.ir.update import Update
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import (
     EarlyUpdate,
@@ -33,8 +33,9 @@ from autopar.lowering.types import (
     WeightStep,
 )
 
-TILE_BYTES = 16 << 20
-"""The largest gradient that is not cut into rows, and the size of the cuts."""
+MIN_TILE_BYTES = 1 << 20
+MAX_TILES = 200
+"""All gradients together are cut into about so many rows at most: each is a call more."""
 JOINED_BYTES = 1 << 18
 """Gradients of together at most so many bytes are computed, reduced and updated together."""
 
@@ -46,11 +47,12 @@ _ALL_REDUCE_ONLY = (ALL_REDUCE, torch.ops.aten._to_copy.default)
 
 
 def with_early_update(
-    program: RankProgram, update: Update = DEFAULT, *, tile_bytes: int = TILE_BYTES
+    program: RankProgram, update: Update = DEFAULT, *, tile_bytes: int | None = None
 ) -> RankProgram:
     """The program with parameters updated within the backward pass.
 
-    Kept gradients are whole, so they are not cut into rows. Raises PlanError for a schedule that
+    Gradients are cut into rows of `default_tile_bytes` unless ``tile_bytes`` is given. Kept
+    gradients are whole. Raises PlanError for a schedule that
     updates in the next step.
     """
     if has_late_updates(program):
@@ -60,27 +62,32 @@ def with_early_update(
             "behind the backward pass, and update='early' within the backward pass; use "
             "update='at_end', or another schedule"
         )
-    tileable = frozenset[int]() if update.keep_gradients else _tileable(program)
+    tile_bytes = tile_bytes or default_tile_bytes(program)
     kernels = list(program.kernels)
     for index, kernel in enumerate(kernels):
-        users = [b.interface for b in program.blocks if b.kernel == index]
+        places = [i for i, block in enumerate(program.blocks) if block.kernel == index]
+        users = [program.blocks[place].interface for place in places]
         if kernel.backward_weight is None or not kernel.cotangents or not users:
             continue
         sizes, in_rows = {}, set[int]()
+        tileable = [_tileable(program, place) for place in places]
         for operand in kernel.weight_grads:
             values = [u.parameters[operand - len(u.inputs)] for u in users]
             sizes[operand] = _used_bytes(program, values[0])
-            if sizes[operand] > tile_bytes and tileable.issuperset(values):
+            is_large = sizes[operand] > tile_bytes and not update.keep_gradients
+            if is_large and all(v in found for v, found in zip(values, tileable)):
                 in_rows.add(operand)
         kernels[index] = replace(
             kernel, weight_steps=_Steps(kernel, sizes, in_rows, tile_bytes).steps()
         )
-    early = EarlyUpdate(
-        at_end=_at_end(program),
-        keeps_gradients=update.keep_gradients,
-        clips_by_last_norm=update.clip == LAST_NORM,
-    )
+    early = EarlyUpdate(at_end=_at_end(program), keeps_gradients=update.keep_gradients)
     return replace(program, kernels=tuple(kernels), early=early)
+
+
+def default_tile_bytes(program: RankProgram) -> int:
+    """The largest gradient that is not cut into rows, and the size of the cuts."""
+    total = sum(_used_bytes(program, p.value) for p in program.parameters if p.trainable)
+    return max(MIN_TILE_BYTES, total // MAX_TILES)
 
 
 def _used_bytes(program: RankProgram, value: int) -> int:
@@ -120,19 +127,24 @@ def _aliased(program: RankProgram) -> set[int]:
     return found
 
 
-def _tileable(program: RankProgram) -> frozenset[int]:
-    """Parameters with one contribution to their gradient, which is summed over ranks at most."""
-    at_end = _at_end(program)
+def _tileable(program: RankProgram, block: int) -> frozenset[int]:
+    """Parameters whose gradient the block completes in one pass, so that it can do so by rows: it
+    is the first that uses them, so that its backward pass is the last. The gradient may only be
+    summed over ranks behind it."""
+    at_end, interface = _at_end(program), program.blocks[block].interface
     if program.num_microbatches > 1:
         return frozenset()
-    users: dict[int, int] = {}
-    for block in program.blocks:
-        for value in block.interface.parameters:
-            users[value] = users.get(value, 0) + 1
+    is_serial = program.pipeline.shape.num_stages == 1
+    users: dict[int, list[int]] = {}
+    for place, each in enumerate(program.blocks):
+        for value in each.interface.parameters:
+            users.setdefault(value, []).append(place)
     return frozenset(
         p.value
         for p in program.parameters
-        if p.trainable and users.get(p.value) == 1 and p.value not in at_end
+        if p.trainable and p.value in interface.parameters and p.value not in at_end
+        if users[p.value] == [block]
+        or (is_serial and users[p.value][0] == block and p.used_dtype is p.reduced_dtype)
         if p.kernel is None or _only_sums(p, program)
     )
 
@@ -198,8 +210,11 @@ class _Steps:
     def _shared(self) -> set[fx.Node]:
         """Computed nodes that several gradients need, and the parts of such results."""
         counts: dict[fx.Node, int] = {}
-        for result in dict.fromkeys(self.result_of.values()):
-            for node in _calls_before([result]):
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for result in self.result_of.values():
+            groups.setdefault(_maker(result), []).append(result)
+        for results in groups.values():
+            for node in _calls_before(results):
                 counts[node] = counts.get(node, 0) + 1
         shared: set[fx.Node] = set()
         for node in self.order:
@@ -229,23 +244,31 @@ class _Steps:
                 units.append(_Unit(tuple(joined.values()), tuple(joined)))
                 joined.clear()
 
-        for operand in sorted(self.result_of, key=lambda o: self.order[self.result_of[o]]):
-            result = self.result_of[operand]
-            tiles = self._tiles(operand, result) if operand in self.in_rows else []
-            size_bytes += self.sizes[operand]
-            if tiles or size_bytes > JOINED_BYTES:
+        for operands in self._operands_by_maker():
+            found = {o: self.result_of[o] for o in operands}
+            tiles = self._tiles(operands[0]) if self.in_rows.issuperset(operands) else []
+            added_bytes = sum(self.sizes[o] for o in operands)
+            if tiles or size_bytes + added_bytes > JOINED_BYTES:
                 flush()
-                size_bytes = self.sizes[operand]
+                size_bytes = 0
             if tiles:
                 units += tiles
-                size_bytes = 0
                 continue
-            joined[operand] = result
+            joined.update(found)
+            size_bytes += added_bytes
         flush()
         return units
 
-    def _tiles(self, operand: int, result: fx.Node) -> list[_Unit]:
+    def _operands_by_maker(self) -> list[list[int]]:
+        """Operands whose gradients one call makes, in the order of the calls."""
+        found: dict[fx.Node, list[int]] = {}
+        for operand in sorted(self.result_of, key=lambda o: self.order[self.result_of[o]]):
+            found.setdefault(_maker(self.result_of[operand]), []).append(operand)
+        return list(found.values())
+
+    def _tiles(self, operand: int) -> list[_Unit]:
         """Units by rows; none for a gradient that no single product or look-up makes."""
+        result = self.result_of[operand]
         weights = [i for k, i in self.kernel.weight_sources if k == "operand"]
         made_alone = result.target in (_MM, _EMBEDDING) and result not in self.shared
         if not made_alone or operand in weights or len(result.users) != 1:
@@ -318,6 +341,15 @@ class _Steps:
 def _is_part(node: fx.Node) -> bool:
     """One result of an op that has several."""
     return node.op == "call_function" and not hasattr(node.target, "_schema")
+
+
+def _maker(result: fx.Node) -> fx.Node:
+    """The call that makes a gradient, perhaps together with others."""
+    while _is_part(result):
+        source = result.args[0]
+        assert isinstance(source, fx.Node)
+        result = source
+    return result
 
 
 def _calls_before(results: Sequence[fx.Node]) -> set[fx.Node]:

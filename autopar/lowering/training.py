@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.base.errors import PlanError
 from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.ir.update import Update
-from autopar.lowering.early import TILE_BYTES, with_early_update
+from autopar.lowering.early import with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import Traces, lower
 from autopar.lowering.stages import Stages
@@ -22,7 +22,7 @@ def lower_training(
     pipeline: tuple[Stages, Schedule] | None = None,
     device_type: str = "cpu",
     update: Update | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
     recomputation: Recomputation = NOTHING,
     traces: Traces | None = None,
 ) -> RankProgram:

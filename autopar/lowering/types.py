@@ -255,13 +255,11 @@ class EarlyUpdate:
     no later action of the step reads them.
 
     ``at_end``: the trained parameters that are updated after the step nevertheless. Gradients are
-    released by their update unless it ``keeps_gradients``. Where they are clipped, it is by this
-    step's norm, which takes a pass of its own, or by the last step's.
+    released by their update unless it ``keeps_gradients``.
     """
 
     at_end: frozenset[int]
     keeps_gradients: bool = False
-    clips_by_last_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

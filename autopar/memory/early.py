@@ -79,12 +79,16 @@ class EarlyUpdates:
         live = self._tally.live
         part = (rows[1] - rows[0]) / self._num_rows(value)
         live[Category.GRADIENTS] += round(size.used * part)
-        self._tally.note_gradients()
+        self._tally.note_gradients(0)
         if parameter.kernel is not None:
             copied = size.summed * (2 if size.summed != size.used else 1) if size.is_moved else 0
             self._tally.check(where, round(copied * part))
             live[Category.GRADIENTS] += round(size.stored * part) - round(size.used * part)
         self._rows.append(round(size.stored * part))
+
+    def is_last(self, value: int, rows: tuple[int, int]) -> bool:
+        """Whether these are the last rows of a gradient."""
+        return rows[1] == self._num_rows(value)
 
     def _num_rows(self, value: int) -> int:
         parameter = self._parameter_of[value]

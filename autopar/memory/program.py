@@ -390,7 +390,7 @@ class _Play:
             return
         values = self._graded(position, kernel.weight_grads)
         self.tally.check(where, memory.workspace["W"])
-        self.tally.check(where, self._first_sums(values))
+        self._sum(values, where)
         self._release_arguments(position, microbatch)
         if kernel.cotangents:
             self._reduce(values, f"G {block.name}")
@@ -413,10 +413,19 @@ class _Play:
                 self.live[Category.ACTIVATIONS] -= shared
             if step.rows is not None:
                 self.early.update_rows(values[0], step.rows, where)
+                if self.early.is_last(values[0], step.rows):
+                    self._end_rows(values[0])
             elif step.grads:
-                self.tally.check(where, self._first_sums(values))
+                self._sum(values, where)
                 self._reduce(values, f"G {block.name}")
             self.early.advance(f"G {block.name}")
+
+    def _end_rows(self, value: int) -> None:
+        """Release what other uses of the parameter contributed to its gradient."""
+        if self.remaining[value] < self.route.contributions[value]:
+            size, num_before = self.parameter_bytes[value], self.route.contributions[value] - 1
+            self.live[Category.GRADIENTS] -= size.summed if num_before > 1 else size.used
+        self.remaining[value] = 0
 
     def _graded(self, position: int, operands: Sequence[int]) -> list[int]:
         interface = self.program.blocks[position].interface
@@ -436,7 +445,7 @@ class _Play:
     def _reduce(self, values: Sequence[int], where: str) -> None:
         """Add to gradients, and reduce those that are complete."""
         complete = [v for v in values if self._contribute(v)]
-        self.tally.note_gradients()
+        self.tally.note_gradients(0)
         communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
         self.rounds[0] += [v for v in complete if v not in communicated]
         self.rounds.append(communicated)
@@ -456,6 +465,13 @@ class _Play:
             if is_for_weight == for_weight:
                 key = (microbatch, block.interface.outputs[index])
                 self._release(key, (microbatch, position), Category.ACTIVATIONS)
+
+    def _sum(self, values: Sequence[int], where: str) -> None:
+        """Add gradients that W made to earlier contributions."""
+        made = sum(self.parameter_bytes[v].used for v in values)
+        summed = self._first_sums(values)
+        self.tally.note_gradients(max(made, summed))
+        self.tally.check(where, summed)
 
     def _first_sums(self, values: Sequence[int]) -> int:
         """Bytes held while second contributions are added to first ones, into new memory of the

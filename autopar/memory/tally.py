@@ -18,8 +18,10 @@ class Tally:
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
 
-    def note_gradients(self) -> None:
-        self.gradient_bytes = max(self.gradient_bytes, self.live[Category.GRADIENTS])
+    def note_gradients(self, further_bytes: int) -> None:
+        """Note the gradients of parameters, with ``further_bytes`` of them in a workspace."""
+        now = self.live[Category.GRADIENTS] + further_bytes
+        self.gradient_bytes = max(self.gradient_bytes, now)
 
     def check(self, where: str, working_bytes: int) -> None:
         """Note the peak if this moment, with the workspace of what runs, is one."""

@@ -7,7 +7,7 @@ memory, and what the plan says about its updates.
 from __future__ import annotations
 
 from autopar.ir.update import Update
-from autopar.lowering.early import TILE_BYTES, with_early_update
+from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, program_memory
@@ -27,9 +27,9 @@ def updated_as(
         may_be_early = setting.may_update_early and not optimizer.is_joint
         is_early = is_needed and may_be_early and not has_late_updates(program)
         update = Update(when="early" if is_early else "at_end")
-    memory = at_end
+    memory, tile_bytes = at_end, default_tile_bytes(program)
     if update.is_early:
-        program = with_early_update(program, update)
+        program = with_early_update(program, update, tile_bytes=tile_bytes)
         memory = program_memory(program, device, optimizer=optimizer)
     return (
         program,
@@ -37,8 +37,7 @@ def updated_as(
         UpdatePlan(
             when=update.when,  # type: ignore[arg-type]
             keep_gradients=update.keep_gradients,
-            clip=update.clip,  # type: ignore[arg-type]
-            tile_bytes=TILE_BYTES,
+            tile_bytes=tile_bytes,
             gradient_bytes=memory.gradient_bytes,
             gradient_bytes_at_end=at_end.gradient_bytes,
         ),

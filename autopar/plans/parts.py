@@ -11,7 +11,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.ir.update import Update
-from autopar.lowering.early import TILE_BYTES
 from autopar.plans.schedule_plan import SchedulePlan
 
 
@@ -48,21 +47,20 @@ class PrecisionPlan(_Struct, frozen=True):
 class UpdatePlan(_Struct, frozen=True):
     """When parameters are updated, and the predicted peak bytes of gradients on a device.
 
-    ``when``, ``keep_gradients`` and ``clip`` as in `autopar.ir.update.Update`. Gradients larger
+    ``when`` and ``keep_gradients`` as in `autopar.ir.update.Update`. Gradients larger
     than ``tile_bytes`` are computed and used by rows where that is possible.
     ``gradient_bytes_at_end`` is the peak if parameters were updated after the backward pass.
     """
 
     when: Literal["early", "at_end"] = "at_end"
     keep_gradients: bool = False
-    clip: Literal["two_passes", "last_norm"] = "two_passes"
-    tile_bytes: int = TILE_BYTES
+    tile_bytes: int = 1 << 20
     gradient_bytes: int = 0
     gradient_bytes_at_end: int = 0
 
     @property
     def update(self) -> Update:
-        return Update(when=self.when, keep_gradients=self.keep_gradients, clip=self.clip)
+        return Update(when=self.when, keep_gradients=self.keep_gradients)
 
 
 class GraphPlan(_Struct, frozen=True):

@@ -188,6 +188,10 @@ class LockstepMachine:
     def add_in(self, dtype: torch.dtype, left: Shards, right: Shards) -> Shards:
         return [a.to(dtype) + b for a, b in zip(left, right)]
 
+    def add_rows(self, rows: Shards, whole: Shards, first: int, end: int) -> None:
+        for own, other in zip(rows, whole):
+            own.add_(other[first:end])
+
     def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
         scaled = [[x * weight for x in value] for weight, value in terms]
         return functools.reduce(self.add, scaled)

@@ -8,19 +8,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.capture import capture
+from autopar.frontend.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.early import with_early_update
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import RankProgram
 from autopar.sharding.strategy import Analysis, Strategy
+from autopar.testing.lockstep import LockstepRun, gather
+from autopar.testing.lockstep_updates import LockstepUpdates, MakeOptimizer
 from tests.equality.case import ALONE, Case
 from tests.equality.drawn_plans import drawn_programs
-from tests.equality.early_updates import train_early
 from tests.oracles import (
     Trained,
     assert_same,
@@ -35,6 +38,35 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
 }
+
+
+def train_early(
+    program: RankProgram,
+    captured: Captured,
+    state: dict[str, Tensor],
+    batches: Sequence[dict[str, Tensor]],
+    make_optimizer: MakeOptimizer,
+) -> tuple[Trained, list[LockstepUpdates]]:
+    """As `tests.oracles.train_program`, but for the gradients, which are gone."""
+    run = LockstepRun(program, captured.graph, state)
+    updaters = [LockstepUpdates(rank, program, make_optimizer) for rank in run.ranks]
+    losses = []
+    for batch in batches:
+        results = run.steps(captured.signature.flatten((), batch), updaters)
+        losses.append(results[0].loss[0].item())
+        for result, updater in zip(results, updaters):
+            for arrived in result.reductions.arrivals():
+                updater.apply(arrived)
+    trained = Trained(
+        losses=losses,
+        gradients={},
+        weights={
+            p.name: gather(run.parameters[p.value], p.stored, p.shape, program.mesh)
+            for p in program.parameters
+        },
+        buffers={b.name: run.buffers[b.value][-1] for b in program.buffers},
+    )
+    return trained, updaters
 
 
 @functools.cache

@@ -138,6 +138,9 @@ class ProcessMachine:
     def add_in(self, dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
         return left + right if left.dtype is dtype else left.to(dtype).add_(right)
 
+    def add_rows(self, rows: Tensor, whole: Tensor, first: int, end: int) -> None:
+        rows.add_(whole[first:end])
+
     def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
         return functools.reduce(torch.add, [value * weight for weight, value in terms])
 

@@ -51,6 +51,11 @@ class Machine(Protocol[T]):
         """The sum, as new memory of a dtype that is at least as wide."""
         ...
 
+    def add_rows(self, rows: T, whole: T, first: int, end: int) -> None:
+        """Add the rows from ``first`` to ``end`` of a value in place to others that nobody else
+        reads."""
+        ...
+
     def weighted_sum(self, terms: Sequence[tuple[float, T]]) -> T:
         """The sum of weight times value over at least one term; integers stay integers under
         integer weights."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from autopar.ir.placement import local_shape
 from autopar.lowering.route import Route
 from autopar.lowering.types import (
     NO_STAGE,
@@ -405,9 +406,20 @@ class Computation(Generic[T]):
             else:
                 complete = []
                 value = interface.parameters[step.grads[0] - len(interface.inputs)]
-                self.rows.append(Rows(value, *step.rows, results[0]))
+                self._add_rows(Rows(value, *step.rows, results[0]))
             del results
             yield complete
+
+    def _add_rows(self, rows: Rows[T]) -> None:
+        """Complete rows of a gradient, with what other uses of the parameter contributed."""
+        value = rows.value
+        if value in self.partial:
+            self.machine.add_rows(rows.gradient, self.partial[value], rows.first, rows.end)
+            parameter = self._parameter_of[value]
+            shape = local_shape(parameter.shape, parameter.used, self.program.mesh)
+            if rows.end == shape[0]:
+                del self.partial[value]
+        self.rows.append(rows)
 
     def _contribute(
         self, interface: BlockInterface, operands: Sequence[int], gradients: Sequence[T]
