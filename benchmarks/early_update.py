@@ -6,10 +6,11 @@
 Every network has its full size. The memory model predicts the peak over graphs captured on the meta
 device, for one device. ``counted`` are the gradients that a training step with real tensors holds
 at once; its batch is small, as they do not depend on it. What is saved is relative to all gradients
-kept once, without the copy that adding the two contributions to a tied weight takes. Baselines: the sequential update, after
-the backward pass; and the double-buffered update, which writes to a second copy of the weights, so
-that it need not wait for their last read. The thesis that the delayed update is from has its
-figures beside them.
+kept once, without the copy that adding the two contributions to a tied weight takes.
+
+Baselines: the sequential update, after the backward pass; and the double-buffered update, which
+writes to a second copy of the weights, so that it need not wait for their last read. The thesis
+that the delayed update is from has its figures beside them.
 """
 
 from __future__ import annotations
@@ -103,11 +104,19 @@ class CountingMachine(LockstepMachine):
     def run(self, module: fx.GraphModule, arguments: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         results = super().run(module, arguments)
         for result in results if id(module) in self.makers else ():
-            for tensor in result:
-                self.now += tensor.nbytes
-                weakref.finalize(tensor, self._release, tensor.nbytes)
-        self.most = max(self.most, self.now)
+            self._count(result)
         return results
+
+    def add_in(self, dtype: torch.dtype, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+        total = super().add_in(dtype, left, right)
+        self._count(total)
+        return total
+
+    def _count(self, shards: list[Tensor]) -> None:
+        for tensor in shards:
+            self.now += tensor.nbytes
+            weakref.finalize(tensor, self._release, tensor.nbytes)
+        self.most = max(self.most, self.now)
 
     def _release(self, size_bytes: int) -> None:
         self.now -= size_bytes

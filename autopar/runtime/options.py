@@ -87,7 +87,10 @@ def _why_not_early(options: RunOptions, precision: Precision | None) -> str | No
             "them, when other weights would have changed. Use precision='bf16'"
         )
     if options.max_grad_norm is not None:
-        return "max_grad_norm: their norm is known after the last gradient, when weights have changed. Leave it out"
+        return (
+            "max_grad_norm: the norm is known after the last gradient, when weights have changed. "
+            "Leave it out"
+        )
     if options.nonfinite == NonFinite.SKIP:
         return (
             "nonfinite='skip': whether a gradient is not finite is known after the last of them, "
