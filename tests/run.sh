@@ -1,11 +1,11 @@
 #!/bin/sh
-# Lint, types, then the tests: two at a time, but for those of the runtime,
-# which start processes of their own. $PYTHON is the virtual environment's interpreter.
+# Lint, types, then the tests, two at a time; those of the runtime, which share worker processes,
+# file by file. $PYTHON is the virtual environment's interpreter.
 set -eu
 cd "$(dirname "$0")/.."
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy -p autopar
 "$PYTHON" -m pytest --ignore=tests/runtime --numprocesses=2 --dist=loadgroup --durations=25
-"$PYTHON" -m pytest --durations=25 tests/runtime
+"$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --durations=25 tests/runtime
 "$PYTHON" -m pytest --nbmake --nbmake-timeout=300 notebooks
