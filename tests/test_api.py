@@ -199,3 +199,26 @@ def test_float32_models_train_on_workers_as_in_eager(name):
     ) as compiled:
         losses = [compiled.train_step(**batch).item() for batch in batches]
     assert losses == pytest.approx(expected, abs=2e-4)
+
+
+class Thirds(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.linear(x) * (torch.ones(4) / 3)).square().mean()
+
+
+def test_workers_compute_in_the_default_dtype_of_the_script():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, x = Thirds(), torch.randn(8, 4)
+        expected, _ = eager(model, [lambda m: m(x)] * 2)
+        with autopar.compile(
+            model, 2, example_inputs=x, optimizer=SGD, profile_limit_s=0
+        ) as compiled:
+            losses = [compiled.train_step(x).item() for _ in range(2)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert losses == pytest.approx(expected, rel=1e-13)

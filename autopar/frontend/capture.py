@@ -10,7 +10,6 @@ front, and the rest is cut into blocks by module path.
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import traceback
 import warnings
@@ -35,7 +34,9 @@ from autopar.base.torch_private import (
 )
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line
+from autopar.frontend.copies import copy_with
 from autopar.frontend.low_precision import call_model, in_single
+from autopar.frontend.overlaps import refuse_overlaps
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
@@ -46,7 +47,12 @@ from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline
 from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_writes import index_strided_writes
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
-from autopar.frontend.untraced import UntracedCalls, refuse_averages_over_all_batches, refuse_hooks
+from autopar.frontend.untraced import (
+    refuse_averages_over_all_batches,
+    refuse_hooks,
+    refuse_running_statistics,
+    untraced_calls,
+)
 from autopar.ir.graph import Graph, verify
 from autopar.ir.precision import Precision
 
@@ -93,6 +99,12 @@ class Signature:
         dtype = self.input_dtypes[position]
         if not isinstance(leaf, Tensor):
             raise InputError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
+        if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type == "meta":
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise InputError(
+                f"input {name!r} is a {kind} tensor on {leaf.device}; pass a dense one with data, "
+                "such as x.to_dense()"
+            )
         if tuple(leaf.shape) != shape or leaf.dtype != dtype:
             raise InputError(
                 f"input {name!r} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}; the model "
@@ -319,7 +331,7 @@ def capture(
             copy_with(make, loss_fn, memo),
             targets,
             with_loss=differentiable,
-            within=UntracedCalls,
+            within=untraced_calls,
             precision=precision,
         )
         return made if training is None else made.train(training)
@@ -331,6 +343,8 @@ def capture(
         step, program = _exported(stepped, args, kwargs)
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
+    refuse_running_statistics(graph)
+    refuse_overlaps(model, loss_fn, graph, program.constants)
     signature = _signature(step, graph, args, kwargs)
     return Captured(graph=graph, signature=signature, precision=precision)
 
@@ -359,33 +373,6 @@ def _exported(
         except Exception as error:
             failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
             raise failed or CaptureError(_explain(error)) from error
-
-
-def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
-    """Copies to capture from later, with the same modes and names but no tensor data."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    memo: dict[int, Any] = {}
-    return copy_with(empty, model, memo), copy_with(empty, loss_fn, memo)
-
-
-def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:
-    """A copy of ``module`` with other tensors, made by ``make``; tied ones stay tied."""
-    if not isinstance(module, nn.Module):
-        return module
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if id(tensor) not in memo:
-            made = make(tensor)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = made
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # left by an earlier call
-                memo[id(value)] = value.detach()
-    return copy.deepcopy(module, memo)
 
 
 def _export(step: Step, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,10 @@ pass inside a forward pass) is left out, or its results become constants.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from autopar.base.errors import CaptureError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
 from autopar.base.torch_private import has_backward_hooks, has_gradient_hooks
 from autopar.frontend.low_precision import BATCH_NORMS
+from autopar.ir.graph import Graph
 
 _READ_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+_SEEDING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -46,6 +51,49 @@ class UntracedCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def untraced_calls() -> Iterator[None]:
+    """A context around a traced call of the model, in which untraceable calls are refused."""
+    with _refusing_reseeding(), UntracedCalls():
+        yield
+
+
+@contextlib.contextmanager
+def _refusing_reseeding() -> Iterator[None]:
+    """A context in which a model that seeds or restores random number generators is refused.
+
+    It applies to this thread alone: another one may be training.
+    """
+    here = threading.get_ident()
+    given = {name: getattr(torch.random, name) for name in _SEEDING}
+
+    def refusing(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            if threading.get_ident() == here and is_users(caller):
+                _refuse(
+                    f"calls torch.{name}(), and a compiled step draws from generators of its own",
+                    "Seed before the training loop, or by autopar.compile(..., seed=0); to use the "
+                    "same numbers twice, draw them once and pass them on",
+                )
+            return given[name](*args, **kwargs)
+
+        return call
+
+    for name in _SEEDING:
+        replaced = refusing(name)
+        for module in (torch, torch.random):
+            if getattr(module, name, None) is given[name]:
+                setattr(module, name, replaced)
+    try:
+        yield
+    finally:
+        for name, function in given.items():
+            for module in (torch, torch.random):
+                if hasattr(module, name):
+                    setattr(module, name, function)
+
+
 def refuse_averages_over_all_batches(model: nn.Module) -> None:
     """Raise CaptureError for running averages over all batches, weighted by a count."""
     for name, part in model.named_modules():
@@ -56,6 +104,19 @@ def refuse_averages_over_all_batches(model: nn.Module) -> None:
                 "running averages is read from a tensor, which cannot be captured. Give it one, "
                 f"such as momentum=0.1, or call eval() of {name!r}"
             )
+
+
+def refuse_running_statistics(graph: Graph) -> None:
+    """Raise CaptureError for instance norms that update running statistics, unseen by the graph."""
+    for op in graph.ops:
+        if op.target is torch.ops.aten.instance_norm.default:
+            running_mean, uses_batch = op.args[3], op.args[5]
+            if running_mean is not None and uses_batch:
+                raise CaptureError(
+                    f"the instance norm at {op.location or 'an unknown line'} updates running "
+                    "statistics, which the captured graph does not show. Make it with "
+                    "track_running_stats=False, or call eval() of it"
+                )
 
 
 def refuse_hooks(model: nn.Module) -> None:

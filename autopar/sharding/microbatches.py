@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from autopar.base.errors import PlanError
+from autopar.frontend.rewrites.custom_functions import adds_up
 from autopar.ir.blocks import TOTALS
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind
 from autopar.ir.mesh import MICROBATCH, Mesh
@@ -310,6 +311,8 @@ class Microbatches:
             raise self._needs_all(op)  # its operand would still be incomplete
         split = self.analysis.batch_splits[op.index]
         if all(p == V for p in given):
+            if any(self.analysis.differentiable(op)) and not adds_up(op.target):
+                raise self._needs_all(op)  # its gradient is that of the sum over micro-batches
             split = None
         elif any(p == P for p in given):
             split = LINEAR_SPLIT

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,40 @@ def compare_with_eager(
             type(error).__name__, error,
         )  # fmt: skip
         return
+    _check_state(trial, expected)
     _compare(trial, expected)
+
+
+def _check_state(trial: Trial, expected: Numbers) -> None:
+    """Raise GradientError where a call depends on what an earlier one left in Python objects."""
+    try:
+        again, changed = trial.second_call()
+    except Exception as error:
+        raise GradientError(
+            f"the model runs once and not a second time: {type(error).__name__}: {error}. A "
+            "compiled model repeats what the first call did; keep what changes from call to call "
+            "in buffers"
+        ) from error
+    wrong = [
+        text
+        for text in _differences(again, expected, trial.graph)
+        if not text.startswith("the gradient")
+    ]
+    attributes = f" (attribute {', '.join(map(repr, changed))})" if changed else ""
+    if wrong and not trial.draws_elsewhere:
+        raise GradientError(
+            f"the model keeps state outside of its parameters and buffers{attributes}: {wrong[0]} "
+            "in a second call with the same inputs, parameters, buffers and random numbers. A "
+            "compiled model repeats what the first call did. Register such state as a buffer, "
+            "change it by tensor operations, and choose by torch.where"
+        )
+    if changed:
+        warnings.warn(
+            f"a call of the model changes a number that it keeps in Python{attributes}, which a "
+            "compiled step does not: it repeats what the first call did. Where later steps should "
+            "depend on that number, register it as a buffer",
+            stacklevel=2,
+        )
 
 
 def check_trainable(graph: Graph) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from autopar.base.accelerators import kept_generators
 from autopar.base.torch_private import pytree
-from autopar.frontend.capture import Arguments, Captured, Step, copy_with
+from autopar.frontend.capture import Arguments, Captured, Step
 from autopar.frontend.checking.draws import FixedDraws
 from autopar.frontend.checking.evaluation import Watch, evaluate
+from autopar.frontend.copies import copy_with
 from autopar.frontend.reader import is_random, loss_fn_name
 from autopar.frontend.targets import LossFn, find_targets
 from autopar.ir.graph import ValueKind
@@ -76,37 +77,71 @@ class Trial:
         """
 
         def make(tensor: Tensor) -> Tensor:
-            made = tensor.detach().to(self.device, copy=True)
+            made = self._copied(tensor)
             if change is None or not isinstance(tensor, nn.Parameter):
                 return made
             return change(made)
 
-        memo: dict[int, Any] = {}
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: x.detach().to(self.device, copy=True), tuple(self.call)
-        )
-        targets = None
-        if self.loss_fn is not None:
-            targets = find_targets(self.loss_fn, self.model, args, kwargs)
         with self._set_up(warns=warns):
-            step = Step(
-                copy_with(make, self.model, memo),
-                copy_with(make, self.loss_fn, memo),
-                targets,
-                with_loss=True,
-                precision=self.precision,
-            )
+            step, args, kwargs = self._step(make)
             before = _seed_elsewhere(self.num_runs)
             self.num_runs += 1
             with recording or contextlib.nullcontext():
                 loss, *outputs = step(*args, **kwargs)
             self.draws_elsewhere |= _state_elsewhere() != before
             parameters = dict(step.model.named_parameters())
-            buffers = dict(step.model.named_buffers())
-            if isinstance(step.loss_fn, nn.Module):
-                own = step.loss_fn.named_buffers()
-                buffers |= {loss_fn_name(name): buffer for name, buffer in own}
-            return self._numbers(loss, outputs, parameters, buffers)
+            return self._numbers(loss, outputs, parameters, _buffers_of(step))
+
+    def second_call(self) -> tuple[Numbers, tuple[str, ...]]:
+        """The numbers of a call of a copy that was called before, without gradients.
+
+        The first call has the rows in another order. Parameters and buffers are restored behind
+        it, so that only other state of the model is left of it. Also returns the names of the
+        numbers among its attributes that a call changes.
+        """
+        with self._set_up():
+            step, args, kwargs = self._step(self._copied)
+            buffers = _buffers_of(step)
+            kept = {name: buffer.clone() for name, buffer in buffers.items()}
+            attributes = _plain_attributes(step)
+            _seed_elsewhere(self.num_runs)
+            other_args, other_kwargs = pytree.tree_map_only(Tensor, _reversed, (args, kwargs))
+            try:
+                step(*other_args, **other_kwargs)
+            except Exception:  # the rows have an order, as sequences sorted by length
+                step(*args, **kwargs)
+            changed = [n for n, x in _plain_attributes(step).items() if attributes.get(n, x) != x]
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    buffer.copy_(kept[name])
+            _seed_elsewhere(self.num_runs)
+            loss, *outputs = step(*args, **kwargs)
+            found = Numbers(
+                loss=loss.detach(),
+                outputs=tuple(x.detach() for x in outputs),
+                gradients={},
+                buffers={name: buffer.detach() for name, buffer in _buffers_of(step).items()},
+            )
+        return found, tuple(changed)
+
+    def _step(self, make: Callable[[Tensor], Tensor]) -> tuple[Step, Any, Any]:
+        """A copy of the model and its loss, and of the call's arguments."""
+        memo: dict[int, Any] = {}
+        args, kwargs = pytree.tree_map_only(Tensor, self._copied, tuple(self.call))
+        targets = None
+        if self.loss_fn is not None:
+            targets = find_targets(self.loss_fn, self.model, args, kwargs)
+        step = Step(
+            copy_with(make, self.model, memo),
+            copy_with(make, self.loss_fn, memo),
+            targets,
+            with_loss=True,
+            precision=self.precision,
+        )
+        return step, args, kwargs
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, copy=True)
 
     def of_graph(self, watch: Watch | None = None) -> Numbers:
         """The numbers by the captured graph."""
@@ -166,6 +201,30 @@ class Trial:
             if not warns:
                 warnings.simplefilter("ignore")
             yield
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.flip(0) if x.dim() else x
+
+
+def _buffers_of(step: Step) -> dict[str, Tensor]:
+    buffers = dict(step.model.named_buffers())
+    if isinstance(step.loss_fn, nn.Module):
+        buffers |= {loss_fn_name(name): x for name, x in step.loss_fn.named_buffers()}
+    return buffers
+
+
+def _plain_attributes(step: Step) -> dict[str, int | float]:
+    """The numbers that modules keep as attributes, by name."""
+    owners = ((step.model, str), (step.loss_fn, loss_fn_name))
+    return {
+        name_of(f"{prefix}.{name}".lstrip(".")): value
+        for owner, name_of in owners
+        if isinstance(owner, nn.Module)
+        for prefix, module in owner.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    }
 
 
 def _drop_gradient(parameter: Tensor) -> None:

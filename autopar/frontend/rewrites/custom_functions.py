@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.base.accelerators import kept_generators
 from autopar.base.errors import CaptureError
 from autopar.base.torch_private import FakeTensorMode, autograd_again, outside_of_tracing, pytree
 from autopar.ir.tracing import trace_fx
@@ -33,6 +34,17 @@ _Function = torch.autograd.Function
 _apply = _Function.__dict__["apply"].__func__
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _known: dict[str, type] = {}
+_linear: dict[str, bool] = {}
+_FACTORS = (1e-3, 1.0, 1e3)
+
+
+def adds_up(target: Any) -> bool:
+    """Whether gradients through an operator may be summed behind it instead of before.
+
+    True unless the operator is an autograd function whose backward pass is not linear in the
+    gradients that it is given, as a clipped gradient or its sign.
+    """
+    return _linear.get(str(target), True)
 
 
 @contextlib.contextmanager
@@ -142,7 +154,44 @@ def _operator_of(call: FunctionCall, operands: Sequence[Tensor]) -> Any:
     while _known.setdefault(name, cls) is not cls:  # another class of the same name was defined
         name += "_"
     found = getattr(getattr(torch.ops, _NAMESPACE), name, None)
-    return found.default if found is not None else _define(name, call, len(operands), tags)
+    operator = found.default if found is not None else _define(name, call, len(operands), tags)
+    if str(operator) not in _linear:
+        _linear[str(operator)] = _is_linear(call, operands)
+    return operator
+
+
+def _is_linear(call: FunctionCall, operands: Sequence[Tensor]) -> bool:
+    """Whether the backward pass, run on random operands, is linear in its gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return torch.zeros(x.shape, dtype=x.dtype)
+        return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+
+    with outside_of_tracing(), kept_generators(torch.device("cpu")):
+        values = [drawn(x) for x in operands]
+        try:
+            with torch.no_grad():
+                outputs = call.apply(values)
+            for factor in _FACTORS:
+                one, other = ([factor * drawn(x) for x in outputs] for _ in range(2))
+                both = [a + b for a, b in zip(one, other)]
+                parts = [call.gradients(values, given) for given in (one, other, both)]
+                for a, b, whole in zip(*parts):
+                    if whole is not None and not _is_sum(whole, a, b):
+                        return False
+        except Exception:  # it does not run on such operands: nothing is known
+            return False
+    return True
+
+
+def _is_sum(whole: Tensor, one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    size = one.abs() + other.abs()
+    tolerance = 8 * torch.finfo(whole.dtype).eps * size
+    return bool(((whole - (one + other)).abs() <= tolerance + torch.finfo(whole.dtype).tiny).all())
 
 
 def _studied(call: FunctionCall, operands: Sequence[Tensor]) -> tuple[torch.Tag, ...]:

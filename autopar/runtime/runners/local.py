@@ -78,6 +78,7 @@ class RankService:
             self._state[name] = tensor.detach().to(self.device, copy=True)
 
     def start(self, options: RankOptions) -> None:
+        torch.set_default_dtype(options.default_dtype)
         self.runtime = make_runtime(self.program, self._state, options, self.device)
         self._state = {}
         self.peak_memory.forget_peak()

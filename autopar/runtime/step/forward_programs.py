@@ -24,8 +24,8 @@ from autopar.frontend.capture import (
     Signature,
     call_key,
     capture,
-    without_data,
 )
+from autopar.frontend.copies import without_data
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram

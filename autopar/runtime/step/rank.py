@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class RankOptions:
     program (tied parameters share one). ``seed`` is for random operators. Gradients are clipped to
     ``max_grad_norm`` before each update. ``nonfinite`` says what to do with a step whose loss or
     gradients are not finite. ``array`` says how each model trains if the program is one of several.
-    ``precision`` says how the loss of a program in mixed precision is scaled.
+    ``precision`` says how the loss of a program in mixed precision is scaled. ``default_dtype`` is
+    torch's where the model was compiled, which some operators compute in.
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -70,6 +71,7 @@ class RankOptions:
     nonfinite: NonFinite = NonFinite.RAISE
     array: ArrayOptions | None = None
     precision: Precision | None = None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

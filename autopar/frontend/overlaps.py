@@ -1,0 +1,74 @@
+"""Tensors of a model that share memory without being the same object, refused by name.
+
+A compiled model keeps each parameter and buffer in memory of its own, on several devices. Tied
+tensors are the same object and stay tied; where a parameter is another's ``.data`` or a buffer a
+view of one, a change of one would change the other in eager PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import CaptureError
+from autopar.frontend.reader import loss_fn_name
+from autopar.ir.graph import Graph
+
+
+def refuse_overlaps(
+    model: nn.Module, loss_fn: Any, graph: Graph, constants: Collection[str]
+) -> None:
+    """Raise CaptureError if a tensor that a step changes shares memory with another one.
+
+    ``constants``: the attributes that the graph holds as constants, such as ``model.layer.scale``.
+    """
+    changed = {v.target for v in graph.parameters if v.differentiable}
+    changed |= {graph.values[buffer].target for buffer, _ in graph.mutations}
+    by_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    seen: set[int] = set()
+    for name, tensor in _named(model, loss_fn, constants):
+        if id(tensor) not in seen and _has_memory(tensor):
+            seen.add(id(tensor))
+            by_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
+    for sharing in by_storage.values():
+        for (first, one), (second, other) in itertools.combinations(sharing, 2):
+            if (first in changed or second in changed) and _overlap(one, other):
+                raise CaptureError(
+                    f"{first!r} and {second!r} share memory, and a step changes it: a compiled "
+                    "model keeps each in memory of its own. To tie them, use one tensor in both "
+                    "places (a.weight = b.weight); otherwise give one its own, by clone()"
+                )
+
+
+def _named(model: nn.Module, loss_fn: Any, constants: Collection[str]) -> Iterator[tuple[str, Any]]:
+    for owner, root, name_of in ((model, "model", str), (loss_fn, "loss_fn", loss_fn_name)):
+        if not isinstance(owner, nn.Module):
+            continue
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+            yield name_of(name), tensor
+        for prefix, module in owner.named_modules():
+            for name, value in vars(module).items():
+                path = f"{prefix}.{name}" if prefix else name
+                if isinstance(value, Tensor) and f"{root}.{path}" in constants:
+                    yield name_of(path), value
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the ranges of two tensors in one storage overlap."""
+    (a, b), (c, d) = _range(one), _range(other)
+    return a < d and c < b
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
