@@ -71,8 +71,8 @@ def lifetimes_of(
 ) -> StepLifetimes:
     """The lifetimes of one training step on a pipeline rank.
 
-    Raises MovementError for updates within the backward pass, and for schedules whose updates use
-    the gradients of the step before.
+    Raises MovementError for updates within the backward pass, for parameters that are released
+    after forward, and for schedules whose updates use the gradients of the step before.
     """
     route = list(routes_of(program))[pipeline_rank]
     if route.late_updates:
@@ -84,6 +84,11 @@ def lifetimes_of(
         raise MovementError(
             "the program updates parameters within the backward pass, by rows of their gradients, "
             "which no movement plan covers; lower it with update='at_end'"
+        )
+    if any(p.released for p in program.parameters):
+        raise MovementError(
+            "the program releases gathered parameters after forward and gathers them again, which "
+            "no movement plan covers; plan it with reshard_after_forward=False"
         )
     return _Walk(program, route, device, optimizer).run()
 

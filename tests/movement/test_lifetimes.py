@@ -22,6 +22,7 @@ from autopar.movement.program import lifetimes_of, single_op_blocks
 from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.simulate import HostLink, simulate
 from autopar.movement.verify import verify
+from autopar.planning.releases import with_released
 from autopar.sharding.strategy import Analysis, unsplit
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
@@ -62,7 +63,7 @@ def test_single_ops_peak_where_their_program_does(name: str):
 def test_drawn_plans_peak_where_their_programs_do(name: str, number: int):
     """On meshes, the program's count has the transports' buffers for joined tensors too."""
     for drawn in drawn_programs(Case(name, num_joined=2), number, 4):
-        program = drawn.program
+        program = with_released(drawn.program, frozenset())
         peak = max(
             lifetimes(program, pipeline_rank=rank).peak_bytes
             for rank in range(program.pipeline.num_devices)
@@ -142,6 +143,13 @@ def test_a_draw_stays_with_the_tensor_that_it_is_written_over():
     assert not draws.intersection(block.start for block in blocks)
     program = lower(unsplit(analysis), blocks=blocks)
     assert lifetimes(program).peak_bytes <= counted(program)
+
+
+def test_parameters_that_are_released_are_refused():
+    drawn = (each.program for each in drawn_programs(Case("gpt2", num_joined=2), 0, 4))
+    program = next(each for each in drawn if any(p.released for p in each.parameters))
+    with pytest.raises(MovementError, match="reshard_after_forward=False"):
+        lifetimes(program)
 
 
 def test_updates_that_no_plan_covers_are_refused():
