@@ -41,13 +41,13 @@ from autopar.planning.planner import make_planned, searched_calls
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
 from autopar.plans.document import Plan, strategy_of
-from autopar.plans.parts import PrecisionPlan
+from autopar.plans.parts import agreed_precision
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
-from autopar.runtime.options import RunOptions, check_early, may_be_early
+from autopar.runtime.options import RunOptions, check_early, clips_at_end, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
@@ -395,22 +395,13 @@ class _Compiler:
         return None if given is None else _agreed(lambda: _loaded(given))
 
     def _precision(self, replayed: Plan | None) -> Precision | None:
-        """The precision asked for, or the plan's; raises InputError where they differ."""
-        given = self.planning.precision
+        """The precision asked for, or the plan's; raises InputError where options contradict it."""
+        given, update = self.planning.precision, self.planning.update
         if replayed is not None:
-            planned = replayed.graph.precision
-            if given is None and planned is not None:
-                given = planned.precision
-            asked = None if given is None else PrecisionPlan.of(given)
-            if asked != planned:
-                raise InputError(
-                    f"precision is {given}, and the plan was made with "
-                    f"{'none' if planned is None else planned}; leave precision= out, or leave out "
-                    "plan= for a new search"
-                )
+            given = agreed_precision(given, replayed.graph.precision)
+            update = replayed.update.update
         running = self.options.running
         check_scaled(given, running.nonfinite)
-        update = self.planning.update if replayed is None else replayed.update.update
         check_early(update, running, given)
         return given
 
@@ -455,28 +446,15 @@ class _Compiler:
                 calls, cluster, default_store_path(), limit_s=self.options.profile_limit_s,
                 start_timeout_s=running.start_timeout_s, progress=say,
             )  # fmt: skip
+        spec = optimizer_spec(
+            running.optimizer, cluster.device, is_clipped=clips_at_end(running, planning.update)
+        )
         return make_planned(
-            prepared,
-            cluster,
-            self.space,
-            constraints=planning.constraints,
-            compute=compute,
-            communication=communication,
-            optimizer=optimizer_spec(
-                running.optimizer, cluster.device, is_clipped=self._updates_at_once
-            ),
-            update=planning.update,
+            prepared, cluster, self.space, constraints=planning.constraints, compute=compute,
+            communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
-            device_type=self.devices[0].type,
-            progress=say,
-        ).plan
-
-    @property
-    def _updates_at_once(self) -> bool:
-        """Whether clipping makes all updates wait for the last gradient."""
-        update = self.planning.update
-        is_early = update is not None and update.is_early
-        return self.options.running.max_grad_norm is not None and not is_early
+            device_type=self.devices[0].type, progress=say,
+        ).plan  # fmt: skip
 
     def _start(self, captured: Captured, chosen: Plan) -> Compiled:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)

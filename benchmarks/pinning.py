@@ -45,7 +45,8 @@ from autopar.movement.pinning.problem import (
     adjacent,
     twice_largest,
 )
-from autopar.movement.program import lifetimes_of, single_op_blocks
+from autopar.movement.program import lifetimes_of
+from autopar.movement.single_ops import single_op_blocks
 from autopar.movement.verify import verify
 from autopar.sharding.strategy import Analysis, unsplit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,3 +60,22 @@ def part_bytes(
 ) -> int:
     """Bytes of one device's shard."""
     return math.prod(local_shape(shape, placements, program.mesh)) * dtype.itemsize
+
+
+def first_sum_bytes(parts: Sequence[tuple[ParameterBytes, int]], *, copies: bool) -> int:
+    """Bytes held while contributions to gradients are added.
+
+    ``parts``: the parameters, and the number of contributions that each has already. Second ones
+    are added to first ones into new memory of the dtype of sums, later ones in place; with
+    ``copies`` (on CPUs) another dtype is added by a copy.
+    """
+    most, grown = 0, 0
+    for size, num in parts:
+        is_copied = size.summed > size.used and copies
+        added = size.summed if is_copied and num else 0
+        if num == 1:
+            added += size.summed
+        most = max(most, grown + added)
+        if num == 1:
+            grown += size.summed - size.used
+    return sum(size.used for size, _ in parts) + most if most else 0

@@ -22,7 +22,7 @@ from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import RankProgram, Role
 from autopar.memory.early import EarlyUpdates
 from autopar.memory.kernel import KernelMemory, kernel_memory, made_bytes
-from autopar.memory.parameters import ParameterBytes, part_bytes
+from autopar.memory.parameters import ParameterBytes, first_sum_bytes, part_bytes
 from autopar.memory.reductions import ReductionMemory
 from autopar.memory.tally import Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
@@ -469,24 +469,11 @@ class _Play:
     def _sum(self, values: Sequence[int], where: str) -> None:
         """Add gradients that W made to earlier contributions."""
         made = sum(self.parameter_bytes[v].used for v in values)
-        summed = self._first_sums(values)
+        totals = self.route.contributions
+        sizes = [(self.parameter_bytes[v], totals[v] - self.remaining[v]) for v in values]
+        summed = first_sum_bytes(sizes, copies=self.device.kind == "cpu")
         self.tally.note_gradients(max(made, summed))
         self.tally.check(where, summed)
-
-    def _first_sums(self, values: Sequence[int]) -> int:
-        """Bytes held while second contributions are added to first ones, into new memory of the
-        dtype of sums; later ones are added in place. On CPUs another dtype is added by a copy."""
-        totals, most, grown = self.route.contributions, 0, 0
-        for v in values:
-            size = self.parameter_bytes[v]
-            is_copied = size.summed > size.used and self.device.kind == "cpu"
-            added = size.summed if is_copied and self.remaining[v] < totals[v] else 0
-            if self.remaining[v] == totals[v] - 1:
-                added += size.summed
-            most = max(most, grown + added)
-            if self.remaining[v] == totals[v] - 1:
-                grown += size.summed - size.used
-        return sum(self.parameter_bytes[v].used for v in values) + most if most else 0
 
     def _contribute(self, value: int) -> bool:
         """Count a contribution to a gradient; whether it was the last.

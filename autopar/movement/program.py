@@ -4,7 +4,7 @@ The actions of the route are played in order, as in `autopar.memory.program`, wh
 here every run of an F, I or W graph is an operation, and every storage that crosses its border is a
 tensor with the operations that use it. What lives within one graph is that operation's workspace.
 Sums of gradients, gathers, reductions and updates of parameters are operations too. Programs of
-single-op blocks (`single_op_blocks`) have the lifetimes of single layers.
+single-op blocks (`autopar.movement.single_ops`) have the lifetimes of single layers.
 """
 
 from __future__ import annotations
@@ -19,51 +19,16 @@ from torch import Tensor, fx
 from autopar.base.errors import MovementError
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, allocator_of
-from autopar.cost_models.op_work import work
 from autopar.cost_models.update import OptimizerSpec
-from autopar.cost_models.work import Family
-from autopar.ir.blocks import FIXED
-from autopar.ir.graph import Block, Op
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import Kernel, ParameterProgram, RankProgram, Role
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
-from autopar.pricing.utilisation import whole_call
 from autopar.schedules.action import Kind
-from autopar.sharding.strategy import Analysis
 
 Key = tuple[int, int]
 """A micro-batch and a value."""
-
-
-_DRAWS = ("aten.bernoulli.p", "aten.bernoulli.default")
-
-
-def single_op_blocks(analysis: Analysis) -> tuple[Block, ...]:
-    """Blocks of one op each, with what cannot start one; for `lower(strategy, blocks=...)`.
-
-    Views stay with the tensor that they show. So does a draw that is written over a tensor: it
-    would be an op of an input with a gradient, which torch does not differentiate.
-    """
-    graph = analysis.graph
-    blocks = [block for block in graph.blocks if block.name == FIXED]
-    starts = [
-        op.index
-        for block in graph.blocks
-        if block.name != FIXED
-        for position, op in enumerate(graph.block_ops(block))
-        if not position or not (_is_view(analysis, op) or op.target_name in _DRAWS)
-    ]
-    for start, stop in zip(starts, [*starts[1:], len(graph.ops)]):
-        op = graph.ops[start]
-        name = f"{op.module_path or 'model'}:{op.name}"
-        blocks.append(Block(index=len(blocks), name=name, start=start, stop=stop))
-    return tuple(blocks)
-
-
-def _is_view(analysis: Analysis, op: Op) -> bool:
-    return work(whole_call(analysis, op)).family is Family.VIEW
 
 
 def lifetimes_of(

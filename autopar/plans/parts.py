@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from autopar.base.errors import InputError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
@@ -61,6 +62,19 @@ class UpdatePlan(_Struct, frozen=True):
     @property
     def update(self) -> Update:
         return Update(when=self.when, keep_gradients=self.keep_gradients)
+
+
+def agreed_precision(given: Precision | None, planned: PrecisionPlan | None) -> Precision | None:
+    """A plan's precision, which is the one given if any; raises InputError where they differ."""
+    if given is None and planned is not None:
+        given = planned.precision
+    if (None if given is None else PrecisionPlan.of(given)) != planned:
+        raise InputError(
+            f"precision is {given}, and the plan was made with "
+            f"{'none' if planned is None else planned}; leave precision= out, or leave out plan= "
+            "for a new search"
+        )
+    return given
 
 
 class GraphPlan(_Struct, frozen=True):

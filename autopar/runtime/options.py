@@ -71,6 +71,11 @@ def may_be_early(options: RunOptions, precision: Precision | None) -> bool:
     return not is_clipped and _why_not_early(options, precision) is None
 
 
+def clips_at_end(options: RunOptions, update: Update | None) -> bool:
+    """Whether clipping makes all updates wait for the last gradient."""
+    return options.max_grad_norm is not None and not (update is not None and update.is_early)
+
+
 def check_early(update: Update | None, options: RunOptions, precision: Precision | None) -> None:
     """Raise InputError where an early update cannot keep what the run's options promise."""
     reason = _why_not_early(options, precision)

@@ -18,9 +18,10 @@ from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
-from autopar.movement.program import lifetimes_of, single_op_blocks
+from autopar.movement.program import lifetimes_of
 from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.simulate import HostLink, simulate
+from autopar.movement.single_ops import single_op_blocks
 from autopar.movement.verify import verify
 from autopar.planning.releases import with_released
 from autopar.sharding.strategy import Analysis, unsplit
