@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.workers.group import WorkerGroup
 from tests.runtime.processes import ProbedService
 
@@ -27,3 +28,12 @@ def groups() -> Iterator[Groups]:
     yield group_of
     for group in started.values():
         group.close()
+
+
+@pytest.fixture
+def reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``autopar.compile`` onto the workers of `groups`, which outlive a compiled model."""
+    monkeypatch.setattr(
+        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
+    )
+    monkeypatch.setattr(LocalRunner, "close", lambda self: None)

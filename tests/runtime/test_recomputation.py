@@ -16,7 +16,6 @@ from autopar.base.errors import InputError, PlanError
 from autopar.plans.document import Plan
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import Trained, assert_same, reference_steps, to_double
-from tests.runtime.conftest import Groups
 from tests.runtime.test_counted_memory import Branches, images
 
 NUM_STEPS = 5
@@ -27,13 +26,7 @@ MODULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.runners.local import LocalRunner
-
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
+pytestmark = pytest.mark.usefixtures("reused_workers")
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from autopar.base.errors import InputError, PlanError
 from autopar.frontend.capture import capture
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
-from autopar.runtime.runners.local import LocalRunner
 from tests.runtime.conftest import Groups
 from tests.runtime.test_counted_memory import Deep, Tower, rows
 from tests.runtime.test_precision import Net, batch, model_of, state
@@ -32,11 +31,8 @@ H100 = autopar.Cluster.preset("h100-sxm", nodes=1, devices_per_node=8)
 
 
 @pytest.fixture
-def on_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def on_workers(reused_workers: None) -> Callable[..., Any]:
     """``autopar.compile`` onto the workers of the tests."""
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
     return functools.partial(autopar.compile, profile_limit_s=0, check_gradients=False)
 
 
