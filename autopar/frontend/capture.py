@@ -80,7 +80,8 @@ class Signature:
         if spec != self.in_spec:
             raise InputError(
                 "inputs do not match the example inputs: they must have the same structure "
-                f"(positional and keyword). Expected {self.describe()}; got "
+                "(positional and keyword, keywords in the same order). "
+                f"Expected {self.describe()}; got "
                 f"{len(args)} positional and keywords {sorted(kwargs)}"
             )
         tensors: list[Tensor] = []
