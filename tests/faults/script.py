@@ -23,6 +23,7 @@ import psutil
 import torch.distributed as dist
 
 import autopar
+import autopar.api  # a fault in `compile` shall not strike its imports
 from autopar.base.errors import AutoparError
 from autopar.runtime.faults import liveness, progress, step_limit
 from tests.faults.draw import OP_FAULTS, SCRIPT_FAULTS, Injection, draw

@@ -46,8 +46,11 @@ def compiled_for(kind: str, num_devices: int, **options: Any) -> Any:
 
 
 def check_counted(compiled: Any, batch: dict[str, Tensor], tolerance: float = 0.01) -> None:
-    """The tensors that the processes hold take what the plan counted."""
-    held = max(compiled.peak_tensor_bytes(**batch))
+    """The tensors that the processes hold take what the plan counted.
+
+    The workers are reused: what an earlier program left may be released in the first step.
+    """
+    held = min(max(compiled.peak_tensor_bytes(**batch)) for _ in range(2))
     counted = compiled.plan.prediction.memory_bytes
     own = sum(counted.values()) - counted["inputs"]  # workers read the caller's batch
     assert own == pytest.approx(held, rel=tolerance)

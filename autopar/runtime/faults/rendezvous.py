@@ -92,14 +92,22 @@ class Rendezvous:
         while not wait([result], _POLL_S).done:
             self._check_peers()
             if time.monotonic() > deadline_s:
-                absent = (rank for rank in range(self.num_ranks) if rank not in self._found)
-                raise self._error(next(absent, None), f"did not join within {self.timeout_s:g} s")
-        if result.exception() is not None:
+                raise self._error(self._absent(), f"did not join within {self.timeout_s:g} s")
+        error = result.exception()
+        if error is not None:
             settled_s = time.monotonic() + _SETTLE_S
             while time.monotonic() < settled_s:
                 self._check_peers()
                 time.sleep(_POLL_S)
+        if isinstance(error, dist.DistNetworkError) and (absent := self._absent()) is not None:
+            # Where no launcher holds the store, rank 0 does, and takes it with it.
+            what = f"had not joined when the job's store broke off ({error})"
+            raise self._error(absent, what) from error
         return result.result()
+
+    def _absent(self) -> int | None:
+        """The first rank that has not published its location."""
+        return next((rank for rank in range(self.num_ranks) if rank not in self._found), None)
 
     def _check_peers(self) -> None:
         """Raise WorkerError if a rank on this host is stopped or gone."""
