@@ -28,6 +28,8 @@ TOLERANCE = 1e-8
 MOST_REFUSED = 0.1
 STRIDE = 20
 """One in so many is split too."""
+ONCE_WRONG_SPLIT = (460, 520, 1720)
+"""Programs that read a value by its strides, which a shard cut out of padding does not have."""
 
 
 def ended(model: Drawn) -> str:
@@ -72,7 +74,7 @@ def test_no_drawn_program_is_silently_wrong():
 @pytest.mark.filterwarnings("ignore")
 def test_drawn_programs_split_at_random_are_what_eager_mode_computes():
     compared = 0
-    for seed in range(FIRST, FIRST + NUM_PROGRAMS, STRIDE):
+    for seed in (*range(FIRST, FIRST + NUM_PROGRAMS, STRIDE), *ONCE_WRONG_SPLIT):
         model = draw(seed)
         if ended(model) != "equal":
             continue
