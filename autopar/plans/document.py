@@ -115,6 +115,11 @@ def _check_plan(plan: Plan) -> None:
 def _check_recomputation(plan: Plan) -> None:
     named: set[str] = set()
     for position, group in enumerate(plan.recomputation):
+        if not group.blocks:
+            raise refused(
+                "a recomputation is of at least one block",
+                path_of(("recomputation", position, "blocks")),
+            )
         for name in group.blocks:
             if name in named:
                 raise refused(
