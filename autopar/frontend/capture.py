@@ -45,7 +45,7 @@ from autopar.frontend.rewrites.hidden_writes import show_hidden_writes
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
 from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline_no_grad_regions
 from autopar.frontend.rewrites.random_slopes import draw_slopes
-from autopar.frontend.rewrites.strided_writes import index_strided_writes
+from autopar.frontend.rewrites.strided_access import index_strided_access
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.frontend.untraced import (
     refuse_averages_over_all_batches,
@@ -388,7 +388,7 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
         isolate_regions(program.graph_module)
         free_counted_dimensions(program.graph_module)
         offsets_as_tensors(program.graph_module)
-        index_strided_writes(program.graph_module)
+        index_strided_access(program.graph_module)
         draw_slopes(program.graph_module)
         return program
 

@@ -26,7 +26,12 @@ from autopar.ir.graph import Graph
 _READ_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
-_SEEDING = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+_SEEDING = tuple(
+    (module, name, getattr(module, name))
+    for module in (torch, torch.random)
+    for name in ("manual_seed", "seed", "set_rng_state", "fork_rng")
+    if hasattr(module, name)
+)
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -65,9 +70,8 @@ def _refusing_reseeding() -> Iterator[None]:
     It applies to this thread alone: another one may be training.
     """
     here = threading.get_ident()
-    given = {name: getattr(torch.random, name) for name in _SEEDING}
 
-    def refusing(name: str) -> Any:
+    def refusing(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
             if threading.get_ident() == here and is_users(caller):
@@ -76,22 +80,17 @@ def _refusing_reseeding() -> Iterator[None]:
                     "Seed before the training loop, or by autopar.compile(..., seed=0); to use the "
                     "same numbers twice, draw them once and pass them on",
                 )
-            return given[name](*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 
-    for name in _SEEDING:
-        replaced = refusing(name)
-        for module in (torch, torch.random):
-            if getattr(module, name, None) is given[name]:
-                setattr(module, name, replaced)
+    for module, name, function in _SEEDING:
+        setattr(module, name, refusing(name, function))
     try:
         yield
     finally:
-        for name, function in given.items():
-            for module in (torch, torch.random):
-                if hasattr(module, name):
-                    setattr(module, name, function)
+        for module, name, function in _SEEDING:
+            setattr(module, name, function)
 
 
 def refuse_averages_over_all_batches(model: nn.Module) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from autopar.base.errors import InputError
 from autopar.comm.ops import move
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.ir.placement import Placements, local_shape
@@ -81,8 +80,6 @@ class _BlockMachine:
             self._operand(graph.values[index], need)
             for index, need in zip(op.inputs, strategy.needs(op))
         ]
-        if op.target is torch.ops.aten.as_strided.default:
-            operands = [_laid_out(x, graph.values[i]) for x, i in zip(operands, op.inputs)]
         supplies = strategy.supplies(op)
         space = strategy.analysis.spaces[op.index]
         shapes = tuple(
@@ -129,23 +126,6 @@ class _BlockMachine:
             # Made under no_grad, or by an op that stops the gradient: none flows back through it.
             result = result.detach()
         self.local[value.index] = move(result, supply, interface, value.shape, self.strategy.mesh)
-
-
-def _laid_out(x: Tensor, value: Value) -> Tensor:
-    """A copy with the strides that the value has in the model, which ``as_strided`` counts in.
-
-    A shard that was gathered or cut out of padding has others.
-    """
-    strides = value.strides or tuple(reversed(range(x.dim())))
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(x.dim())]
-    copy = x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
-    if value.strides is not None and copy.stride() != value.strides:
-        raise InputError(
-            f"as_strided reads {value.name!r}, whose strides {value.strides} leave gaps or overlap "
-            "in memory; call .contiguous() on it first"
-        )
-    return copy
 
 
 def block_signature(

@@ -311,7 +311,7 @@ class Microbatches:
             raise self._needs_all(op)  # its operand would still be incomplete
         split = self.analysis.batch_splits[op.index]
         if all(p == V for p in given):
-            if any(self.analysis.differentiable(op)) and not adds_up(op.target):
+            if any(self.analysis.differentiable(op)) and not adds_up(op.target_name):
                 raise self._needs_all(op)  # its gradient is that of the sum over micro-batches
             split = None
         elif any(p == P for p in given):

@@ -29,7 +29,7 @@ MOST_REFUSED = 0.1
 STRIDE = 20
 """One in so many is split too."""
 ONCE_WRONG_SPLIT = (460, 520, 1720)
-"""Programs that read a value by its strides, which a shard cut out of padding does not have."""
+"""Programs with strided views of a value that is cut out of padding."""
 
 
 def ended(model: Drawn) -> str:
@@ -90,4 +90,4 @@ def test_drawn_programs_split_at_random_are_what_eager_mode_computes():
             error = (got.gradients[name] - gradient).abs().max().item()
             assert error <= TOLERANCE * max(1.0, gradient.abs().max().item()), f"{seed}: {name}"
         compared += 1
-    assert compared >= NUM_PROGRAMS // STRIDE // 2
+    assert compared >= NUM_PROGRAMS // STRIDE // 2 + len(ONCE_WRONG_SPLIT)

@@ -49,7 +49,7 @@ def test_odd_models_pass(body):
 @pytest.mark.parametrize(
     ("rewrite", "body", "operator", "line"),
     [
-        ("index_strided_writes", odd.filled_diagonal, "as_strided_scatter", "fill_diagonal_"),
+        ("index_strided_access", odd.filled_diagonal, "as_strided_scatter", "fill_diagonal_"),
         ("functions_as_operators", odd.reentrant, "linear", "checkpoint("),
         ("detach_what_leaves", odd.without_gradient, "div", "y / scale"),
     ],

@@ -213,8 +213,16 @@ def strided_writes(model: Odd, x: Tensor) -> Tensor:
     return y.square().sum() + z.sin().sum()
 
 
+def strided_reads(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    z = y.t().clone(memory_format=torch.preserve_format)
+    windows = y.as_strided((3, 4), (3, 2), 1)  # they overlap
+    rows = y[1:].as_strided((2, 3), (4, 1), 5) * y[1:].as_strided((2, 3), (4, 1))
+    return (windows.sin().sum() + rows.sum()) * z.as_strided((3, 2), (4, 1), 2).square().sum()
+
+
 BODIES = [
-    own_gradients,
+    own_gradients, strided_reads,
     reentrant, reentrant_without_gradient, reentrant_draws,
     filled_diagonal, filled_diagonal_of_a_tall_one, strided_writes,
     chosen_rows, written_back, number_of_a_tensor, looped, scanned,
@@ -237,6 +245,19 @@ def test_odd_models_train_as_in_eager(body):
         strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
         got = lockstep_steps(strategy, captured, state_of(model), batches)
         assert_same(got, expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: y[1:].as_strided((2,), (1,), 0),  # in front of the value
+        lambda y: y[:2].as_strided((2,), (8,), 4),  # behind it
+    ],
+)
+def test_memory_outside_of_a_value_is_refused(read: Callable[[Tensor], Tensor]) -> None:
+    model = Odd(lambda model, x: read(model.linear(x)).sum())
+    with pytest.raises(CaptureError, match=r"as_strided with size \(2,\).*it reaches others"):
+        capture(model, torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("body", [written_back, own_gradients], ids=lambda body: body.__name__)

@@ -55,7 +55,7 @@ def test_two_workers_train_as_in_eager_where_gradients_were_lost(body):
 
 
 def test_compile_refuses_a_lost_gradient_unless_the_check_is_off(monkeypatch):
-    monkeypatch.setattr(capturing, "index_strided_writes", lambda module: None)
+    monkeypatch.setattr(capturing, "index_strided_access", lambda module: None)
     torch.manual_seed(0)
     model, x = odd.Odd(odd.filled_diagonal), torch.randn(4, 4)
     options = {"example_inputs": (x,), "optimizer": SGD, "profile_limit_s": 0}
@@ -95,9 +95,9 @@ SCRIPT = """
             return type(error).__name__ + ": " + str(error)
         return ""
 
-    rewrite, capturing.index_strided_writes = capturing.index_strided_writes, lambda module: None
+    rewrite, capturing.index_strided_access = capturing.index_strided_access, lambda module: None
     found = [refused(lambda: autopar.compile(model, "cpu", **options))]
-    capturing.index_strided_writes = rewrite
+    capturing.index_strided_access = rewrite
     compiled = autopar.compile(model, "cpu", **options)
     with torch.autocast("cpu", torch.bfloat16):
         found.append(refused(lambda: compiled.train_step(x)))

@@ -14,6 +14,7 @@ objects, are refused: their gradient is not a function of their tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import threading
@@ -34,17 +35,18 @@ _Function = torch.autograd.Function
 _apply = _Function.__dict__["apply"].__func__
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _known: dict[str, type] = {}
-_linear: dict[str, bool] = {}
+_calls: dict[str, tuple[FunctionCall, tuple[tuple[torch.Size, torch.dtype], ...]]] = {}
 _FACTORS = (1e-3, 1.0, 1e3)
 
 
-def adds_up(target: Any) -> bool:
+@functools.cache
+def adds_up(operator: str) -> bool:
     """Whether gradients through an operator may be summed behind it instead of before.
 
     True unless the operator is an autograd function whose backward pass is not linear in the
-    gradients that it is given, as a clipped gradient or its sign.
+    gradients that it is given, as a clipped gradient or its sign. It runs on random operands.
     """
-    return _linear.get(str(target), True)
+    return operator not in _calls or _is_linear(*_calls[operator])
 
 
 @contextlib.contextmanager
@@ -155,29 +157,29 @@ def _operator_of(call: FunctionCall, operands: Sequence[Tensor]) -> Any:
         name += "_"
     found = getattr(getattr(torch.ops, _NAMESPACE), name, None)
     operator = found.default if found is not None else _define(name, call, len(operands), tags)
-    if str(operator) not in _linear:
-        _linear[str(operator)] = _is_linear(call, operands)
+    _calls.setdefault(str(operator), (call, tuple((x.shape, x.dtype) for x in operands)))
     return operator
 
 
-def _is_linear(call: FunctionCall, operands: Sequence[Tensor]) -> bool:
-    """Whether the backward pass, run on random operands, is linear in its gradients."""
+def _is_linear(call: FunctionCall, operands: Sequence[tuple[torch.Size, torch.dtype]]) -> bool:
+    """Whether the backward pass is linear in its gradients, on random operands of these kinds."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(x: Tensor) -> Tensor:
-        if not (x.is_floating_point() or x.is_complex()):
-            return torch.zeros(x.shape, dtype=x.dtype)
-        return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+    def drawn(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.zeros(shape, dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    with outside_of_tracing(), kept_generators(torch.device("cpu")):
-        values = [drawn(x) for x in operands]
+    with kept_generators(torch.device("cpu")):
+        values = [drawn(*kind) for kind in operands]
         try:
             with torch.no_grad():
                 outputs = call.apply(values)
             for factor in _FACTORS:
-                one, other = ([factor * drawn(x) for x in outputs] for _ in range(2))
+                one, other = ([factor * drawn(x.shape, x.dtype) for x in outputs] for _ in range(2))
                 both = [a + b for a, b in zip(one, other)]
-                parts = [call.gradients(values, given) for given in (one, other, both)]
+                with torch.enable_grad():
+                    parts = [call.gradients(values, given) for given in (one, other, both)]
                 for a, b, whole in zip(*parts):
                     if whole is not None and not _is_sum(whole, a, b):
                         return False

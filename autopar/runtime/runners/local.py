@@ -155,7 +155,6 @@ class RankService:
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Load; returns None or why it was refused, the same on all ranks."""
-
         return _refusal(self.running.load_optimizer_state_dict, state)
 
     def model_states(self) -> list[ModelState] | None:
