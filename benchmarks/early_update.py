@@ -29,14 +29,11 @@ from torch import Tensor, fx, nn
 from autopar.cost_models import Cluster
 from autopar.cost_models.update import OptimizerSpec
 from autopar.frontend.capture import Captured, capture
-from autopar.ir.mesh import Mesh
-from autopar.ir.placement import R
 from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import program_memory
-from autopar.rules.choice import Choice
-from autopar.sharding.strategy import Analysis, Assignment, Strategy
+from autopar.sharding.strategy import Analysis, unsplit
 from autopar.testing.lockstep import LockstepMachine, LockstepRun
 from autopar.testing.lockstep_updates import LockstepUpdates
 from benchmarks import networks
@@ -77,18 +74,7 @@ THESIS = {
 
 def lowered(graph: Captured) -> RankProgram:
     """The program of one device."""
-    analysis = Analysis(graph.graph)
-    whole = Assignment(
-        mesh=Mesh(("x",), (1,)),
-        choices=tuple(Choice((None,)) for _ in graph.graph.ops),
-        stored={v.index: (R,) for v in (*graph.graph.parameters, *_inputs(graph))},
-        relays=dict.fromkeys(analysis.relayed, (R,)),
-    )
-    return lower_training(Strategy(analysis, whole))
-
-
-def _inputs(graph: Captured) -> list[Any]:
-    return [graph.graph.values[index] for index in graph.graph.inputs]
+    return lower_training(unsplit(Analysis(graph.graph)))
 
 
 class CountingMachine(LockstepMachine):

@@ -99,7 +99,7 @@ def geeps(problem: PinningProblem) -> Pinning:
 
 
 def described(problem: PinningProblem, step: StepLifetimes, solved: tuple[Any, ...]) -> Row:
-    """What a planner found, after verifying its plan, or the least capacity that it needs."""
+    """The bytes of a planner's verified plan, or the least capacity that it needs."""
     found, wall_s, cpu_s = solved
     times = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3)}
     if isinstance(found, MovementError):

@@ -17,6 +17,9 @@ from ortools.math_opt.python import mathopt
 
 from autopar.search.problem import Array, SearchError
 
+CONSTRAINT_SLACK = 2e-6
+"""More than a solution may break a constraint whose bound is 1."""
+
 
 class LinearSolverError(SearchError):
     """The solver failed."""

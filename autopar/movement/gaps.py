@@ -40,7 +40,7 @@ class Gap:
 
 def gaps_of(step: StepLifetimes) -> tuple[Gap, ...]:
     """All gaps of all tensors, tensor by tensor."""
-    return tuple(gap for i, t in enumerate(step.tensors) for gap in _of_tensor(i, t, step.num_ops))
+    return tuple(gap for gaps in gaps_by_tensor(step) for gap in gaps)
 
 
 def _of_tensor(index: int, tensor: Lifetime, num_ops: int) -> Iterator[Gap]:
@@ -93,10 +93,7 @@ def transfer_bytes(tensor: Lifetime, gaps: Sequence[Gap], moved: Collection[Gap]
 
 def gaps_by_tensor(step: StepLifetimes) -> list[list[Gap]]:
     """The gaps of each tensor, in order."""
-    found: list[list[Gap]] = [[] for _ in step.tensors]
-    for gap in gaps_of(step):
-        found[gap.tensor].append(gap)
-    return found
+    return [[*_of_tensor(i, tensor, step.num_ops)] for i, tensor in enumerate(step.tensors)]
 
 
 def movement_plan(step: StepLifetimes, moved: Collection[Gap]) -> MovementPlan:

@@ -1,4 +1,4 @@
-"""Tensor lifetimes of one training step: what movement is planned, verified and simulated on.
+"""Tensor lifetimes of one training step, on which movement is planned, verified and simulated.
 
 A step is a sequence of operations, numbered from 0. Each reads and writes tensors, which must be on
 the device while it runs; in between they may be on the host. Activations, gradients, parameters and
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from autopar.base.errors import MovementError
 
@@ -116,11 +118,7 @@ class StepLifetimes:
             )
             change[start] += tensor.size_bytes
             change[stop] -= tensor.size_bytes
-        live, now = [], 0
-        for op in range(self.num_ops):
-            now += change[op]
-            live.append(now + self.workspace_bytes[op])
-        return tuple(live)
+        return tuple(map(add, accumulate(change[:-1]), self.workspace_bytes))
 
     @property
     def peak_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A movement plan: which tensors leave the device after which operation, and are back before which.
+"""Movement plans: after which operation a tensor leaves the device, and before which it is back.
 
 It stands beside a schedule as the order of a step's transfers between device and host. The rules
 that `verify` and `simulate` share:
@@ -33,7 +33,7 @@ SCHEMA_VERSION = 1
 
 
 class Way(StrEnum):
-    """What happens to a tensor; the first two name the stream that copies it."""
+    """The direction of a transfer and the name of its stream, or a drop, which copies nothing."""
 
     TO_HOST = "to_host"
     FROM_HOST = "from_host"
@@ -56,9 +56,9 @@ class Transfer:
             raise MovementError(f"{self}: 'after' is an operation, or {START} for the start")
         if self.before is not None and self.before <= self.after:
             raise MovementError(f"{self}: 'before' must be later than 'after'")
-        if (self.way is Way.FROM_HOST) > (self.before is not None):
+        if self.way is Way.FROM_HOST and self.before is None:
             raise MovementError(f"{self}: a load names the operation that it must precede")
-        if (self.way is Way.DROP) and self.before is not None:
+        if self.way is Way.DROP and self.before is not None:
             raise MovementError(f"{self}: a drop takes no time, so leave 'before' out")
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, allocator_of
 from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.route import Route, routes_of
-from autopar.lowering.types import Kernel, ParameterProgram, RankProgram, Role
+from autopar.lowering.types import BlockProgram, Kernel, ParameterProgram, RankProgram, Role
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
@@ -72,7 +72,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What a block keeps from F to W."""
+    """The tensors that a block keeps from its F to its W."""
 
     operands: tuple[int, ...]
     saved: tuple[int | None, ...]
@@ -172,14 +172,14 @@ class _Walk:
         self._place_persistent()
         for block in self.program.blocks:
             if not block.role.has_stage:
-                self._run_alone(block.name, block.role, self.program.kernels[block.kernel], block)
+                self._run_alone(block)
         for action in self.route.actions:
             self._act(action.stage, action.kind, action.microbatch)
         self._update([v for values in self.route.parameters.values() for v in values])
         return self._lifetimes()
 
     def _act(self, stage: int, kind: Kind, microbatch: int | None) -> None:
-        if kind is Kind.U:
+        if kind is Kind.U and not self.optimizer.is_joint:
             self._update([v for v in self.route.parameters[stage] if not self.remaining[v]])
         if microbatch is None:
             return
@@ -218,25 +218,22 @@ class _Walk:
             size = self.allocator.rounded(part_bytes(program, i.shape, i.placements, i.dtype))
             self.stored[i.value] = self._tensor(i.name, Category.INPUTS, size, persistent=True)
 
-    def _run_alone(self, name: str, role: Role, kernel: Kernel, block: Any) -> None:
+    def _run_alone(self, block: BlockProgram) -> None:
         """A block outside of all stages. Fixed values exist before the step."""
-        operands = [self.stored.get(v) for v in self._operand_values(block.interface)]
+        read = (*block.interface.inputs, *block.interface.parameters)
+        operands = [self.stored.get(v) for v in read]
         num_ops = len(self.ops)
-        results = self._run(name, kernel.forward, operands, Category.BUFFERS, 0)
+        forward = self.program.kernels[block.kernel].forward
+        results = self._run(block.name, forward, operands, Category.BUFFERS, 0)
         self.stored.update(
             (v, t) for v, t in zip(block.interface.outputs, results) if t is not None
         )
-        if role is Role.FIXED:
+        if block.role is Role.FIXED:
             for draft in self.tensors:
                 if draft.uses and draft.uses[-1] >= num_ops:
                     draft.persistent = True
                     draft.uses, draft.writes = [], []
             del self.ops[num_ops:], self.workspace[num_ops:]
-
-    @staticmethod
-    def _operand_values(interface: Any) -> tuple[int, ...]:
-        values: tuple[int, ...] = (*interface.inputs, *interface.parameters)
-        return values
 
     # --- forward ------------------------------------------------------------------------------
     def _receive(self, stage: int, microbatch: int) -> None:
@@ -444,7 +441,7 @@ class _Walk:
 
     # --- the end of the step ------------------------------------------------------------------
     def _update(self, values: Sequence[int]) -> None:
-        """Update parameters one by one, or all at once if the optimizer can only do that."""
+        """Update parameters one by one, or together if the optimizer is joint."""
         here = (v for v in dict.fromkeys(values) if v in self.sums and v not in self.updated)
         due = [v for v in here if self.route.device in self.parameters[v].devices]
         self.updated.update(due)

@@ -25,12 +25,17 @@ import numpy as np
 
 from autopar.base.errors import MovementError
 from autopar.base.units import format_bytes
-from autopar.movement.gaps import Gap, gaps_by_tensor, movement_plan, transfer_bytes, versions_of
+from autopar.movement.gaps import (
+    Gap,
+    gaps_by_tensor,
+    gaps_of,
+    movement_plan,
+    transfer_bytes,
+    versions_of,
+)
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.movement.plan import MovementPlan
-from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
-
-_SLACK = 2e-6  # more than the solver's tolerance on a constraint
+from autopar.search.mathopt import CONSTRAINT_SLACK, LinearProgram, LinearResult, solve_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +65,7 @@ def held_bytes(step: StepLifetimes, moved: Collection[Gap]) -> tuple[list[int], 
 
 def least_capacity(step: StepLifetimes) -> int:
     """The least capacity under which the step can run at all: everything moves that can."""
-    everything = [gap for gaps in gaps_by_tensor(step) for gap in gaps]
-    return max(max(row, default=0) for row in held_bytes(step, everything))
+    return max(max(row, default=0) for row in held_bytes(step, gaps_of(step)))
 
 
 def least_traffic(
@@ -86,7 +90,7 @@ def least_traffic(
     relaxed = solve_linear(form.program(0.0), relaxed=True, time_limit_s=time_limit_s)
     best = form.rounded(relaxed)
     bound = relaxed.bound * form.scale if relaxed.optimal else 0.0
-    for slack in (0.0, _SLACK):
+    for slack in (0.0, CONSTRAINT_SLACK):
         if best[1] - bound <= max(relative_gap * best[1], 0.5):
             break
         result = solve_linear(

@@ -100,7 +100,7 @@ class _Play:
         self.plan, self.step, self.link = plan, step, link
         self.spans: list[Span] = []
         self.now_s = 0.0  # the end of the last operation
-        self.free_s = {Way.TO_HOST: 0.0, Way.FROM_HOST: 0.0, Way.DROP: 0.0}
+        self.free_s = dict.fromkeys((Way.TO_HOST, Way.FROM_HOST), 0.0)
         self.needed_s = [0.0] * step.num_ops
         self.num_issued = 0
         self.changes: list[tuple[float, int]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from autopar.movement.simulate import HostLink, simulate
 from autopar.movement.single_ops import single_op_blocks
 from autopar.movement.verify import verify
 from autopar.planning.releases import with_released
+from autopar.schedules.action import Action, Kind
+from autopar.schedules.schedule import PipelineShape, Schedule, step
 from autopar.sharding.strategy import Analysis, unsplit
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
@@ -161,6 +164,30 @@ def test_updates_that_no_plan_covers_are_refused():
     late = with_pipeline(program, {block.name: 0 for block in program.blocks}, schedule)
     with pytest.raises(MovementError, match="the step before"):
         lifetimes(late)
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_scheduled_updates_run_in_their_place_unless_the_optimizer_is_joint(is_joint: bool):
+    program = lower(unsplit(analysis_of("mlp")))
+    names = [block.name for block in program.blocks]
+    shape = PipelineShape(num_microbatches=1, placement=((0, 0),), reduces=True, updates=True)
+    forward = [step(Action(stage, Kind.F, 0)) for stage in (0, 1)]
+    backward = [
+        step(Action(stage, kind, None if kind.per_stage else 0))
+        for stage in (1, 0)
+        for kind in (Kind.I, Kind.W, Kind.G, Kind.U)
+    ]
+    schedule = Schedule(name="drawn", shape=shape, devices=((*forward, *backward),))
+    stages = {name: int(number > 0) for number, name in enumerate(names)}
+    program = with_pipeline(program, stages, schedule)
+    optimizer = replace(FUSED_ADAMW, is_joint=is_joint)
+    ops = lifetimes_of(program, DEVICE, optimizer=optimizer).ops
+    updates = [op for op, name in enumerate(ops) if name.startswith("update")]
+    if is_joint:
+        assert updates == [len(ops) - 1]
+    else:
+        assert len(updates) == 6
+        assert updates[0] < max(op for op, name in enumerate(ops) if name.startswith("W"))
 
 
 def test_lifetimes_that_make_no_sense_are_refused():

@@ -51,6 +51,22 @@ def test_program_and_brute_force_agree(solve):
     assert 15 < num_infeasible < 45
 
 
+@pytest.mark.parametrize("solve", [pin_by_dynamic_program, pin_by_program])
+def test_a_capacity_that_suffices_by_less_than_the_solvers_tolerance_is_not_refused(solve):
+    """The integer program accepts a set that is a few bytes over, then none with slack."""
+    sizes = (35630780113, 64397850948, 14786650925, 58508790925, 277)
+    problem = PinningProblem(
+        sizes=sizes,
+        savings=sizes,
+        windows=tuple(Window(items=items) for items in [(0, 3, 4), (0, 2), (1,), (1, 4)]),
+        num_held=2,
+        capacity_bytes=164426482287,
+    )
+    _, least = by_brute_force(problem)
+    assert problem.capacity_bytes == least + 1
+    assert problem.fits(solve(problem).pinned)
+
+
 def test_a_tolerance_costs_no_more_than_it_says():
     draw = random.Random(2)
     for _ in range(40):

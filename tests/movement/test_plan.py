@@ -160,7 +160,7 @@ def test_transfers_overlap_computation_and_loads_wait_for_offloads():
 
 
 def test_every_drawn_plan_is_valid_and_no_timing_exceeds_its_worst_case():
-    """Of all subsets of the gaps of drawn steps, at drawn speeds."""
+    """Every subset of the gaps of a drawn step is a plan; speeds are drawn too."""
     draw = random.Random(0)
     num_plans = num_tight = 0
     while num_plans < 1500:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.movement.pinning.integer import relaxed_saving, smallest_set
-from autopar.movement.pinning.problem import Pinning, PinningProblem, infeasible
+from autopar.movement.pinning.integer import relaxed_saving, smallest_fitting
+from autopar.movement.pinning.problem import Pinning, PinningProblem
 
 _MAX_FRONTIER = 60
 _MAX_STATES = 1 << 12
@@ -40,16 +40,13 @@ def pin_by_dynamic_program(problem: PinningProblem, *, tolerance: float = 0.0) -
     """
     search = _Search(problem, tolerance)
     best = search.run()
-    if best is None:
-        best = smallest_set(problem)  # rounding may have hidden the only one
-        if not problem.fits(best):
-            raise infeasible(problem, problem.needed_bytes(best))
+    if best is None:  # rounding may have hidden the only one
+        best, search.is_exact = smallest_fitting(problem), False
     saved = problem.saved_bytes(best)
     return Pinning(
         pinned=best,
         saved_bytes=saved,
         bound_bytes=saved if search.is_exact else math.inf,
-        method="dynamic program",
     )
 
 

@@ -55,12 +55,7 @@ def pin_greedily(problem: PinningProblem) -> Pinning:
         if len(pinned) == before:
             break
     found = frozenset(pinned)
-    return Pinning(
-        pinned=found,
-        saved_bytes=problem.saved_bytes(found),
-        bound_bytes=math.inf,
-        method="GeePS",
-    )
+    return Pinning(pinned=found, saved_bytes=problem.saved_bytes(found), bound_bytes=math.inf)
 
 
 def _pin_at_peak(

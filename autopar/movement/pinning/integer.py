@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.movement.pinning.problem import Pinning, PinningProblem, infeasible
-from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
-
-_SLACK = 2e-6  # more than the solver's tolerance on a constraint
+from autopar.base.errors import MovementError
+from autopar.movement.pinning.problem import Pinning, PinningProblem
+from autopar.search.mathopt import CONSTRAINT_SLACK, LinearProgram, LinearResult, solve_linear
 
 
 def pin_by_program(
@@ -23,30 +22,25 @@ def pin_by_program(
 ) -> Pinning:
     """The best pinned set, by HiGHS. Raises MovementError for an infeasible capacity.
 
-    If time runs out, the set is the best one found (empty if none was), and the bound is valid.
+    If time runs out, the set is the best one found, or the `smallest_fitting` one if none was; the
+    bound is valid.
     """
     scale = max(problem.savings, default=0) or 1
     costs = [-saved / scale for saved in problem.savings]
     bound = math.inf
-    for slack in (0.0, _SLACK):
+    for slack in (0.0, CONSTRAINT_SLACK):
         program = _program(problem, np.array([*costs, 0.0]), (1 - slack))
         result = solve_linear(program, relative_gap=relative_gap, time_limit_s=time_limit_s)
-        if result.infeasible:
-            break
-        bound = min(bound, -result.bound * scale) if not slack else bound
+        if not slack and not result.infeasible:
+            bound = -result.bound * scale
         pinned = _pinned(result)
-        if pinned is not None and problem.fits(pinned):
-            saved = problem.saved_bytes(pinned)
-            near = bound - saved <= 1e-9 * max(bound, 1.0)
-            return Pinning(
-                pinned=pinned,
-                saved_bytes=saved,
-                bound_bytes=saved if near else bound,
-                method="integer program",
-            )
-        if pinned is None:
-            return Pinning(pinned=frozenset(), saved_bytes=0, bound_bytes=bound, method="none")
-    raise infeasible(problem, least_capacity(problem))
+        if pinned is None or problem.fits(pinned):
+            break
+    if pinned is None or not problem.fits(pinned):
+        pinned = smallest_fitting(problem)
+    saved = problem.saved_bytes(pinned)
+    near = bound - saved <= 1e-9 * max(bound, 1.0)
+    return Pinning(pinned=pinned, saved_bytes=saved, bound_bytes=saved if near else bound)
 
 
 def least_capacity(problem: PinningProblem) -> int:
@@ -64,6 +58,20 @@ def smallest_set(problem: PinningProblem) -> frozenset[int]:
     pinned = _pinned(solve_linear(_program(problem.with_capacity(capacity), costs, 1.0)))
     candidates = [frozenset[int](), *([pinned] if pinned is not None else [])]
     return min(candidates, key=problem.needed_bytes)
+
+
+def smallest_fitting(problem: PinningProblem) -> frozenset[int]:
+    """The `smallest_set`. Raises MovementError if even that exceeds the capacity."""
+    pinned = smallest_set(problem)
+    if problem.fits(pinned):
+        return pinned
+    least = problem.needed_bytes(pinned)
+    raise MovementError(
+        f"no set of pinned tensors keeps within {problem.capacity_bytes} bytes, as operations need "
+        f"their tensors on the device: allow at least {least} bytes, or compute smaller "
+        "micro-batches",
+        least_bytes=least,
+    )
 
 
 def relaxed_saving(problem: PinningProblem, low: int, high: int) -> tuple[float, float] | None:

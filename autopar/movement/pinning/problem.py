@@ -26,7 +26,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.base.errors import MovementError
 from autopar.movement.gaps import gaps_by_tensor, transfer_bytes
 from autopar.movement.lifetimes import StepLifetimes
 
@@ -94,25 +93,15 @@ class PinningProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
-    """A pinned set, its saving, an upper bound on the best saving, and who found it."""
+    """A pinned set, its saving, and an upper bound on the best saving."""
 
     pinned: frozenset[int]
     saved_bytes: int
     bound_bytes: float
-    method: str
 
     @property
     def is_optimal(self) -> bool:
         return self.saved_bytes >= self.bound_bytes
-
-
-def infeasible(problem: PinningProblem, least_bytes: int) -> MovementError:
-    return MovementError(
-        f"no set of pinned tensors keeps within {problem.capacity_bytes} bytes, as operations need "
-        f"their tensors on the device: allow at least {least_bytes} bytes, or compute smaller "
-        "micro-batches",
-        least_bytes=least_bytes,
-    )
 
 
 def twice_largest(step: StepLifetimes, capacity_bytes: int) -> PinningProblem:
