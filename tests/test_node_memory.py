@@ -68,7 +68,7 @@ def test_the_count_by_node_is_near_the_count_by_liveness(sizes):
 
 
 def test_weight_gradients_read_the_operands_and_the_gradients_of_the_results():
-    """Of three layers; the logits count three times where the passes meet."""
+    """Three layers; the logits count three times where the passes meet."""
     analysis = priced_on("mlp", 1).pricing.analysis
     hidden, logits, loss = 4 * 32 * 4, 4 * 8 * 4, 4
     operands, results = 2 * hidden, 2 * hidden + logits

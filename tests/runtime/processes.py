@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.comm.groups import Communicator
@@ -71,7 +72,7 @@ class ProbedService(RankService):
             return [result.contiguous() for result in wait()]
 
     def full_tensors(self, what: str) -> dict[str, Tensor]:
-        """What torch's own ``full_tensor()`` makes of the DTensors that leave the runtime."""
+        """The DTensors that leave the runtime, made whole by torch's own ``full_tensor()``."""
         runtime = self.running
         if what == "optimizer":
             entries = runtime.optimizer_state_dict()["state"]
@@ -111,7 +112,7 @@ class ProbedService(RankService):
         return runtime.num_steps, runtime.seed, schedule and schedule.state_dict()
 
     def limit_file_size(self, size_bytes: int) -> None:
-        """What a full disk is to one process: writes fail behind so many bytes (-1: no more)."""
+        """Limit the files that this process writes, as a full disk would; -1 lifts the limit."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, -1))
 
     def fsdp_steps(self, batches: list[tuple[Tensor, Tensor]]) -> Any:
@@ -177,6 +178,25 @@ def process_steps(
         weights={n: t for n, t in state.items() if n in names},
         buffers={n: t for n, t in state.items() if n not in names},
     )
+
+
+def steps_on_shards(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    batches: Sequence[tuple[Tensor, Tensor]],
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and whole weights of a model under ``fully_shard``, on one of two ranks."""
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x.chunk(2)[rank]), y.chunk(2)[rank])
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses, {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
 def lower_forward(mesh: Mesh, seed: int = 0, *, device_type: str = "cpu") -> LowerForward:

@@ -243,14 +243,8 @@ def test_nothing_is_communicated_or_priced(model: nn.Module, captured: Captured)
     assert all(c.size_bytes <= 8 for c in kinds["local"])
 
 
-def test_an_option_of_plan_and_compile_that_travels_with_the_plan(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from autopar.runtime.runners.local import LocalRunner
-
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
+@pytest.mark.usefixtures("reused_workers")
+def test_an_option_of_plan_and_compile_that_travels_with_the_plan() -> None:
     torch.manual_seed(0)
     model = Net().double().train()
     expected = reference_steps(shard_by_shard(model, 2, 2), BATCHES[:1], sgd)

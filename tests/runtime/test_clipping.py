@@ -163,12 +163,8 @@ def test_low_precision_gradients_are_added_up_in_single_precision(groups: Groups
     torch.testing.assert_close(got["left"].double(), expected, rtol=1e-2, atol=0)
 
 
-def test_compile_clips_and_tells_the_norm(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.runners.local import LocalRunner
-
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
+@pytest.mark.usefixtures("reused_workers")
+def test_compile_clips_and_tells_the_norm() -> None:
     model, make_batch = build("mlp")
     batch = make_batch(0)
     make = OPTIMIZERS["sgd"]

@@ -20,13 +20,13 @@ from autopar.lowering.program import lower
 from autopar.planning.constraints import Force
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
-from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.step import forward_programs
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build, token_batch, vector_batch
 from tests.oracles import loss_of, random_assignment, to_double
-from tests.runtime.conftest import Groups
 from tests.runtime.processes import lower_forward
+
+pytestmark = pytest.mark.usefixtures("reused_workers")
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STRATEGIES: dict[str, tuple[dict[str, int], list[Any]]] = {
@@ -74,14 +74,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "gpt2": (lambda: build("gpt2")[0], token_batch),
     "resnet": (lambda: build("resnet")[0], build("resnet")[1]),
 }
-
-
-@pytest.fixture(autouse=True)
-def shared_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled models run on the workers of the test session, which outlive them."""
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
 
 
 def compile_on(model: nn.Module, batch: Any, strategy: str, **options: Any) -> Compiled:

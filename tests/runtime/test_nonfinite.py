@@ -20,8 +20,6 @@ from torch import Tensor, nn
 import autopar
 from autopar.base.errors import InputError
 from autopar.planning.constraints import Force
-from autopar.runtime.runners.local import LocalRunner
-from tests.runtime.conftest import Groups
 
 Batch = dict[str, Tensor]
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -132,11 +130,8 @@ def model_of() -> Net:
 
 
 @pytest.fixture
-def compiled_for(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Any:
+def compiled_for(reused_workers: None) -> Any:
     """``autopar.compile`` on the workers of the tests; one plan for all runs of a kind."""
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
     plans: dict[str, Any] = {}
 
     def make(kind: str, nonfinite: str, **more: Any) -> autopar.Compiled:
@@ -233,14 +228,10 @@ def product_batch(dtype: torch.dtype, products: list[float]) -> Batch:
     return {"x": x, "y": y}
 
 
+@pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("parallelism", ["data_parallel", "zero3"])
-def test_it_is_finite_where_it_is_in_eager_pytorch(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch, parallelism: str, num_microbatches: int
-) -> None:
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
+def test_it_is_finite_where_it_is_in_eager_pytorch(parallelism: str, num_microbatches: int) -> None:
     for dtype, most in ((torch.float32, 3.4e38), (torch.float16, 6.5e4)):
         model = Product().to(dtype)
         compiled = autopar.compile(
@@ -299,13 +290,9 @@ LINE = 1 + next(
 )
 
 
+@pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("kind", ["data parallel", "micro-batches", "pipeline", "replicas"])
-def test_the_error_says_where_the_first_one_was_made(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
+def test_the_error_says_where_the_first_one_was_made(kind: str) -> None:
     num_devices, options = KINDS[kind]
     model, x = Roots(), torch.ones(8, 4)
     compiled = autopar.compile(

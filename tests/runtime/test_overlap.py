@@ -187,14 +187,10 @@ def test_whoever_looks_at_the_state_waits(groups: Groups, tmp_path: Path) -> Non
     assert train(resumed, case) == near(rest)
 
 
+@pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("schedule", ["conventional", "reverse_first_k"])
-def test_by_the_schedules_name(
-    schedule: str, groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_the_schedules_name(schedule: str) -> None:
     """From the user's side: k by prices, evaluation between steps, and a replayed plan."""
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
     case = case_of("gpt2")
     options = {"example_inputs": case.batches[0], "optimizer": adam, "profile_limit_s": 0}
     compiled = autopar.compile(

@@ -29,8 +29,9 @@ from autopar.schedules import (
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import Trained, assert_same, reference_steps, to_double
-from tests.runtime.conftest import Groups
 from tests.runtime.test_spmd import torchrun
+
+pytestmark = pytest.mark.usefixtures("reused_workers")
 
 TOLERANCE = 2e-6  # GPT-2's loss is computed in float32
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -44,15 +45,6 @@ def model() -> nn.Module:
 @functools.cache
 def batches() -> list[dict[str, Tensor]]:
     return [to_double(build("gpt2")[1](seed)) for seed in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def _reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.runners.local import LocalRunner
-
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
 
 
 def compiled_for(model: nn.Module, num_devices: int, **options: Any) -> Any:

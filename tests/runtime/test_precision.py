@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import autopar
 from autopar import Force, Precision
 from autopar.base.errors import InputError, PlanError
-from autopar.runtime.runners.local import LocalRunner
 from tests.runtime.conftest import Groups
+from tests.runtime.processes import steps_on_shards
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CLUSTER = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
@@ -62,11 +62,8 @@ def model_of(drop: float = 0.0) -> Net:
 
 
 @pytest.fixture
-def compiled_for(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def compiled_for(reused_workers: None) -> Callable[..., Any]:
     """``autopar.compile`` onto the workers of the tests."""
-    monkeypatch.setattr(
-        LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
-    )
 
     def make(model: nn.Module, **options: Any) -> autopar.Compiled:
         options = {"optimizer": SGD, "profile_limit_s": 0, **options}
@@ -149,16 +146,7 @@ def fsdp_steps(rank: int, batches: list[tuple[Tensor, Tensor]]) -> Any:
     )
     model = model_of()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    optimizer, losses = SGD(model.parameters()), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x.chunk(2)[rank]), y.chunk(2)[rank])
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / 2)
-    return losses, {name: x.full_tensor() for name, x in state(model).items()}
+    return steps_on_shards(model, SGD(model.parameters()), rank, batches)
 
 
 def large(factor: float) -> tuple[Tensor, Tensor]:

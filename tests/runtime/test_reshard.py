@@ -21,6 +21,7 @@ from autopar.frontend.capture import capture
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
 from tests.runtime.conftest import Groups
+from tests.runtime.processes import steps_on_shards
 from tests.runtime.test_counted_memory import Deep, Tower, rows
 from tests.runtime.test_precision import Net, batch, model_of, state
 
@@ -94,16 +95,7 @@ def resharded_fsdp_steps(rank: int, batches: list[tuple[Tensor, Tensor]], releas
     mesh = init_device_mesh("cpu", (2,))
     for block in [*model.layers, model]:
         fully_shard(block, mesh=mesh, reshard_after_forward=released)
-    optimizer, losses = SGD(model.parameters()), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x.chunk(2)[rank]), y.chunk(2)[rank])
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / 2)
-    return losses, {name: x.full_tensor() for name, x in state(model).items()}
+    return steps_on_shards(model, SGD(model.parameters()), rank, batches)
 
 
 @pytest.mark.parametrize(
