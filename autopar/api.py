@@ -47,7 +47,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.op_times import op_times
-from autopar.runtime.options import RunOptions, check_early, clips_at_end, may_be_early
+from autopar.runtime.options import RunOptions, check_early, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
@@ -447,7 +447,7 @@ class _Compiler:
                 start_timeout_s=running.start_timeout_s, progress=say,
             )  # fmt: skip
         spec = optimizer_spec(
-            running.optimizer, cluster.device, is_clipped=clips_at_end(running, planning.update)
+            running.optimizer, cluster.device, is_clipped=running.max_grad_norm is not None
         )
         return make_planned(
             prepared, cluster, self.space, constraints=planning.constraints, compute=compute,

@@ -263,8 +263,8 @@ def gpt2() -> tuple[nn.Module, Batch]:
     return _transformers("GPT2LMHeadModel", tokens(64, 1024), use_cache=False)
 
 
-def bert() -> tuple[nn.Module, Batch]:
-    return _transformers("BertForMaskedLM", tokens(64, 512))
+def bert(**config: Any) -> tuple[nn.Module, Batch]:
+    return _transformers("BertForMaskedLM", tokens(64, 512), **config)
 
 
 def resnet50() -> tuple[nn.Module, Batch]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,8 +52,7 @@ def with_early_update(
     """The program with parameters updated within the backward pass.
 
     Gradients are cut into rows of `default_tile_bytes` unless ``tile_bytes`` is given. Kept
-    gradients are whole. Raises PlanError for a schedule that
-    updates in the next step.
+    gradients are whole. Raises PlanError for a schedule that updates in the next step.
     """
     if has_late_updates(program):
         name = program.pipeline.schedule.name
@@ -63,6 +62,8 @@ def with_early_update(
             "update='at_end', or another schedule"
         )
     tile_bytes = tile_bytes or default_tile_bytes(program)
+    at_end, used_bytes = _at_end(program), _used_bytes(program)
+    completed_by = _completed_by(program, at_end)
     kernels = list(program.kernels)
     for index, kernel in enumerate(kernels):
         places = [i for i, block in enumerate(program.blocks) if block.kernel == index]
@@ -70,30 +71,32 @@ def with_early_update(
         if kernel.backward_weight is None or not kernel.cotangents or not users:
             continue
         sizes, in_rows = {}, set[int]()
-        tileable = [_tileable(program, place) for place in places]
         for operand in kernel.weight_grads:
             values = [u.parameters[operand - len(u.inputs)] for u in users]
-            sizes[operand] = _used_bytes(program, values[0])
+            sizes[operand] = used_bytes[values[0]]
             is_large = sizes[operand] > tile_bytes and not update.keep_gradients
-            if is_large and all(v in found for v, found in zip(values, tileable)):
+            if is_large and all(completed_by.get(v) == place for v, place in zip(values, places)):
                 in_rows.add(operand)
         kernels[index] = replace(
             kernel, weight_steps=_Steps(kernel, sizes, in_rows, tile_bytes).steps()
         )
-    early = EarlyUpdate(at_end=_at_end(program), keeps_gradients=update.keep_gradients)
+    early = EarlyUpdate(at_end=at_end, keeps_gradients=update.keep_gradients)
     return replace(program, kernels=tuple(kernels), early=early)
 
 
 def default_tile_bytes(program: RankProgram) -> int:
     """The largest gradient that is not cut into rows, and the size of the cuts."""
-    total = sum(_used_bytes(program, p.value) for p in program.parameters if p.trainable)
+    used_bytes = _used_bytes(program)
+    total = sum(used_bytes[p.value] for p in program.parameters if p.trainable)
     return max(MIN_TILE_BYTES, total // MAX_TILES)
 
 
-def _used_bytes(program: RankProgram, value: int) -> int:
-    parameter = next(p for p in program.parameters if p.value == value)
-    shape = local_shape(parameter.shape, parameter.used, program.mesh)
-    return math.prod(shape) * parameter.used_dtype.itemsize
+def _used_bytes(program: RankProgram) -> dict[int, int]:
+    """Bytes of each parameter on a device as blocks use it."""
+    return {
+        p.value: math.prod(local_shape(p.shape, p.used, program.mesh)) * p.used_dtype.itemsize
+        for p in program.parameters
+    }
 
 
 # --- which parameters -------------------------------------------------------------------------
@@ -127,26 +130,24 @@ def _aliased(program: RankProgram) -> set[int]:
     return found
 
 
-def _tileable(program: RankProgram, block: int) -> frozenset[int]:
-    """Parameters whose gradient the block completes in one pass, so that it can do so by rows: it
-    is the first that uses them, so that its backward pass is the last. The gradient may only be
-    summed over ranks behind it."""
-    at_end, interface = _at_end(program), program.blocks[block].interface
+def _completed_by(program: RankProgram, at_end: Collection[int]) -> dict[int, int]:
+    """The block that completes a gradient in one pass, so that it can do so by rows, for each
+    parameter that has one: the first that uses it, since its backward pass is the last. The
+    gradient may then only be summed over ranks."""
     if program.num_microbatches > 1:
-        return frozenset()
+        return {}
     is_serial = program.pipeline.shape.num_stages == 1
     users: dict[int, list[int]] = {}
     for place, each in enumerate(program.blocks):
         for value in each.interface.parameters:
             users.setdefault(value, []).append(place)
-    return frozenset(
-        p.value
+    return {
+        p.value: users[p.value][0]
         for p in program.parameters
-        if p.trainable and p.value in interface.parameters and p.value not in at_end
-        if users[p.value] == [block]
-        or (is_serial and users[p.value][0] == block and p.used_dtype is p.reduced_dtype)
+        if p.trainable and p.value in users and p.value not in at_end
+        if len(users[p.value]) == 1 or (is_serial and p.used_dtype is p.reduced_dtype)
         if p.kernel is None or _only_sums(p, program)
-    )
+    }
 
 
 def _only_sums(parameter: ParameterProgram, program: RankProgram) -> bool:
@@ -218,9 +219,11 @@ class _Steps:
                 counts[node] = counts.get(node, 0) + 1
         shared: set[fx.Node] = set()
         for node in self.order:
-            is_part = _is_part(node) and node.args[0] in shared
-            is_made = counts.get(node, 0) > 1 and not (_is_view(node) and not _is_part(node))
-            if is_part or (is_made and not _is_part(node)):
+            if _is_part(node):
+                is_shared = node.args[0] in shared
+            else:
+                is_shared = counts.get(node, 0) > 1 and not _is_view(node)
+            if is_shared:
                 shared.add(node)
         return shared
 
@@ -325,7 +328,7 @@ class _Steps:
         return needed
 
     def _with_releases(self, steps: Sequence[WeightStep]) -> tuple[WeightStep, ...]:
-        """Each operand of W is released by the last step that reads it; others by the first."""
+        """The steps, each with the operands of W that it is the last to read."""
         sources = self.kernel.weight_sources
         last: dict[int, int] = {}
         for number, step in enumerate(steps):

@@ -1,7 +1,7 @@
 """Memory of early updates: gradients that are released within the backward pass.
 
 It plays what `autopar.runtime.step.reductions.Reductions.arrived` hands to the updates: gradients
-that are complete, reduced, and of parameters that no later graph of the step reads.
+that are complete, reduced, and of parameters that `autopar.lowering.arrivals` sets free.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from autopar.comm.transports.base import Traits
 from autopar.cost_models.memory import Category
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
+from autopar.lowering.arrivals import Reads, rounds_in_flight
 from autopar.lowering.route import Route
 from autopar.lowering.types import RankProgram
 from autopar.memory.parameters import ParameterBytes
@@ -31,41 +31,22 @@ class EarlyUpdates:
         reductions: ReductionMemory,
         optimizer: OptimizerSpec,
         sizes: Mapping[int, ParameterBytes],
-        traits: Traits,
+        device_kind: str,
     ) -> None:
         assert program.early is not None
         self.program = program
         self.at_end = program.early.at_end
+        self.reads = Reads(program, route)
         self._keeps = program.early.keeps_gradients
         self._tally = tally
         self._reductions = reductions
         self._optimizer = optimizer
         self._sizes = sizes
-        self._reads = route.reads.copy()
-        self._num_in_flight = int(program.mesh.num_devices > 1 and traits.overlaps)
+        self._num_in_flight = rounds_in_flight(device_kind, program.mesh.num_devices)
         self._rounds: deque[tuple[list[int], int]] = deque()
         self._rows: deque[int] = deque()
         self._ready: list[int] = []
         self._parameter_of = {p.value: p for p in program.parameters}
-
-    def note_reads(self, position: int) -> None:
-        """I of a block has run."""
-        self._reads.subtract(set(self.program.blocks[position].interface.parameters))
-
-    def note_unread(self, position: int) -> None:
-        """The steps of W of a block begin: it reads no parameter but those that they release."""
-        block = self.program.blocks[position]
-        steps = self.program.kernels[block.kernel].weight_steps
-        read = {v for step in steps for v in self._values(position, step.released)}
-        self._reads.subtract(set(block.interface.parameters) - read)
-
-    def note_read(self, position: int, operands: Sequence[int]) -> None:
-        self._reads.subtract(set(self._values(position, operands)))
-
-    def _values(self, position: int, operands: Sequence[int]) -> list[int]:
-        interface = self.program.blocks[position].interface
-        num = len(interface.inputs)
-        return [interface.parameters[o - num] for o in operands if o >= num]
 
     def complete(self, values: Sequence[int], communicated: Sequence[int]) -> None:
         """These gradients are complete; some are reduced, as one round."""
@@ -104,7 +85,7 @@ class EarlyUpdates:
             values, num_scatters = self._rounds.popleft()
             self._reductions.finish(num_scatters, where)
             self._ready += values
-        free = [v for v in self._ready if v not in self.at_end and not self._reads[v]]
+        free = self.reads.free(self._ready)
         self._ready = [v for v in self._ready if v not in free]
         sizes = [self._sizes[v].stored for v in free]
         live = self._tally.live

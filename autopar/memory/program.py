@@ -138,7 +138,7 @@ class _Play:
         self.early = None
         if program.early is not None:
             self.early = EarlyUpdates(
-                program, route, self.tally, self.reductions, optimizer, parameter_bytes, traits
+                program, route, self.tally, self.reductions, optimizer, parameter_bytes, device.kind
             )
 
     def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
@@ -344,7 +344,7 @@ class _Play:
     def _input(self, position: int, microbatch: int) -> None:
         """Play I; the values that W reads are kept."""
         if self.early is not None:
-            self.early.note_reads(position)
+            self.early.reads.end(position)
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.kernels[block.kernel]
         outputs, metas = block.interface.outputs, kernel.output_metas
@@ -401,11 +401,11 @@ class _Play:
         block = self.program.blocks[position]
         kernel, where = self.program.kernels[block.kernel], f"W {block.name}"
         steps, shared = kernel.weight_steps, 0
-        self.early.note_unread(position)
+        self.early.reads.begin_steps(position)
         for step, memory in zip(steps, self.kernels[block.kernel].steps):
             values = self._graded(position, step.grads)
             self.tally.check(where, memory.workspace)
-            self.early.note_read(position, step.released)
+            self.early.reads.end_step(position, step)
             shared += memory.made
             self.live[Category.ACTIVATIONS] += memory.made
             if step is steps[-1]:

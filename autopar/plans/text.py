@@ -85,7 +85,7 @@ def _schedule(plan: PlanFields) -> Rows:
 
 
 def _update(plan: PlanFields) -> Rows:
-    """What an early update saves, and what limits it."""
+    """The peak of gradients under an early update, and its limits."""
     update = plan.update
     if update.when == "at_end":
         return []

@@ -67,13 +67,7 @@ class RunOptions:
 
 def may_be_early(options: RunOptions, precision: Precision | None) -> bool:
     """Whether the planner may choose an early update for such a run by itself."""
-    is_clipped = options.max_grad_norm is not None
-    return not is_clipped and _why_not_early(options, precision) is None
-
-
-def clips_at_end(options: RunOptions, update: Update | None) -> bool:
-    """Whether clipping makes all updates wait for the last gradient."""
-    return options.max_grad_norm is not None and not (update is not None and update.is_early)
+    return _why_not_early(options, precision) is None
 
 
 def check_early(update: Update | None, options: RunOptions, precision: Precision | None) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from autopar.ir.placement import local_shape
+from autopar.lowering.arrivals import Reads
 from autopar.lowering.route import Route
 from autopar.lowering.types import (
     NO_STAGE,
@@ -22,7 +23,6 @@ from autopar.lowering.types import (
     Kernel,
     OutputProgram,
     RankProgram,
-    WeightStep,
 )
 from autopar.runtime.machine.protocols import Machine, Phase
 from autopar.runtime.machine.shared_buffers import Made
@@ -114,7 +114,7 @@ class Computation(Generic[T]):
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
         self.remaining = route.contributions.copy()
-        self.reads = route.reads.copy()
+        self.reads = Reads(program, route)
         self.rows: list[Rows[T]] = []
         self.following: dict[int, T] = {}
         self.made: list[Made[T]] = []
@@ -296,15 +296,15 @@ class Computation(Generic[T]):
         """I of a stage, block by block, or with ``weights`` B: each block's W after its I.
 
         Yields, after each step of a block's W, the parameters whose gradients are now complete.
-        Complete rows of gradients are in ``rows``, and ``reads`` has how many graphs of this step
-        will still read each parameter.
+        Complete rows of gradients are in ``rows``; ``reads`` counts the graphs to come that read
+        each parameter.
         """
         flight, read = self.flights[microbatch], self.route.read_back
         positions = self.route.blocks[stage][::-1]
         for position, following in itertools.zip_longest(positions, positions[1:]):
             block = self.program.blocks[position]
             kernel = self.program.kernels[block.kernel]
-            self.reads.subtract(set(block.interface.parameters))
+            self.reads.end(position)
             record = flight.records.pop(position, None)
             if record is None:
                 continue
@@ -388,14 +388,13 @@ class Computation(Generic[T]):
                 interface, kernel.weight_grads, run(kernel.backward_weight, arguments)
             )
             arguments.clear()
-            self.reads.subtract(set(interface.parameters))
+            self.reads.end(position)
             yield complete
             return
-        read = {value for step in kernel.weight_steps for value in _released(interface, step)}
-        self.reads.subtract(set(interface.parameters) - read)
+        self.reads.begin_steps(position)
         for step in kernel.weight_steps:
             results = self.machine.run(step.module, [arguments[i] for i in step.sources])
-            self.reads.subtract(set(_released(interface, step)))
+            self.reads.end_step(position, step)
             if not step.grads:
                 arguments.extend(results)
                 continue
@@ -448,9 +447,3 @@ class Computation(Generic[T]):
 
     def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient
-
-
-def _released(interface: BlockInterface, step: WeightStep) -> list[int]:
-    """The parameters that no later step of W reads."""
-    num_inputs = len(interface.inputs)
-    return [interface.parameters[o - num_inputs] for o in step.released if o >= num_inputs]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from autopar.comm.transports.registry import traits_of
 from autopar.ir.placement import local_shape
+from autopar.lowering.arrivals import Reads, rounds_in_flight
 from autopar.lowering.route import Route
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import Links, Machine
@@ -33,12 +33,6 @@ class _Round(Generic[T]):
     values: tuple[int, ...]
     wait: Callable[[], Sequence[T]]
     is_of_mesh: bool = True
-
-
-def num_in_flight(program: RankProgram) -> int:
-    """How many rounds an early update leaves in flight, so that they overlap with computation."""
-    num_ranks = program.mesh.num_devices
-    return int(num_ranks > 1 and traits_of(program.device_type, num_ranks).overlaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,7 @@ class Reductions(Generic[T]):
         self._shared = {p.value for found in route.summed.values() for p in found}
         self._parameter_of = {p.value: p for p in program.parameters}
         self._rows: deque[tuple[tuple[int, int, int], Callable[[], Sequence[T]]]] = deque()
-        self._num_in_flight = num_in_flight(program)
+        self._num_in_flight = rounds_in_flight(program.device_type, program.mesh.num_devices)
 
     def complete(self, values: Sequence[int]) -> None:
         """Note that these gradients are complete on this device."""
@@ -144,7 +138,7 @@ class Reductions(Generic[T]):
             del gradient
             self._rows.append((place, self.machine.start_gradients(moves)))
 
-    def arrived(self, reads: Mapping[int, int], *, is_last: bool = False) -> Arrived[T]:
+    def arrived(self, reads: Reads, *, is_last: bool = False) -> Arrived[T]:
         """The gradients for an early update: complete, reduced, and of weights that no graph of
         this step will read. The last rounds stay in flight, unless this ``is_last``."""
         num = 0 if is_last else self._num_in_flight
@@ -156,9 +150,7 @@ class Reductions(Generic[T]):
         of_mesh = [r for r in self._rounds if r.is_of_mesh]
         for finished in of_mesh[: max(len(of_mesh) - num, 0)]:
             self._wait(set(finished.values))
-        early = self.program.early
-        assert early is not None
-        free = [v for v in self._ready if v not in early.at_end and not reads[v]]
+        free = reads.free(self._ready)
         return Arrived(gradients={v: self._ready.pop(v) for v in free}, rows=rows)
 
     def arrivals(self) -> Iterator[dict[int, T]]:

@@ -1,0 +1,54 @@
+"""When an early update may use a gradient: as soon as no graph of the step reads its parameter.
+
+In: a program, a device's route through it, and the graphs of a step as they run. Out: the
+parameters that may be updated. The executor of a step and the count of its memory both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.comm.transports.registry import traits_of
+from autopar.lowering.route import Route
+from autopar.lowering.types import BlockInterface, RankProgram, WeightStep
+
+
+def rounds_in_flight(device_kind: str, num_ranks: int) -> int:
+    """How many rounds of reductions an early update leaves in flight, so that they overlap with
+    computation."""
+    return int(num_ranks > 1 and traits_of(device_kind, num_ranks).overlaps)
+
+
+class Reads:
+    """The number of backward graphs that will still read each parameter in a step on one device."""
+
+    def __init__(self, program: RankProgram, route: Route) -> None:
+        self._program = program
+        self._left = route.reads.copy()
+
+    def end(self, position: int) -> None:
+        """Note that I of a block, or its W as a whole, reads no more."""
+        self._left.subtract(set(self._program.blocks[position].interface.parameters))
+
+    def begin_steps(self, position: int) -> None:
+        """Note that W of a block begins in steps, which read only the parameters they release."""
+        block = self._program.blocks[position]
+        steps = self._program.kernels[block.kernel].weight_steps
+        read = {value for step in steps for value in _released(block.interface, step)}
+        self._left.subtract(set(block.interface.parameters) - read)
+
+    def end_step(self, position: int, step: WeightStep) -> None:
+        """Note that a step of W of a block reads no more."""
+        self._left.subtract(set(_released(self._program.blocks[position].interface, step)))
+
+    def free(self, values: Iterable[int]) -> list[int]:
+        """Those of these parameters that may be updated now."""
+        early = self._program.early
+        assert early is not None
+        return [v for v in values if v not in early.at_end and not self._left[v]]
+
+
+def _released(interface: BlockInterface, step: WeightStep) -> list[int]:
+    """The parameters that no later step of W reads."""
+    num_inputs = len(interface.inputs)
+    return [interface.parameters[o - num_inputs] for o in step.released if o >= num_inputs]
