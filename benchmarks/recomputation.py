@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.base.torch_private import allocations
+from autopar.base.torch_private import activation_memory_budget, allocations
 
 RESULTS = Path(__file__).parent / "results" / "recomputation.json"
 MODELS, HELD_OUT = ("gpt2", "resnet50"), ("bert",)
@@ -147,12 +147,10 @@ def eager(made: tuple[nn.Module, dict[str, Tensor]]) -> tuple[Step, int]:
 
 
 def partitioned(name: str, budget: float, backend: str) -> tuple[Step, int]:
-    import torch._functorch.config as config
-
     model, batch = fresh(name)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     optimizer = SGD(list(model.parameters()))
-    with config.patch(activation_memory_budget=budget):
+    with activation_memory_budget(budget):
         run = torch.compile(model, backend=backend)
 
         def train() -> None:
@@ -163,7 +161,7 @@ def partitioned(name: str, budget: float, backend: str) -> tuple[Step, int]:
         peak = peak_bytes(train, model, optimizer)
 
     def step() -> float:
-        with config.patch(activation_memory_budget=budget):
+        with activation_memory_budget(budget):
             return timed(train)
 
     return step, peak
@@ -188,7 +186,9 @@ def peak_bytes(
 # --- comparison ---------------------------------------------------------------------------------
 def compared(points: list[Point]) -> list[Point]:
     """Autopar's time at the memory of each other point, and its memory at its time, as ratios."""
-    ours = [(p["peak_bytes"], p["time_s"]) for p in points if p["configuration"][:7] == "autopar"]
+    ours = [
+        (p["peak_bytes"], p["time_s"]) for p in points if p["configuration"].startswith("autopar")
+    ]
     found = []
     for p in points:
         if p["configuration"].startswith("autopar"):

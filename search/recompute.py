@@ -1,4 +1,4 @@
-"""What a backward pass keeps and what it recomputes: exact choices over numbers.
+"""Exact choices, over numbers, of what a backward pass keeps and what it recomputes.
 
 In a block, values are computed from one another. The derivative needs some of them; each of these
 is kept, or recomputed from values that are themselves kept or recomputed. `cheapest` finds the

@@ -497,7 +497,10 @@ def mutated(plan: Plan, seed: int) -> bytes:
 
 # --- what becomes of it -------------------------------------------------------------------------
 def _decisions(plan: Plan) -> tuple[Any, ...]:
-    return (plan.mesh, plan.schedule, plan.inputs, plan.parameters, plan.relays, plan.ops)
+    return (
+        plan.mesh, plan.schedule, plan.inputs, plan.parameters, plan.released, plan.relays,
+        plan.ops, plan.recomputed.kept,
+    )  # fmt: skip
 
 
 def loaded(data: bytes, way: int, folder: Path) -> Plan:
@@ -527,7 +530,9 @@ def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: flo
         if draw.random() > share_run:
             return "accepted, other decisions, not run"
         step = "lowering"
-        program = lower_training(strategy, plan.schedule.num_microbatches)
+        program = lower_training(
+            strategy, plan.schedule.num_microbatches, recomputation=plan.recomputed
+        )
         staged = plan.schedule.pipeline()
         if staged is not None:
             program = with_pipeline(program, staged[0].of(strategy.graph), staged[1])

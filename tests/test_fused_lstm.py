@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.fused_lstm import lstm_layer, workspace_bytes
-from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.differentiate import trace_joint
 from autopar.lowering.types import Kernel, TensorMeta
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,8 @@ def kernel_of(lstm: nn.LSTM, x: Tensor) -> Kernel:
     operands = [x, *lstm.parameters()]
     is_weight = [False] + [True] * len(names)
     metas = [TensorMeta.of(operand) for operand in operands]
-    return trace_kernel(run, metas, [True] * len(operands), is_weight, torch.device("cpu"))
+    joint = trace_joint(run, metas, [True] * len(operands), is_weight, torch.device("cpu"))
+    return joint.kernel()
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
-from autopar.lowering.differentiate import trace_kernel
+from autopar.lowering.differentiate import trace_joint
 from autopar.lowering.types import Kernel, TensorMeta
 from autopar.planning.constraints import Force, Pin
 from autopar.planning.planner import Planned, make_planned
@@ -198,10 +198,10 @@ def test_attention_makes_its_mask_again_and_keeps_the_truth_values() -> None:
     shape = (2, 3, 16, 8)
     mask = torch.ones(16, 16, dtype=torch.bool).tril().expand(2, 1, 16, 16)
     operands = [*(torch.randn(shape, dtype=torch.float64) for _ in range(3)), mask]
-    kernel = trace_kernel(
+    kernel = trace_joint(
         function, [TensorMeta.of(x) for x in operands], [True] * 3 + [False], [False] * 4,
         torch.device("cpu"),
-    )  # fmt: skip
+    ).kernel()  # fmt: skip
     _, *saved = kernel.forward(*operands)
     assert sorted({tuple(x.shape) for x in saved}) == [(2, 3, 16), shape], "no (2, 1, 16, 16)"
     assert ("operand", 3) in kernel.input_sources
@@ -221,10 +221,10 @@ def test_what_is_drawn_or_smaller_than_its_operand_is_kept() -> None:
         return ((x * torch.rand_like(fixed)).masked_fill(fixed > 0, 0.0),)
 
     operands = [torch.randn(64, 8, dtype=torch.float64) for _ in range(2)]
-    kernel = trace_kernel(
+    kernel = trace_joint(
         function, [TensorMeta.of(x) for x in operands], [True, False], [False] * 2,
         torch.device("cpu"),
-    )  # fmt: skip
+    ).kernel()  # fmt: skip
     _, *saved = kernel.forward(*operands)
     assert sorted(str(x.dtype) for x in saved) == ["torch.bool", "torch.float64"]
     output, cotangent, got = kernel_results(kernel, operands)
@@ -245,10 +245,10 @@ def test_weight_gradients_of_convolutions_are_left_to_w() -> None:
 
     shapes = [(2, 3, 5, 5), (4, 3, 3, 3), (4,), (4, 2, 3, 3)]
     operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    kernel = trace_kernel(
+    kernel = trace_joint(
         function, [TensorMeta.of(x) for x in operands], [True] * 4, [False, True, True, True],
         torch.device("cpu"),
-    )  # fmt: skip
+    ).kernel()  # fmt: skip
     _, cotangent, got = kernel_results(kernel, operands)
     leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(leaves)[0], leaves, cotangent)
@@ -273,10 +273,10 @@ def test_views_of_views_are_one_and_swaps_cancel() -> None:
         return (copied.view(3, 8) @ weight, copied.view(2, 12) @ other)
 
     operands = [torch.randn(shape, dtype=torch.float64) for shape in [(4, 6), (8, 5), (12, 5)]]
-    kernel = trace_kernel(
+    kernel = trace_joint(
         function, [TensorMeta.of(x) for x in operands], [True] * 3, [False, True, True],
         torch.device("cpu"),
-    )  # fmt: skip
+    ).kernel()  # fmt: skip
     aten = torch.ops.aten
     targets = [node.target for node in kernel.forward.graph.nodes if node.op == "call_function"]
     assert targets.count(aten.transpose.int) == 1

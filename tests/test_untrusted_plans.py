@@ -133,6 +133,19 @@ PLACES: list[tuple[str, Callable[[Any], None], str]] = [
     ),
     ("pipeline", put("schedule", "name", value="gpipe"), r"at \$\.schedule\.name: it is 'gpipe'"),
     ("pipeline", without_backward, r"at \$\.schedule\.actions.*missing"),
+    *(
+        ("interleaved", put("recomputation", 0, field, value=value), rf"recomputation\[0\]\.{says}")
+        for field, value, says in (
+            ("blocks", [], "blocks: .*at least one block"),
+            ("blocks", ["layers.0", "layers.0"], "blocks: .*'layers.0' is listed twice"),
+            ("blocks", ["layers.x"], "blocks: 'layers.x' is no block of the graph"),
+            ("kept", ["\ud800"], r"kept\[0\]: .*surrogate"),
+            ("kept_bytes", -1, "kept_bytes: it cannot be negative"),
+            ("default_bytes", -1, "default_bytes: it cannot be negative"),
+            ("default_bytes", 10**400, "default_bytes: a whole number of"),
+            ("time_s", -1e-9, "time_s: it cannot be negative"),
+        )
+    ),
     ("pipeline", put("cluster", "levels", 0, "size", value=-1), r"at \$\.cluster\.levels\[0\]: "),
 ]
 

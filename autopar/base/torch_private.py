@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ __all__ = [
     "FakeTensorMode",
     "PeakOfNew",
     "TorchDispatchMode",
+    "activation_memory_budget",
     "allocations",
     "autograd_again",
     "canonical_call",
     "custom_op_function",
     "default_store",
+    "flop_formula",
     "has_backward_hooks",
     "has_gradient_hooks",
     "has_several_outputs",
@@ -200,6 +202,17 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
+def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[None]:
+    """Set how much of the activations ``torch.compile`` keeps inside: 1 all that it would, 0 least.
+
+    ``torch._functorch.config.activation_memory_budget`` (2.11 to 2.13).
+    """
+    from torch._functorch import config
+
+    patched: contextlib.AbstractContextManager[None] = config.patch(activation_memory_budget=budget)
+    return patched
+
+
 # --- optimizers ----------------------------------------------------------------------------
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has hooks before or after its steps (2.11 to 2.13)."""
@@ -238,6 +251,17 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def is_overload(target: Any) -> bool:
     """Whether ``target`` is one overload of an operator: ``torch._ops.OpOverload`` (2.11-2.13)."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def flop_formula(target: Any) -> Callable[..., int] | None:
+    """The function that counts the operations of a call to an overload, None if there is none.
+
+    ``torch.utils.flop_counter.flop_registry`` by ``OpOverload._overloadpacket`` (2.11 to 2.13).
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    found: Callable[..., int] | None = flop_registry.get(target._overloadpacket)
+    return found
 
 
 def overloads_named(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the blocks of a training step keep for the backward pass, and what they recompute."""
+"""The values that the blocks of a training step keep for the backward pass or recompute in it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import FakeTensorMode
 from autopar.ir.tracing import trace_fx
 from autopar.lowering.joint import Joint
-from autopar.lowering.types import Kernel, TensorMeta
+from autopar.lowering.types import TensorMeta
 from autopar.rules.traced import traced_of
 
 LocalFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -65,21 +65,6 @@ def trace_joint(
     module = trace_fx(joint, operands, tangents, mode)
     _clean(module)
     return Joint(module, len(metas), len(outputs_meta), wanted, tuple(sources), tuple(is_weight))
-
-
-def trace_kernel(
-    function: LocalFunction,
-    metas: Sequence[TensorMeta],
-    differentiable: Sequence[bool],
-    is_weight: Sequence[bool],
-    device: torch.device,
-    *,
-    training: bool = True,
-) -> Kernel:
-    """Trace ``function`` and split it, with nothing recomputed."""
-    return trace_joint(
-        function, metas, differentiable, is_weight, device, training=training
-    ).kernel()
 
 
 def _fake(meta: TensorMeta, device: torch.device) -> Tensor:

@@ -88,7 +88,7 @@ class Joint:
         self.outputs = results[:num_outputs]
         grads = dict(zip(sources, results[num_outputs:]))
         self.grads = {i: g for i, g in grads.items() if isinstance(g, fx.Node)}
-        self.wanted, self.is_weight = wanted, is_weight
+        self.wanted = wanted
         self.input_grads = tuple(i for i in self.grads if not is_weight[i])
         self.weight_grads = tuple(i for i in self.grads if is_weight[i])
         self.order = {n: i for i, n in enumerate(module.graph.nodes)}
@@ -106,14 +106,17 @@ class Joint:
         """
         return _Split(self, self._test(kept)).kernel()
 
-    def saved_names(self, kept: Collection[str] | None = None) -> tuple[str, ...]:
-        """The names of the values that F saves: ``kept``, and those that must be."""
-        split = _Split(self, self._test(kept))
-        split.kernel()
-        return tuple(node.name for node in split.saved)
+    @cached_property
+    def default_names(self) -> tuple[str, ...]:
+        """The names of the values that F saves by default."""
+        return _Split(self, self.stays_by_default).saved_names()
 
-    def of_ops(self, is_recomputed: Callable[[int], bool]) -> tuple[str, ...]:
-        """What is saved if the results of some ops, by their place in the block, are not."""
+    def names_without(self, is_recomputed: Callable[[int], bool]) -> tuple[str, ...]:
+        """The names of the values that F saves if it saves no results of some ops.
+
+        ``is_recomputed`` gets the place of an op in the block. Results that cannot be recomputed
+        are saved all the same.
+        """
 
         def stays(node: fx.Node) -> bool:
             place = op_place(node)
@@ -121,9 +124,7 @@ class Joint:
                 place is None or not is_recomputed(place) or not self.can_repeat(_call(node))
             )
 
-        split = _Split(self, stays)
-        split.kernel()
-        return tuple(node.name for node in split.saved)
+        return _Split(self, stays).saved_names()
 
     def _test(self, kept: Collection[str] | None) -> Test:
         if kept is None:
@@ -247,6 +248,10 @@ class _Split:
             input_grads=joint.input_grads,
             weight_grads=joint.weight_grads,
         )
+
+    def saved_names(self) -> tuple[str, ...]:
+        self.kernel()
+        return tuple(node.name for node in self.saved)
 
     def _is_worth(self, node: fx.Node) -> bool:
         """Whether W gets a value that I makes from I: gradients, and what takes time to repeat."""

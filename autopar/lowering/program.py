@@ -22,7 +22,7 @@ from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
 from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
-from autopar.lowering.differentiate import trace_joint, trace_kernel
+from autopar.lowering.differentiate import trace_joint
 from autopar.lowering.joint import Joint
 from autopar.lowering.pipeline import forward_schedule, serial_pipeline, serial_schedule
 from autopar.lowering.printing import collective_nodes, operator_name
@@ -291,10 +291,10 @@ class _Lowering:
     ) -> int:
         """The kernel of a function of one local shard, traced once per key."""
         if key not in self.known:
-            kernel = trace_kernel(
+            joint = trace_joint(
                 function, [local], [differentiable], [False], self.device, training=self.training
             )
-            kernel = accumulated(kernel, self.strategy.mesh.num_microbatches)
+            kernel = accumulated(joint.kernel(), self.strategy.mesh.num_microbatches)
             self._check_microbatches(name, kernel)
             self.known[key] = self._add(kernel)
         return self.known[key]

@@ -39,7 +39,6 @@ from autopar.planning.releases import released_to_fit
 from autopar.planning.schedule_search import Option, Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
-from autopar.planning.space import PipelineChoice
 from autopar.planning.staging import pipeline_times
 from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
@@ -186,9 +185,7 @@ class Fit:
         if found is None:
             return False
         candidate = replace(option.best, released=found)
-        self._push_staged(
-            option, option.choice, (candidate,), option.trial + 1, recomputes=option.recomputes
-        )
+        self._push_staged(option, (candidate,), option.trial + 1)
         return True
 
     def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
@@ -267,7 +264,7 @@ class Fit:
         Unless it is queued with released parameters already (``is_released``), one that releases
         them is searched too. Returns a known strategy that fits if there is no such sharding.
         """
-        choice, search = option.choice, self.search
+        search = self.search
         if option.trial == 0 and search.may_recompute(option):
             self._push(self._decided(option))
         if option.trial >= self.max_trials:
@@ -278,7 +275,7 @@ class Fit:
             released = search.within(option, target_bytes, released=True)
             is_released = any(each.is_found for each in released)
             if is_released:
-                self._push_staged(option, choice, released, trial, recomputes=option.recomputes)
+                self._push_staged(option, released, trial)
         found = search.within(option, target_bytes)
         if not any(each.is_found for each in found) and is_released:
             return None
@@ -292,23 +289,16 @@ class Fit:
                 f"no sharding found that fits {format_bytes(self.setting.budget_bytes)}",
             )
             return self._rival(option, None)
-        self._push_staged(option, choice, found, trial, recomputes=option.recomputes)
+        self._push_staged(option, found, trial)
         return None
 
-    def _push_staged(
-        self,
-        option: Option,
-        choice: PipelineChoice | None,
-        searched: tuple[Candidate, ...],
-        trial: int,
-        *,
-        recomputes: bool,
-    ) -> None:
+    def _push_staged(self, option: Option, searched: tuple[Candidate, ...], trial: int) -> None:
+        """Queue an option again with other results of the search."""
         try:
             self._push(
                 self.search.option(
-                    option.combination, option.origin, choice, searched, trial,
-                    recomputes=recomputes,
+                    option.combination, option.origin, option.choice, searched, trial,
+                    recomputes=option.recomputes,
                 )
             )  # fmt: skip
         except AutoparError as error:

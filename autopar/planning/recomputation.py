@@ -1,4 +1,4 @@
-"""What each block keeps for its backward pass, and what it recomputes.
+"""The choice of the values that each block keeps for its backward pass; it recomputes the others.
 
 In: a strategy's program without recomputation, with its traced blocks and prices. Out: a
 `Recomputation`. For each distinct block the exact choices between most and fewest bytes are listed
@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from autopar.base.errors import InputError
+from autopar.base.torch_private import flop_formula, is_overload
 from autopar.base.units import format_bytes
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import allocator_of
@@ -85,16 +85,17 @@ class BlockPoints:
     values: tuple[Value, ...]
     points: tuple[Point, ...]
 
-    def of(self, names: Collection[str]) -> Point:
-        """The point that saves some values."""
-        named = {v.name: i for i, v in enumerate(self.joint.values)}
-        saved = self.joint.saved_names(names)
-        found = kept_of(self.values, _with_operands(self.joint, [named[n] for n in saved]))
+    def of(self, saved: tuple[str, ...]) -> Point:
+        """The point at which F saves these values and no others."""
+        found = _choice_of(self.joint, self.values, saved)
         return replace(self.points[0], names=saved, choice=found)
 
 
-def _with_operands(joint: Joint, kept: Sequence[int]) -> frozenset[int]:
-    return frozenset(kept).union(i for i, v in enumerate(joint.values) if v.operand is not None)
+def _choice_of(joint: Joint, values: Sequence[Value], saved: Collection[str]) -> Kept:
+    """The choice that keeps saved values and operands."""
+    names = set(saved)
+    kept = (i for i, v in enumerate(joint.values) if v.operand is not None or v.name in names)
+    return kept_of(values, frozenset(kept))
 
 
 class Recomputer:
@@ -158,9 +159,7 @@ class Recomputer:
         )
 
     def _points(self, joint: Joint, values: tuple[Value, ...]) -> tuple[Point, ...]:
-        number = {v.name: i for i, v in enumerate(joint.values)}
-        saved = [number[name] for name in joint.saved_names()]
-        plain = kept_of(values, _with_operands(joint, saved))
+        plain = _choice_of(joint, values, joint.default_names)
         points = [self._point(joint, None, plain)]
         for choice in frontier(values, MAX_POINTS):
             if choice.size_bytes < points[-1].choice.size_bytes:
@@ -191,7 +190,7 @@ class Recomputer:
 
     # --- fixed requests -------------------------------------------------------------------------
     def fixed(self, request: Recompute) -> Recomputation:
-        """What a fixed request recomputes; raises InputError if it is impossible."""
+        """The recomputation of a fixed request; raises InputError if it is impossible."""
         if request.request is Request.FULL:
             return self.recomputation([block.points[-1] for block in self.blocks])
         if request.request is Request.MODULES:
@@ -227,9 +226,9 @@ class Recomputer:
             def listed(place: int, start: int = start) -> bool:
                 return any(lies_in(paths[start + place], name) for name in names)
 
-            kept = block.joint.of_ops(listed)
-            is_default = set(kept) == set(block.joint.saved_names())
-            points.append(block.points[0] if is_default else block.of(kept))
+            saved = block.joint.names_without(listed)
+            is_default = set(saved) == set(block.joint.default_names)
+            points.append(block.points[0] if is_default else block.of(saved))
         return points
 
     # --- searched -------------------------------------------------------------------------------
@@ -449,14 +448,14 @@ def _node_seconds(
 
 def roofline_s(node: fx.Node, device: DeviceSpec) -> float:
     """The larger of arithmetic and memory time of one traced call; 0 for views."""
-    if getattr(node.target, "is_view", False) or not hasattr(node.target, "_schema"):
+    if getattr(node.target, "is_view", False) or not is_overload(node.target):
         return 0.0
     result = node.meta.get("val")
     made = [result] if isinstance(result, Tensor) else [*(result or ())]
     read = [n.meta.get("val") for n in node.all_input_nodes]
     moved = sum(x.numel() * x.element_size() for x in (*made, *read) if isinstance(x, Tensor))
     memory_s = moved / device.memory_bandwidth_bytes_per_s
-    count: Any = flop_registry.get(node.target._overloadpacket)  # type: ignore[union-attr]
+    count = flop_formula(node.target)
     tensors = [x for x in made if isinstance(x, Tensor)]
     if count is None or not tensors:
         return memory_s

@@ -127,10 +127,9 @@ def _check_recomputation(plan: Plan) -> None:
                     path_of(("recomputation", position, "blocks")),
                 )
             named.add(name)
-        if not group.kept_bytes >= 0 or not 0 <= group.time_s < math.inf:
-            raise refused(
-                "kept_bytes and time_s cannot be negative", path_of(("recomputation", position))
-            )
+        for field in ("kept_bytes", "default_bytes", "time_s"):
+            if not 0 <= getattr(group, field) < math.inf:
+                raise refused("it cannot be negative", path_of(("recomputation", position, field)))
 
 
 def _check_words(text: str, num_axes: int) -> None:

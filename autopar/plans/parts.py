@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal
 
 import msgspec
@@ -180,7 +181,7 @@ class SearchReport(_Struct, frozen=True):
 
 
 class RecomputationPlan(_Struct, frozen=True):
-    """What some blocks keep for the backward pass; see `autopar.ir.recomputation`.
+    """The values that some blocks keep for the backward pass; see `autopar.ir.recomputation`.
 
     Bytes and seconds are those of one of these blocks, for one micro-batch on one device.
     """
@@ -198,14 +199,18 @@ class RecomputationPlan(_Struct, frozen=True):
         for name, block in recomputation.blocks.items():
             groups.setdefault(block, []).append(name)
         return tuple(
-            RecomputationPlan(
-                blocks=tuple(names),
-                kept=block.kept,
-                kept_bytes=block.kept_bytes,
-                default_bytes=block.default_bytes,
-                time_s=block.time_s,
-            )
+            RecomputationPlan(blocks=tuple(names), **asdict(block))
             for block, names in groups.items()
+        )
+
+    @property
+    def block(self) -> BlockRecomputation:
+        """The recomputation of each of the blocks."""
+        return BlockRecomputation(
+            kept=self.kept,
+            kept_bytes=self.kept_bytes,
+            default_bytes=self.default_bytes,
+            time_s=self.time_s,
         )
 
 
@@ -238,16 +243,7 @@ class PlanFields(_Struct, frozen=True):
     def recomputed(self) -> Recomputation:
         """The recomputation by block."""
         return Recomputation(
-            blocks={
-                name: BlockRecomputation(
-                    kept=group.kept,
-                    kept_bytes=group.kept_bytes,
-                    default_bytes=group.default_bytes,
-                    time_s=group.time_s,
-                )
-                for group in self.recomputation
-                for name in group.blocks
-            }
+            blocks={name: group.block for group in self.recomputation for name in group.blocks}
         )
 
     @property

@@ -158,7 +158,7 @@ def _memory(plan: PlanFields) -> Rows:
 
 
 def _recomputation(plan: PlanFields) -> Rows:
-    """What the blocks keep instead of what they need, and the time of recomputing the rest."""
+    """The total of all blocks, then bytes kept and time of each group of equal blocks."""
     rows = []
     for group in plan.recomputation:
         first, *others = group.blocks
@@ -175,7 +175,8 @@ def _recomputation(plan: PlanFields) -> Rows:
     time_s = num * sum(len(g.blocks) * g.time_s for g in plan.recomputation)
     saved = sum(len(g.blocks) * (g.default_bytes - g.kept_bytes) for g in plan.recomputation)
     share = time_s / plan.prediction.step_time_s
-    total = f"{format_bytes(saved)} less kept a micro-batch, +{format_seconds(time_s)} a step"
+    kept = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} kept a micro-batch"
+    total = f"{kept}, +{format_seconds(time_s)} a step"
     return [("all", total if plan.is_pipeline else f"{total} ({share:.1%})"), *rows]
 
 

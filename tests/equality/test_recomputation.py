@@ -1,4 +1,4 @@
-"""What blocks recompute in their backward pass is bitwise what they computed in their forward pass.
+"""Blocks recompute in their backward pass what they computed in their forward pass, bit for bit.
 
 Drawn combinations with meshes, micro-batches and schedules are in ``test_drawn_plans``.
 """

@@ -176,7 +176,7 @@ def test_the_impossible_is_refused_by_name(recompute: Any, message: str) -> None
     [
         ({"blocks": ["transformer.h.9"]}, r"\$\.recomputation.*'transformer.h.9' is no block"),
         ({"kept": ["gelu_99"]}, r"'gelu_99' is no value"),
-        ({"kept_bytes": -1}, r"cannot be negative"),
+        ({"kept_bytes": -1}, r"\$\.recomputation\[0\]\.kept_bytes: it cannot be negative"),
     ],
 )
 def test_a_plan_that_keeps_what_is_not_there_is_refused(
