@@ -62,10 +62,8 @@ def lower(
     block that recomputes, the values that it keeps (`autopar.lowering.joint`). ``traces``: those of
     an earlier program of this strategy; new ones are added.
     """
-    lowering = _Lowering(strategy, torch.device(device_type), training, blocks)
-    lowering.kept = kept
-    lowering.traces = Traces() if traces is None else traces
-    return lowering.lower()
+    traces = Traces() if traces is None else traces
+    return _Lowering(strategy, torch.device(device_type), training, blocks, kept, traces).lower()
 
 
 @dataclass(slots=True)
@@ -83,6 +81,8 @@ class _Lowering:
         device: torch.device,
         training: bool,
         blocks: tuple[Block, ...] | None,
+        kept: Mapping[str, Collection[str]],
+        traces: Traces,
     ) -> None:
         self.strategy = strategy
         self.graph: Graph = strategy.graph
@@ -94,8 +94,8 @@ class _Lowering:
         self.known: dict[str, int] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
         self.totals: list[OutputProgram] = []
-        self.kept: Mapping[str, Collection[str]] = _NOTHING
-        self.traces = Traces()
+        self.kept = kept
+        self.traces = traces
 
     def lower(self) -> RankProgram:
         graph = self.graph
