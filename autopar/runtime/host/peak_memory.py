@@ -86,7 +86,10 @@ class PeakTensors:
 
 
 def _held_bytes() -> int:
-    """Bytes of all storages of this process's CPU tensors."""
+    """Bytes that this process's CPU tensors hold of the allocator.
+
+    Foreign memory, such as a transport's, which outlives a program, is no tensor's own.
+    """
     # By type(): isinstance() asks the object, and torch's deprecated ones then warn.
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     found = {}
@@ -96,7 +99,8 @@ def _held_bytes() -> int:
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu":  # a fake tensor says "cpu", its storage does not
             with contextlib.suppress(RuntimeError):  # a wrapper has none, what it wraps has
-                found[storage.data_ptr()] = storage.nbytes()
+                if storage.resizable():
+                    found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
