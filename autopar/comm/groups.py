@@ -241,11 +241,19 @@ def _collectives(
     return known[key]
 
 
+def release_message_buffers() -> None:
+    """Release the buffers of earlier programs' messages.
+
+    The other ranks' share of them goes when they have said so: call it again after they all have.
+    """
+    for messages in _KNOWN.of_this_world().messages.values():
+        messages.drop_unused()
+
+
 def _messages(process_group: Any, device_type: str) -> Messages:
     """The messages of a group; the buffers of earlier programs' messages are released."""
     known, key = _KNOWN.of_this_world().messages, (process_group, device_type)
-    for messages in known.values():
-        messages.drop_unused()
+    release_message_buffers()
     if key not in known:
         known[key] = open_messages(process_group, device_type)
     return known[key]

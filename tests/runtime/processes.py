@@ -7,6 +7,7 @@ session (see conftest.py); each test gives them its own program.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,6 +92,13 @@ class ProbedService(RankService):
     def all_parts(self) -> dict[str, Tensor]:
         """This rank's parts of the parameters, and buffers."""
         return self.running.held_parts()
+
+    def mapped_bytes(self) -> int:
+        """Bytes of memory that this process's tensors map and do not own: those of transports."""
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.layout is torch.strided]
+        storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if not s.resizable()}.values())
 
     def local_step(self, parts: Sequence[Tensor]) -> Tensor:
         return self.running.train_step(parts, local=True)

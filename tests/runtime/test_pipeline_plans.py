@@ -29,6 +29,7 @@ from autopar.schedules import (
 from autopar.schedules import build as build_schedule
 from tests.models.zoo import build
 from tests.oracles import Trained, assert_same, reference_steps, to_double
+from tests.runtime.conftest import Groups
 from tests.runtime.test_spmd import torchrun
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
@@ -114,6 +115,15 @@ def test_a_schedule_of_the_user(model: nn.Module) -> None:
     assert compiled.plan.schedule.pipeline()[1] == made
     expected = reference_steps(model, batches(), sgd)
     assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
+def test_message_buffers_are_released_with_their_program(model: nn.Module, groups: Groups) -> None:
+    options = {"schedule": "gpipe", "num_stages": 2, "num_microbatches": 4}
+    with compiled_for(model, 2, **options) as compiled:
+        compiled.train_step(**batches()[0])
+    assert max(groups(2).call("mapped_bytes")) > 0
+    with compiled_for(model, 2, mesh={"x": 2}, constraints=autopar.Force("data_parallel")):
+        assert groups(2).call("mapped_bytes") == [0, 0]
 
 
 def test_times_of_actions(model: nn.Module) -> None:

@@ -86,10 +86,7 @@ class PeakTensors:
 
 
 def _held_bytes() -> int:
-    """Bytes that this process's CPU tensors hold of the allocator.
-
-    Foreign memory, such as a transport's, which outlives a program, is no tensor's own.
-    """
+    """Bytes of all storages of this process's CPU tensors."""
     # By type(): isinstance() asks the object, and torch's deprecated ones then warn.
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     found = {}
@@ -99,8 +96,7 @@ def _held_bytes() -> int:
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu":  # a fake tensor says "cpu", its storage does not
             with contextlib.suppress(RuntimeError):  # a wrapper has none, what it wraps has
-                if storage.resizable():
-                    found[storage.data_ptr()] = storage.nbytes()
+                found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 

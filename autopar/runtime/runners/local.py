@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.base.accelerators import backend_of, is_accelerator, with_index
 from autopar.base.errors import InputError
+from autopar.comm.groups import release_message_buffers
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
@@ -59,9 +60,10 @@ class RankService:
         self._state: dict[str, Tensor] = {}
 
     def prepare(self, program: bytes) -> None:
-        """Receive a new program; the old one's state is released first."""
+        """Receive a new program; what the old one holds is released first."""
         self.runtime = None
         self._state = {}
+        release_message_buffers()
         self.program: RankProgram = unpack(program)
         self.device = with_index(torch.device(self.program.device_type))
         self.peak_memory = PeakMemory(self.device)
@@ -78,6 +80,7 @@ class RankService:
             self._state[name] = tensor.detach().to(self.device, copy=True)
 
     def start(self, options: RankOptions) -> None:
+        release_message_buffers()  # those that other ranks gave up when they prepared
         torch.set_default_dtype(options.default_dtype)
         self.runtime = make_runtime(self.program, self._state, options, self.device)
         self._state = {}
