@@ -221,7 +221,7 @@ def compile(  # type: ignore[misc]
       and the ``precision`` that it was made with.
     * ``max_grad_norm``: clip the global 2-norm of all gradients, over all shards, to at most this
       before each update, as ``torch.nn.utils.clip_grad_norm_`` does on one device;
-      ``compiled.grad_norm`` is the norm before clipping.
+      ``compiled.grad_norm`` is the norm before clipping. Early updates: ``Update(clipping=...)``.
     * ``check_gradients``: run one step of the captured graph on one device, and compare loss,
       outputs, buffers and gradients with a step of a copy of the model in eager mode; see
       `autopar.frontend.checking.gradients`.
@@ -236,8 +236,8 @@ def compile(  # type: ignore[misc]
       agreement before it launches the updates, unless it is ``"ignore"``. Under an early update
       the devices agree on the loss before the backward pass, and a step whose loss is not finite is
       rolled back as above (in a pipeline it is not); a gradient that is not finite is found when
-      weights have changed, which the NonFiniteError says, and ``"skip"`` is refused. See
-      `autopar.runtime.step.agreement`.
+      weights have changed, which the NonFiniteError says, and ``"skip"`` is refused; with
+      ``Update(clipping="second_pass")`` nothing has changed. See `autopar.runtime.step.agreement`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
       on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
       Collectives between the devices are measured once too, which takes some seconds.
@@ -447,7 +447,7 @@ class _Compiler:
                 start_timeout_s=running.start_timeout_s, progress=say,
             )  # fmt: skip
         spec = optimizer_spec(
-            running.optimizer, cluster.device, is_clipped=running.max_grad_norm is not None
+            running.optimizer, cluster.device, is_clipped=self.options.clips_at_end
         )
         return make_planned(
             prepared, cluster, self.space, constraints=planning.constraints, compute=compute,

@@ -134,3 +134,10 @@ class CompileOptions:
                 f"{', '.join(given)} given with plan=...: a plan is replayed unchanged; remove "
                 "these, or remove plan= to search again"
             )
+
+    @property
+    def clips_at_end(self) -> bool:
+        """Whether gradients are clipped together, when all of them are complete."""
+        update = self.planning.update
+        is_early = update is not None and update.is_early
+        return self.running.max_grad_norm is not None and not is_early

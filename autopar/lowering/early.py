@@ -23,7 +23,7 @@ from torch import fx
 from autopar.base.errors import PlanError
 from autopar.comm.ops import ALL_REDUCE
 from autopar.ir.placement import local_shape
-from autopar.ir.update import Update
+from autopar.ir.update import Clipping, Update
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import (
     EarlyUpdate,
@@ -80,7 +80,11 @@ def with_early_update(
         kernels[index] = replace(
             kernel, weight_steps=_Steps(kernel, sizes, in_rows, tile_bytes).steps()
         )
-    early = EarlyUpdate(at_end=at_end, keeps_gradients=update.keep_gradients)
+    early = EarlyUpdate(
+        at_end=at_end,
+        keeps_gradients=update.keep_gradients,
+        clipping=None if update.clipping is None else Clipping(update.clipping),
+    )
     return replace(program, kernels=tuple(kernels), early=early)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, format_placements
+from autopar.ir.update import Clipping
 from autopar.lowering.printing import collective_nodes, format_graph
 from autopar.schedules import PipelineShape, Schedule
 
@@ -255,11 +256,13 @@ class EarlyUpdate:
     no later action of the step reads them.
 
     ``at_end``: the trained parameters that are updated after the step nevertheless. Gradients are
-    released by their update unless it ``keeps_gradients``.
+    released by their update unless it ``keeps_gradients``, and clipped before it by the norm that
+    ``clipping`` says.
     """
 
     at_end: frozenset[int]
     keeps_gradients: bool = False
+    clipping: Clipping | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ that are complete, reduced, and of parameters that `autopar.lowering.arrivals` s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cost_models.memory import Category
 from autopar.cost_models.update import OptimizerSpec
@@ -38,6 +38,7 @@ class EarlyUpdates:
         self.at_end = program.early.at_end
         self.reads = Reads(program, route)
         self._keeps = program.early.keeps_gradients
+        self._clipping = program.early.clipping
         self._tally = tally
         self._reductions = reductions
         self._optimizer = optimizer
@@ -67,6 +68,14 @@ class EarlyUpdates:
             live[Category.GRADIENTS] += round(size.stored * part) - round(size.used * part)
         self._rows.append(round(size.stored * part))
 
+    def clipped_bytes(self, values: Iterable[int]) -> int:
+        """Bytes of copies while gradients of these parameters are clipped, one after the other;
+        those that were cast are clipped in place, as rows are."""
+        if self._clipping is None:
+            return 0
+        sizes = [self._sizes[v] for v in values]
+        return max((size.stored for size in sizes if not size.is_cast), default=0)
+
     def is_last(self, value: int, rows: tuple[int, int]) -> bool:
         """Whether these are the last rows of a gradient."""
         return rows[1] == self._num_rows(value)
@@ -91,6 +100,7 @@ class EarlyUpdates:
         live = self._tally.live
         if free:
             self._tally.check("update", self._optimizer.workspace_bytes(sizes))
+            self._tally.check("update", self.clipped_bytes(free))
             live[Category.GRADIENTS] -= 0 if self._keeps else sum(sizes)
         for size in rows:
             self._tally.check("update", self._optimizer.workspace_bytes([size]))

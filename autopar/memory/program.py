@@ -216,6 +216,8 @@ class _Play:
         self.updated.update(due)
         sizes = [self.parameter_bytes[value].stored for value in due]
         self.tally.check("update", self.optimizer.workspace_bytes(sizes))
+        if self.early is not None:
+            self.tally.check("update", self.early.clipped_bytes(due))
 
     # --- forward ---------------------------------------------------------------------------
     def _enter(self, stage: int, microbatch: int, recomputed: bool) -> None:

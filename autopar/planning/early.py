@@ -37,6 +37,7 @@ def updated_as(
         UpdatePlan(
             when=update.when,  # type: ignore[arg-type]
             keep_gradients=update.keep_gradients,
+            clipping=update.clipping,  # type: ignore[arg-type]
             tile_bytes=tile_bytes,
             gradient_bytes=memory.gradient_bytes,
             gradient_bytes_at_end=at_end.gradient_bytes,

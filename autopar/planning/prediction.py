@@ -156,8 +156,8 @@ def search_report(
     ``searched``: the results of the search that found it. ``candidates``: the results without a
     memory limit.
     """
-    cost = best.solution.cost
-    step_s = time_parts(best).step_s
+    passes, cost = best.priced.pricing.num_passes, best.solution.cost
+    step_s = time_parts(best).step_s / passes
     same = [c.solution.bound for c in searched if c.exposed == best.exposed]
     bound = min(cost, step_s, *(c.solution.bound for c in searched))
     gap = relative_gap(step_s, bound)
@@ -165,7 +165,7 @@ def search_report(
         gap = min(gap, relative_gap(cost, min((cost, *same))))
     return SearchReport(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
-        bound_s=_round(bound),
+        bound_s=_round(passes * bound),
         gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
         estimated_bytes=round(estimated_bytes),
         considered={name: _round(time_s) for name, time_s in _considered(candidates).items()},

@@ -221,7 +221,7 @@ class Search:
         return option.estimated_bytes * ratio <= self.setting.budget_bytes
 
     def _reason_against(self, combination: Combination) -> str | None:
-        bound_s = self.combinations.bound_s(combination)
+        bound_s = self.setting.num_passes * self.combinations.bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes at least {format_seconds(bound_s)}, even without communication"
         if time.process_time() > self.deadline_s:
@@ -261,7 +261,7 @@ class Search:
         for option in tight:
             if option.time_s >= self.best_s or time.process_time() > self.deadline_s:
                 continue
-            cutoff_s = self.best_s * combination.num_devices
+            cutoff_s = self.best_s / self.setting.num_passes * combination.num_devices
             within = functools.partial(
                 self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s
             )

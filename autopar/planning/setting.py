@@ -82,8 +82,14 @@ class Setting:
         """The prices of a cut of the model on one mesh."""
         return Pricing(
             cut.analysis, mesh, self.cluster, self.compute, self.communication,
-            cut.microbatches, optimizer=self.optimizer, routes=self.routes,
+            cut.microbatches, optimizer=self.optimizer, num_passes=self.num_passes,
+            routes=self.routes,
         )  # fmt: skip
+
+    @property
+    def num_passes(self) -> int:
+        """How often a step is computed."""
+        return 1 if self.update is None else self.update.num_passes
 
     @property
     def limit(self) -> MemoryLimit:

@@ -202,12 +202,14 @@ def pipeline_times(
     busy_s = covered_by_device(timeline.intervals, num_devices)
     busiest = max(range(num_devices), key=busy_s.__getitem__)
     spent = _spent(timeline, busiest, per_stage)
+    passes = candidate.priced.pricing.num_passes
+    each = passes / num_iterations
     return PipelineTimes(
-        step_s=timeline.period_s + own.move_after_s[last] + own.update_after_s[last],
-        forward_s=spent["forward"] / num_iterations,
-        backward_s=spent["backward"] / num_iterations,
-        communication_s=spent["communication"] / num_iterations + own.move_after_s[last],
-        update_s=spent["update"] / num_iterations + own.update_after_s[last],
+        step_s=passes * (timeline.period_s + own.move_after_s[last] + own.update_after_s[last]),
+        forward_s=each * spent["forward"],
+        backward_s=each * spent["backward"],
+        communication_s=each * spent["communication"] + passes * own.move_after_s[last],
+        update_s=each * spent["update"] + passes * own.update_after_s[last],
         bubble_share=timeline.bubble_ratio,
         collectives=added(messages, own.sums),
     )

@@ -96,6 +96,8 @@ def _check_plan(plan: Plan) -> None:
     _check_mesh(plan)
     if not plan.prediction.step_time_s > 0:
         raise refused("the time of a step must be positive", "$.prediction.step_time_s")
+    with at("update"):
+        _ = plan.update.update
     if plan.update.tile_bytes < 1:
         raise refused("it must be at least 1", "$.update.tile_bytes")
     num_axes = len(plan.mesh.axis_names)

@@ -49,20 +49,23 @@ class PrecisionPlan(_Struct, frozen=True):
 class UpdatePlan(_Struct, frozen=True):
     """When parameters are updated, and the predicted peak bytes of gradients on a device.
 
-    ``when`` and ``keep_gradients`` as in `autopar.ir.update.Update`. Gradients larger
-    than ``tile_bytes`` are computed and used by rows where that is possible.
-    ``gradient_bytes_at_end`` is the peak if parameters were updated after the backward pass.
+    ``when``, ``keep_gradients`` and ``clipping`` as in `autopar.ir.update.Update`; with a second
+    pass, the predicted time of a step is that of both. Gradients larger than ``tile_bytes`` are
+    computed and used by rows where that is possible. ``gradient_bytes_at_end`` is the peak if
+    parameters were updated after the backward pass.
     """
 
     when: Literal["early", "at_end"] = "at_end"
     keep_gradients: bool = False
+    clipping: Literal["second_pass", "last_norm"] | None = None
     tile_bytes: int = 1 << 20
     gradient_bytes: int = 0
     gradient_bytes_at_end: int = 0
 
     @property
     def update(self) -> Update:
-        return Update(when=self.when, keep_gradients=self.keep_gradients)
+        """The update as it was asked for; raises InputError where its parts contradict."""
+        return Update(when=self.when, keep_gradients=self.keep_gradients, clipping=self.clipping)
 
 
 def agreed_precision(given: Precision | None, planned: PrecisionPlan | None) -> Precision | None:

@@ -91,11 +91,16 @@ def _update(plan: PlanFields) -> Rows:
         return []
     now, before = update.gradient_bytes, update.gradient_bytes_at_end
     text = f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
+    found = "a non-finite gradient is found after other weights have changed"
+    if update.update.num_passes > 1:
+        found = "clipped by the norm of a first pass, which doubles forward and backward"
+    elif update.clipping is not None:
+        found = f"clipped by the norm of the step before; {found}"
     if update.keep_gradients:
         text = "early, gradients kept: saves no memory"
     elif plan.schedule.num_microbatches > 1:
         text += "; gradients are accumulated, so only the last micro-batch can save"
-    return [("update", f"{text}; a non-finite gradient is found after other weights have changed")]
+    return [("update", f"{text}; {found}")]
 
 
 def _devices(schedule: SchedulePlan) -> str:
@@ -171,7 +176,7 @@ def _recomputation(plan: PlanFields) -> Rows:
                 f"+{format_seconds(group.time_s)}",
             )
         )
-    num = plan.schedule.num_microbatches
+    num = plan.schedule.num_microbatches * plan.update.update.num_passes
     time_s = num * sum(len(g.blocks) * g.time_s for g in plan.recomputation)
     saved = sum(len(g.blocks) * (g.default_bytes - g.kept_bytes) for g in plan.recomputation)
     share = time_s / plan.prediction.step_time_s

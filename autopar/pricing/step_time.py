@@ -4,7 +4,7 @@ In: a priced strategy. Out: the breakdown of a step. As in the runtime, two kind
 overlap with computation: the parameters of the next block are gathered while this one runs, forward
 and, where they had been released, backward; and gradients are reduced from their block's backward
 pass on. Meanwhile computation is slower by the cluster's ``overlap_slowdown``. All other
-communication (of activations) is exposed.
+communication (of activations) is exposed. A step of several passes takes their time together.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def time_parts(candidate: Candidate) -> TimeParts:
     """The breakdown of a strategy's step."""
     times, num = candidate.times, candidate.num_microbatches
     pricing = candidate.priced.pricing
+    passes = pricing.num_passes
     block_of = block_of_ops(pricing.graph)
     moves = dict.fromkeys(times.blocks, 0.0)
     # A gradient is complete after the backward of the first block that reads the parameter.
@@ -64,11 +65,11 @@ def time_parts(candidate: Candidate) -> TimeParts:
         passes_s += (num - 1) * each_s
     passes_s += late_s
     return TimeParts(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        communication_s=passes_s - forward_s - backward_s,
-        update_s=sum(times.update_s.values()),
-        hidden_s=forward_s + backward_s + own_s - passes_s,
+        forward_s=passes * forward_s,
+        backward_s=passes * backward_s,
+        communication_s=passes * (passes_s - forward_s - backward_s),
+        update_s=passes * sum(times.update_s.values()),
+        hidden_s=passes * (forward_s + backward_s + own_s - passes_s),
     )
 
 

@@ -8,6 +8,9 @@ so pricing takes time only for the distinct layers of a model.
 With micro-batches everything is priced at the size of one, times the number of runs: ops,
 redistributions run in each; a parameter is gathered once, or where it is released after each pass
 in all of them; its gradient is accumulated and reduced once.
+
+Prices are of one pass over a step. Where it is computed several times (a second pass for clipping),
+what it does once, updates and copies of inputs, is shared among the passes.
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ def reads_back(analysis: Analysis, parameter: int) -> bool:
 class Pricing:
     """The price tables of a graph on a mesh of a cluster.
 
-    ``held`` fixes the placements of some stored values. ``optimizer`` is AdamW by default.
+    ``held`` fixes the placements of some stored values. ``optimizer`` is AdamW by default. A step
+    is computed in ``num_passes``.
     ``routes`` may be a caching `redistribute` shared by several instances.
     """
 
@@ -110,6 +114,7 @@ class Pricing:
         *,
         held: Mapping[int, Placements] | None = None,
         optimizer: OptimizerSpec | None = None,
+        num_passes: int = 1,
         routes: Routes = redistribute,
     ) -> None:
         self.analysis = analysis
@@ -123,6 +128,7 @@ class Pricing:
         self.communication = communication
         self.held = held or {}
         self.optimizer = optimizer or adamw(cluster.device)
+        self.num_passes = num_passes
         self.moves = Moves(
             analysis.graph, mesh, cluster, communication, microbatches, routes=routes
         )
@@ -308,7 +314,7 @@ class Pricing:
             sizes = np.array([self.local_bytes(value, p) for p in options], dtype=float)
             self._value_tables[key] = ValueTable(
                 placements=PlacementTable.of(options),
-                cost_s=self._holding_s(value, sizes),
+                cost_s=self._holding_s(value, sizes) / self.num_passes,
                 memory_bytes=self._holding_bytes(value, sizes),
                 shard_bytes=sizes * (value.kind is ValueKind.PARAMETER and value.mixed is None),
             )

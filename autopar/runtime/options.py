@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.base.errors import InputError, OptimizerError
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
-from autopar.ir.update import Update
+from autopar.ir.update import Clipping, Update
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
@@ -72,23 +72,36 @@ def may_be_early(options: RunOptions, precision: Precision | None) -> bool:
 
 def check_early(update: Update | None, options: RunOptions, precision: Precision | None) -> None:
     """Raise InputError where an early update cannot keep what the run's options promise."""
-    reason = _why_not_early(options, precision)
-    if update is not None and update.is_early and reason is not None:
+    if update is None or not update.is_early:
+        return
+    if update.clipping is not None and options.max_grad_norm is None:
+        raise InputError(
+            f"clipping={update.clipping!r} without max_grad_norm: nothing is clipped. Write "
+            "max_grad_norm=1.0, or leave out the update's clipping="
+        )
+    reason = _why_not_early(options, precision, update.clipping)
+    if reason is not None:
         raise InputError(f"update='early' with {reason}, or update='at_end'")
 
 
-def _why_not_early(options: RunOptions, precision: Precision | None) -> str | None:
+def _why_not_early(
+    options: RunOptions, precision: Precision | None, clipping: str | None = None
+) -> str | None:
     if options.array is not None:
         return "several models: each of them is updated only if all its gradients are finite"
+    if options.max_grad_norm is not None and clipping is None:
+        return (
+            "max_grad_norm: the norm is known after the last gradient, when weights have changed. "
+            "Clip by the norm of a second pass over each step, which takes about twice the time: "
+            "update=autopar.Update(clipping='second_pass'); or by that of the step before: "
+            "update=autopar.Update(clipping='last_norm')"
+        )
+    if clipping == Clipping.SECOND_PASS:  # tells before any update whether a step is finite
+        return None
     if precision is not None and precision.is_scaled:
         return (
             "precision='fp16': whether the scaled gradients overflow is known after the last of "
             "them, when other weights would have changed. Use precision='bf16'"
-        )
-    if options.max_grad_norm is not None:
-        return (
-            "max_grad_norm: the norm is known after the last gradient, when weights have changed. "
-            "Leave it out"
         )
     if options.nonfinite == NonFinite.SKIP:
         return (

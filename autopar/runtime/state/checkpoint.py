@@ -1,15 +1,17 @@
 """Checkpoints of a rank runtime: one folder of safetensors files and plain JSON.
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
-``trainer`` (steps done, seed, loss scale, learning-rate schedule). It can be read on any mesh and
-any number of ranks, and by ``torch.distributed.checkpoint`` with its `HuggingFaceStorageReader`;
-checkpoints that this module wrote can be read here. A checkpoint that is overwritten stays complete
-until the new one is, whatever dies meanwhile. Loading runs no code, and loads all or nothing.
+``trainer`` (steps done, seed, loss scale, norm to clip by, learning-rate schedule). It can be read
+on any mesh and any number of ranks, and by ``torch.distributed.checkpoint`` with its
+`HuggingFaceStorageReader`; checkpoints that this module wrote can be read here. A checkpoint that
+is overwritten stays complete until the new one is, whatever dies meanwhile. Loading runs no code,
+and loads all or nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,7 +117,12 @@ def load(runtime: RankRuntime, path: Path) -> None:
     runtime.load_state_dict(model)
     if optimizer is not None:
         runtime.load_optimizer_state_dict(optimizer)
-    runtime.take_progress(trainer.get("num_steps"), trainer.get("seed"), trainer.get("loss_scale"))
+    runtime.take_progress(
+        trainer.get("num_steps"),
+        trainer.get("seed"),
+        trainer.get("loss_scale"),
+        trainer.get("grad_norm"),
+    )
     if runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
@@ -140,6 +147,9 @@ def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
     plain: dict[str, Any] = {"trainer": trainer}
     if runtime.updates.scale is not None:
         trainer["loss_scale"] = runtime.updates.scale.state()
+    clipping = runtime.updates.clipping
+    if clipping is not None and clipping.last_norm is not None:
+        trainer["grad_norm"] = clipping.last_norm.item()
     scalars: dict[str, Any] = {}
     state = runtime.optimizer_state_dict() if runtime.options.optimizer is not None else None
     if runtime.lr_scheduler is not None:
@@ -378,6 +388,9 @@ def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) ->
         value = trainer.get(key)
         if key in trainer and (type(value) is not int or not 0 <= value < 2**63):
             raise damaged(place, f"has {key} = {str(value)[:40]}")
+    norm = trainer.get("grad_norm")
+    if norm is not None and not (type(norm) is float and 0 <= norm < math.inf):
+        raise damaged(place, f"has grad_norm = {str(norm)[:40]}")
     if "loss_scale" in trainer and not is_state(trainer["loss_scale"]):
         raise damaged(place, f"has loss_scale = {str(trainer['loss_scale'])[:40]}")
     if runtime.lr_scheduler is not None:

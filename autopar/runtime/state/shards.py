@@ -6,11 +6,12 @@ shards of all ranks, the whole. Nothing is communicated: the caller has all tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from autopar.base.errors import InputError
 from autopar.comm.ops import assemble, digit_slice, pad_end
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, State, local_shape, paddings
@@ -102,3 +103,20 @@ def holder(placements: Placements, mesh: Mesh, rank: int) -> int:
 def is_split(placements: Placements, mesh: Mesh) -> bool:
     """Whether any rank holds less than the whole."""
     return any(p.state is State.SHARD and size > 1 for p, size in zip(placements, mesh.axis_sizes))
+
+
+def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
+    """Raise InputError unless each tensor is a shard of an input, and one input is split."""
+    if not any(is_split(i.placements, program.mesh) for i in program.inputs):
+        raise InputError(
+            "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "
+            "global batch without local=True"
+        )
+    for program_input, tensor in zip(program.inputs, tensors):
+        shape = local_input_shape(program_input, program)
+        if tuple(tensor.shape) != shape:
+            raise InputError(
+                f"input {program_input.name!r} has shape {tuple(tensor.shape)}; with local=True "
+                f"each rank passes its own part, of shape {shape}, of the global "
+                f"{program_input.shape}"
+            )

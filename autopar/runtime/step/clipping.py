@@ -65,12 +65,30 @@ class Clipper:
 
     def norm(self, gradients: Mapping[str, Tensor], *, is_void: bool = False) -> Tensor:
         """The 2-norm of all gradients, the same on all ranks; NaN if any rank's step is void."""
-        total = torch.zeros((), dtype=self._dtype, device=self.device)
+        total = self.no_squares()
         for name, gradient in gradients.items():
-            if name in self._counted:
-                precise = torch.promote_types(gradient.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(gradient, dtype=precise)
-                total += norm.to(self._dtype).square()
+            self.add_square(total, name, gradient)
+        return self.norm_of(total, is_void=is_void)
+
+    def no_squares(self) -> Tensor:
+        """A sum of squares, of nothing yet."""
+        return self.number(0.0)
+
+    def number(self, value: float) -> Tensor:
+        """A number in the dtype of norms."""
+        return torch.full((), value, dtype=self._dtype, device=self.device)
+
+    def add_square(
+        self, total: Tensor, name: str, gradient: Tensor, *, scaled_by: float = 1.0
+    ) -> None:
+        """Add the square of a gradient, or of rows of one, where this rank counts it."""
+        if name in self._counted:
+            precise = torch.promote_types(gradient.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(gradient, dtype=precise)
+            total += (norm.to(self._dtype) / scaled_by).square()
+
+    def norm_of(self, total: Tensor, *, is_void: bool = False) -> Tensor:
+        """The norm over all ranks from each one's sum of squares. Collective."""
         if is_void:
             total.fill_(math.nan)
         return self._sum(total).sqrt()

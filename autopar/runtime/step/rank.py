@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.base.accelerators import kept_generators
-from autopar.base.errors import InputError, OptimizerError
+from autopar.base.errors import OptimizerError
 from autopar.comm.groups import Communicator
 from autopar.ir.precision import Precision
 from autopar.lowering.pipeline import has_late_updates
@@ -38,13 +38,14 @@ from autopar.runtime.state.optimizers import (
     check_early_optimizer,
     make_optimizer,
 )
-from autopar.runtime.state.shards import is_split, local_input_shape, local_part, microbatch_of
+from autopar.runtime.state.shards import check_local_inputs, local_part, microbatch_of
 from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
-from autopar.runtime.step.executor import ActionTime, Executor
+from autopar.runtime.step.executor import ActionTime, Executor, StepResult
 from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.recovery import Recovery
+from autopar.runtime.step.reductions import Updater
 from autopar.runtime.step.updates import Updates
 
 _UPDATE = encoded("the update of the weights")
@@ -164,7 +165,8 @@ class RankRuntime:
         if options.max_grad_norm is not None:
             trained = [p for p in program.parameters if p.trainable]
             clipper = Clipper(options.max_grad_norm, trained, self.communicator)
-        elif options.nonfinite is not NonFinite.IGNORE and program.loss is not None:
+        agrees = clipper is None or program.early is not None  # else by the norm
+        if agrees and options.nonfinite is not NonFinite.IGNORE and program.loss is not None:
             agreement = Agreement(program, self.communicator)
         return Updates(
             self.optimizer,
@@ -223,14 +225,11 @@ class RankRuntime:
         bound, norm_before = self._training, self.grad_norm
         self.updates.begin_step()
         self.recovery.begin_step()
-        with self._seeded_run(bound.is_random), self._run_by(self.recovery):
-            result = bound.executor.step(
-                bound.parameters, bound.held(self._buffers), batches, self.updates
-            )
+        result, is_usable = self._passes(batches)
         loss, reductions, buffers = result.loss.reshape(()), result.reductions, result.buffers
         del result
         report(_UPDATE)
-        if self.updates.end_step(reductions, loss):
+        if is_usable and self.updates.end_step(reductions, loss):
             self.num_steps += 1
             if buffers:
                 self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
@@ -256,6 +255,26 @@ class RankRuntime:
         if self.device.type == "cpu":
             self._freed_memory.after_step()
         return loss
+
+    def _passes(self, batches: Sequence[Mapping[int, Tensor]]) -> tuple[StepResult[Tensor], bool]:
+        """The results of a step, and whether it may update: not if a pass before was not finite."""
+        norm_pass = self.updates.norm_pass()
+        if norm_pass is not None:
+            result = self._pass(batches, norm_pass)
+            if not self.updates.end_norm_pass(norm_pass, result.reductions, result.loss):
+                return result, False
+            del result
+        return self._pass(batches, self.updates), True
+
+    def _pass(
+        self, batches: Sequence[Mapping[int, Tensor]], updater: Updater[Tensor]
+    ) -> StepResult[Tensor]:
+        """Run forward and backward; all passes of a step draw the same random numbers."""
+        bound = self._training
+        with self._seeded_run(bound.is_random), self._run_by(self.recovery):
+            return bound.executor.step(
+                bound.parameters, bound.held(self._buffers), batches, updater
+            )
 
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
         """Run a step that was not finite once more, to find the cause; the same on all ranks."""
@@ -430,13 +449,22 @@ class RankRuntime:
         return self.machine.seeds.seed
 
     def take_progress(
-        self, num_steps: int | None, seed: int | None, loss_scale: Mapping[str, Any] | None
+        self,
+        num_steps: int | None,
+        seed: int | None,
+        loss_scale: Mapping[str, Any] | None,
+        grad_norm: float | None,
     ) -> None:
-        """Continue after so many steps with this seed and scale; None leaves each as it is."""
+        """Continue after so many steps with this seed and scale; None leaves each as it is.
+
+        ``grad_norm`` is that of the last of them, if known, for clipping the next step by it.
+        """
         self.num_steps = self.num_steps if num_steps is None else num_steps
         self.machine.seeds.seed = self.seed if seed is None else seed
         if self.updates.scale is not None and loss_scale is not None:
             self.updates.scale.load(loss_scale)
+        if self.updates.clipping is not None:
+            self.updates.clipping.load(grad_norm)
 
     # --- optimizer state -------------------------------------------------------------------
 
@@ -467,20 +495,3 @@ def no_optimizer() -> OptimizerError:
         "there is no optimizer: autopar.compile(..., "
         "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
     )
-
-
-def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
-    """Raise InputError unless each tensor is a shard of an input, and one input is split."""
-    if not any(is_split(i.placements, program.mesh) for i in program.inputs):
-        raise InputError(
-            "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "
-            "global batch without local=True"
-        )
-    for program_input, tensor in zip(program.inputs, tensors):
-        shape = local_input_shape(program_input, program)
-        if tuple(tensor.shape) != shape:
-            raise InputError(
-                f"input {program_input.name!r} has shape {tuple(tensor.shape)}; with local=True "
-                f"each rank passes its own part, of shape {shape}, of the global "
-                f"{program_input.shape}"
-            )

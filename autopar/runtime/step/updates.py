@@ -22,6 +22,7 @@ from autopar.runtime.state.optimizers import is_elementwise, update
 from autopar.runtime.state.partial_steps import PartialSteps
 from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
 from autopar.runtime.step.clipping import Clipper
+from autopar.runtime.step.early_clipping import EarlyClipping, NormPass
 from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.reductions import Arrived, Reductions
 
@@ -41,7 +42,8 @@ class Updates:
     With ``early`` parameters are updated within the backward pass. The ranks agree on the loss
     before the first of these updates, unless the loss is computed elsewhere in a pipeline
     (``knows_loss``), and on the gradients after the last. ``is_partial`` says that a step which is
-    not finite had updated something.
+    not finite had updated something. With a ``clipper`` too, they are clipped as the program says:
+    if `norm_pass` gives one, the step has a pass for its norm first, after which it may be refused.
     """
 
     def __init__(
@@ -74,6 +76,10 @@ class Updates:
         self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
         self.is_late = is_late and self.by_stage
         self.early = early
+        self.clipping: EarlyClipping | None = None
+        if early is not None and clipper is not None:
+            assert early.clipping is not None
+            self.clipping = EarlyClipping(clipper, names, early.clipping)
         self.knows_loss = knows_loss
         self._has_begun = False
         self._is_refused = False
@@ -89,6 +95,10 @@ class Updates:
         self._held_back.clear()
         if self.agreement is not None:
             self.agreement.begin_step()
+        if self.early is not None:
+            self._scaled_by = self.loss_scale
+        if self.clipping is not None:
+            self.clipping.begin_step()
         for parameter in self.trained.values():
             parameter.grad = None
 
@@ -102,9 +112,26 @@ class Updates:
 
     @property
     def is_partial(self) -> bool:
-        if self.early is None:
+        if self.early is None or self._is_refused:
             return False
-        return not self.knows_loss or (self._has_begun and not self._is_refused)
+        return not self.knows_loss or self._has_begun
+
+    def norm_pass(self) -> NormPass | None:
+        """The updater of a pass for the norm of this step's gradients, if it needs one."""
+        if self.clipping is None or not self.clipping.needs_pass:
+            return None
+        return NormPass(self.clipping.clipper, self.names, self.loss_scale)
+
+    def end_norm_pass(
+        self, norm_pass: NormPass, gradients: Reductions[Tensor], loss: Tensor
+    ) -> bool:
+        """Take the norm; False, and the step is over, if it is not finite. Collective."""
+        assert self.clipping is not None
+        self.grad_norm = norm_pass.norm(gradients, is_void=self.is_void)
+        self.clipping.measured(self.grad_norm)
+        if self.nonfinite is not NonFinite.IGNORE:
+            self._is_refused = not bool(self.grad_norm.isfinite() & loss.isfinite())
+        return not self._is_refused
 
     def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
         if self.agreement is not None and self.early is None:
@@ -141,9 +168,13 @@ class Updates:
             found = [rows.gradient for rows in arrived.rows]
             for gradient in (*arrived.gradients.values(), *found):
                 self.agreement.inspect_sum(gradient)
+        if self.clipping is not None:
+            self.clipping.add(arrived)
         self._apply(arrived.gradients)
+        factor = self._multiplier()
         for rows in arrived.rows:
-            self._partial.step_rows(self.trained[rows.value], rows.first, rows.end, rows.gradient)
+            gradient = rows.gradient if factor is None else rows.gradient.mul_(factor)
+            self._partial.step_rows(self.trained[rows.value], rows.first, rows.end, gradient)
         assert self.early is not None
         if not self.early.keeps_gradients:
             for value in arrived.gradients:
@@ -199,6 +230,9 @@ class Updates:
                 is_finite = self.agreement.are_finite(rest.values())
             if not is_finite:
                 return False
+        if self.clipping is not None:
+            self.clipping.add(Arrived(gradients=rest, rows=[]))
+            self.grad_norm = self.clipping.end_step(self.grad_norm)
         self._apply(rest)
         if not self.early.keeps_gradients:
             for value in rest:
@@ -255,15 +289,24 @@ class Updates:
             if parameter.grad is not None
         }
 
-    def _keep(self, gradients: Mapping[int, Tensor]) -> None:
-        for value, gradient in gradients.items():
-            if self._scaled_by != 1:
-                # In place if its cast allocated it; other gradients may share memory.
-                is_own, factor = value in self.cast, 1 / self._scaled_by
-                gradient = gradient.mul_(factor) if is_own else gradient * factor
-            self.trained[value].grad = gradient
+    def _multiplier(self) -> Tensor | float | None:
+        """What every gradient is multiplied by before it is used; None for 1."""
+        if self.clipping is not None and self.clipping.factor is not None:
+            return self.clipping.factor / self._scaled_by
+        return None if self._scaled_by == 1 else 1 / self._scaled_by
 
-    def _apply(self, gradients: Mapping[int, Tensor]) -> None:
+    def _keep(self, gradients: dict[int, Tensor]) -> None:
+        factor = self._multiplier()
+        for value in gradients:
+            if factor is not None:
+                # In place if its cast allocated it; other gradients may share memory.
+                is_own = value in self.cast
+                gradients[value] = (
+                    gradients[value].mul_(factor) if is_own else gradients[value] * factor
+                )
+            self.trained[value].grad = gradients[value]
+
+    def _apply(self, gradients: dict[int, Tensor]) -> None:
         """Update these parameters alone."""
         self._keep(gradients)
         if self._partial is not None and gradients:
