@@ -15,12 +15,7 @@ from torch import nn
 
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
-from autopar.cost_models import (
-    Cluster,
-    CommunicationModel,
-    ComputeModel,
-    default_store_path,
-)
+from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, default_store_path
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, capture, check_model
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
@@ -46,6 +41,7 @@ from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
+from autopar.runtime.measure.kernel_choice import with_kernels
 from autopar.runtime.measure.op_times import op_times
 from autopar.runtime.options import RunOptions, check_early, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
@@ -199,6 +195,7 @@ def compile(  # type: ignore[misc]
     max_grad_norm: Any = None,
     check_gradients: bool = True,
     nonfinite: str = "raise",
+    kernels: str | None = None,
     profile_limit_s: float = 60.0,
     seed: Any = None,
     progress: bool = False,
@@ -238,6 +235,8 @@ def compile(  # type: ignore[misc]
       rolled back as above (in a pipeline it is not); a gradient that is not finite is found when
       weights have changed, which the NonFiniteError says, and ``"skip"`` is refused; with
       ``Update(clipping="second_pass")`` nothing has changed. See `autopar.runtime.step.agreement`.
+    * ``kernels``: ``"eager"`` (the default) runs the graphs of blocks op by op, ``"compiled"`` as
+      Inductor compiles them, once per distinct block; see `autopar.lowering.regions`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
       on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
       Collectives between the devices are measured once too, which takes some seconds.
@@ -258,10 +257,10 @@ def compile(  # type: ignore[misc]
         _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
         reshard_after_forward=reshard_after_forward,
-        batch_norm=batch_norm, precision=check_precision(precision),
-        update=check_update(update),
+        batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
+        kernels=kernels,
     )  # fmt: skip
     own = {
         "loss_fn": loss_fn,
@@ -298,6 +297,7 @@ def _options(
     plan: Plan | str | Path | None,
     check_gradients: bool,
     profile_limit_s: float,
+    kernels: str | None,
     array: ArrayOptions | None = None,
     **searched: Any,
 ) -> CompileOptions:
@@ -308,9 +308,8 @@ def _options(
             max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, array=array,
             start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         ),
-        plan=plan,
-        check_gradients=check_gradients,
-        profile_limit_s=profile_limit_s,
+        plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
+        kernels=kernels,
     )  # fmt: skip
 
 
@@ -392,7 +391,9 @@ class _Compiler:
 
     def _replayed(self) -> Plan | None:
         given = self.options.plan
-        return None if given is None else _agreed(lambda: _loaded(given))
+        if given is None:
+            return None
+        return _agreed(lambda: given if isinstance(given, Plan) else Plan.from_json(given))
 
     def _precision(self, replayed: Plan | None) -> Precision | None:
         """The precision asked for, or the plan's; raises InputError where options contradict it."""
@@ -449,12 +450,13 @@ class _Compiler:
         spec = optimizer_spec(
             running.optimizer, cluster.device, is_clipped=self.options.clips_at_end
         )
-        return make_planned(
+        planned = make_planned(
             prepared, cluster, self.space, constraints=planning.constraints, compute=compute,
             communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
             device_type=self.devices[0].type, progress=say,
-        ).plan  # fmt: skip
+        )  # fmt: skip
+        return with_kernels(planned.plan, planned.program, self.options.kernels)
 
     def _start(self, captured: Captured, chosen: Plan) -> Compiled:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)
@@ -468,6 +470,7 @@ class _Compiler:
             update=chosen.update.update,
             tile_bytes=chosen.update.tile_bytes,
             recomputation=chosen.recomputed,
+            compiled=chosen.compiled,
         )
 
         def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
@@ -493,7 +496,3 @@ class _Compiler:
 def _agreed(make: Callable[[], Plan]) -> Plan:
     """The plan that all ranks use: rank 0 reads or makes it and broadcasts it."""
     return Plan.from_json(from_first_rank(lambda: make().to_json(), "the plan"))
-
-
-def _loaded(given: Plan | str | Path) -> Plan:
-    return given if isinstance(given, Plan) else Plan.from_json(given)

@@ -18,6 +18,7 @@ from autopar.planning.meshes import MeshSizes, check_mesh
 from autopar.planning.recompute_request import Recompute, RecomputeOption
 from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
+from autopar.runtime.measure.kernel_choice import check_kernels
 from autopar.runtime.options import RunOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
 from autopar.schedules import Schedule
@@ -117,8 +118,10 @@ class CompileOptions:
     plan: Plan | str | Path | None = None
     check_gradients: bool = True
     profile_limit_s: float = 60.0
+    kernels: str | None = None
 
     def __post_init__(self) -> None:
+        check_kernels(self.kernels)
         if not isinstance(self.check_gradients, bool):
             raise InputError(
                 f"check_gradients is {self.check_gradients!r}; it must be True or False"
@@ -128,7 +131,9 @@ class CompileOptions:
                 f"plan is {self.plan!r}; pass the result of autopar.plan(...), or the path of its "
                 "JSON"
             )
-        given = self.planning.searched() if self.plan is not None else []
+        given = [] if self.plan is None else self.planning.searched()
+        if self.plan is not None and self.kernels is not None:
+            given.append(f"kernels={self.kernels!r}")
         if given:  # a plan fixes all of these; they would be ignored
             raise InputError(
                 f"{', '.join(given)} given with plan=...: a plan is replayed unchanged; remove "

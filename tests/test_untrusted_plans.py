@@ -118,6 +118,26 @@ PLACES: list[tuple[str, Callable[[Any], None], str]] = [
         put("schedule", "num_microbatches", value=2**40),
         r"num_microbatches: .*from 1 to",
     ),
+    (
+        "two axes",
+        put("kernels", value=[{"blocks": ["layer"], "compiled": ["F"]}]),
+        r"\$\.kernels\[0\]\.blocks: 'layer' is no block",
+    ),
+    (
+        "two axes",
+        put("kernels", value=[{"blocks": ["embed"], "compiled": ["B"]}]),
+        r"\$\.kernels\[0\]\.compiled\[0\]: Invalid enum value",
+    ),
+    (
+        "two axes",
+        put("kernels", value=[{"blocks": ["a", "a"], "compiled": []}]),
+        r"\$\.kernels\[0\]\.blocks: block 'a' is listed twice",
+    ),
+    (
+        "two axes",
+        put("kernels", value=[{"blocks": ["a"], "compiled": [], "eager_s": {"F": -1}}]),
+        r"\$\.kernels\[0\]\.eager_s\.F: it cannot be negative",
+    ),
     ("pipeline", put("schedule", "first_blocks", 1, value="embed"), r"\$\.schedule\.first_blocks:"),
     ("pipeline", put("schedule", "actions", 4, value="device 1: 0F0"), r"schedule\.actions\[4\]: "),
     (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "allocations",
     "autograd_again",
     "canonical_call",
+    "compile_graph",
     "custom_op_function",
     "default_store",
     "flop_formula",
@@ -211,6 +212,25 @@ def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager
 
     patched: contextlib.AbstractContextManager[None] = config.patch(activation_memory_budget=budget)
     return patched
+
+
+# --- compilation ---------------------------------------------------------------------------
+def compile_graph(
+    module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """A function of tensors with these shapes and strides, made by Inductor from a graph of ATen
+    operators; its results have the strides of the graph's.
+
+    ``torch._inductor.standalone_compile`` (2.11 to 2.13). It keeps compiled code on disk, as
+    ``torch.compile`` does (``$TORCHINDUCTOR_CACHE_DIR``). Raises whatever Inductor raises.
+    """
+    from torch._inductor import standalone_compile
+
+    with torch.no_grad():
+        made: Callable[..., Any] = standalone_compile(
+            module, [*operands], dynamic_shapes="from_example_inputs"
+        )
+    return made
 
 
 # --- optimizers ----------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
 from autopar.base.errors import PlanError
 from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.ir.update import Update
 from autopar.lowering.early import with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import Traces, lower
+from autopar.lowering.regions import with_compiled
 from autopar.lowering.stages import Stages
 from autopar.lowering.types import RankProgram
 from autopar.schedules import Schedule
@@ -25,12 +29,14 @@ def lower_training(
     tile_bytes: int | None = None,
     recomputation: Recomputation = NOTHING,
     traces: Traces | None = None,
+    compiled: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RankProgram:
     """The training program of a strategy, with micro-batches one after the other.
 
     An early ``update`` cuts gradients larger than ``tile_bytes`` into rows. With a ``pipeline``,
     the strategy applies within each of its devices, and the schedule runs the stages that the
-    program is cut into. ``traces``: see `autopar.lowering.program.lower`. Raises PlanError and
+    program is cut into. ``traces``: see `autopar.lowering.program.lower`;
+    ``compiled``: `autopar.lowering.regions.with_compiled`. Raises PlanError and
     ScheduleError where they do not fit together.
     """
     if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
@@ -47,4 +53,4 @@ def lower_training(
         program = with_pipeline(program, stages.of(strategy.graph), schedule)
     if update is not None and update.is_early:
         program = with_early_update(program, update, tile_bytes=tile_bytes)
-    return program
+    return with_compiled(program, compiled)

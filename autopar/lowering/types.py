@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,8 @@ from autopar.ir.placement import Placement, Placements, format_placements
 from autopar.ir.update import Clipping
 from autopar.lowering.printing import collective_nodes, format_graph
 from autopar.schedules import PipelineShape, Schedule
+
+GraphPhase = Literal["F", "I", "W"]
 
 NO_STAGE = -1
 """The stage of blocks that every device runs by itself: fixed values and totals."""
@@ -70,6 +72,15 @@ class WeightStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledGraph:
+    """A graph of a kernel whose regions are compiled: its phase (F, I or W), and for each region
+    the operands of its function (`autopar.lowering.regions`)."""
+
+    phase: GraphPhase
+    operands: tuple[tuple[TensorMeta, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The three graphs of one kind of block, and the values passed between them.
 
@@ -78,7 +89,8 @@ class Kernel:
     weight_grads``, where each ``*_sources`` lists where an argument comes from: ``("operand", i)``,
     ``("saved", i)``, ``("cotangent", i)`` or ``("handed", i)``. Gradients are listed for the
     operands named in ``input_grads`` and ``weight_grads``. ``weight_steps`` compute the results of
-    ``backward_weight`` one after the other; none if it runs as a whole.
+    ``backward_weight`` one after the other; none if it runs as a whole. ``compiled``: the graphs
+    that a device compiles; the others, and all steps of W, run op by op.
     """
 
     forward: fx.GraphModule
@@ -92,6 +104,7 @@ class Kernel:
     input_grads: tuple[int, ...]
     weight_grads: tuple[int, ...]
     weight_steps: tuple[WeightStep, ...] = ()
+    compiled: tuple[CompiledGraph, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +331,7 @@ class RankProgram:
         return format_program(self)
 
 
-def graphs_of(kernel: Kernel) -> Iterator[tuple[str, fx.GraphModule]]:
+def graphs_of(kernel: Kernel) -> Iterator[tuple[GraphPhase, fx.GraphModule]]:
     yield "F", kernel.forward
     if kernel.backward_input is not None:
         yield "I", kernel.backward_input

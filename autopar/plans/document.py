@@ -9,6 +9,7 @@ names the first difference and its JSON path.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,7 @@ from autopar.plans.text import format_plan, plan_html
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MAX_AXES = 16
 
 
@@ -112,26 +113,40 @@ def _check_plan(plan: Plan) -> None:
             _check_words(text, num_axes)
             parse_choice(text)
     _check_recomputation(plan)
+    _check_kernels(plan)
 
 
 def _check_recomputation(plan: Plan) -> None:
-    named: set[str] = set()
+    _check_groups("recomputation", [group.blocks for group in plan.recomputation])
     for position, group in enumerate(plan.recomputation):
-        if not group.blocks:
-            raise refused(
-                "a recomputation is of at least one block",
-                path_of(("recomputation", position, "blocks")),
-            )
-        for name in group.blocks:
-            if name in named:
-                raise refused(
-                    f"block {shown(name)} is listed twice; what it keeps must be given once",
-                    path_of(("recomputation", position, "blocks")),
-                )
-            named.add(name)
         for field in ("kept_bytes", "default_bytes", "time_s"):
             if not 0 <= getattr(group, field) < math.inf:
                 raise refused("it cannot be negative", path_of(("recomputation", position, field)))
+
+
+def _check_kernels(plan: Plan) -> None:
+    _check_groups("kernels", [group.blocks for group in plan.kernels])
+    for position, group in enumerate(plan.kernels):
+        if len(set(group.compiled)) < len(group.compiled):
+            raise refused("a graph is listed twice", path_of(("kernels", position, "compiled")))
+        for field in ("eager_s", "compiled_s"):
+            for phase, time_s in getattr(group, field).items():
+                if not 0 <= time_s < math.inf:
+                    place = path_of(("kernels", position, field, phase))
+                    raise refused("it cannot be negative", place)
+
+
+def _check_groups(field: str, groups: Sequence[Sequence[str]]) -> None:
+    """Each block is in one group at most, and no group is empty."""
+    named: set[str] = set()
+    for position, blocks in enumerate(groups):
+        place = path_of((field, position, "blocks"))
+        if not blocks:
+            raise refused("a group has at least one block", place)
+        for name in blocks:
+            if name in named:
+                raise refused(f"block {shown(name)} is listed twice; it must be listed once", place)
+            named.add(name)
 
 
 def _check_words(text: str, num_axes: int) -> None:
@@ -263,13 +278,14 @@ def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) 
         with at("schedule", "num_microbatches"):
             microbatches.cut(strategy)
     blocks = [block.name for block in graph.blocks]
-    for position, group in enumerate(plan.recomputation):
-        for name in group.blocks:
-            if name not in blocks:
-                raise refused(
-                    f"{shown(name)} is no block of the graph" + did_you_mean(name, blocks),
-                    path_of(("recomputation", position, "blocks")),
-                )
+    for field in ("recomputation", "kernels"):
+        for position, group in enumerate(getattr(plan, field)):
+            for name in group.blocks:
+                if name not in blocks:
+                    raise refused(
+                        f"{shown(name)} is no block of the graph" + did_you_mean(name, blocks),
+                        path_of((field, position, "blocks")),
+                    )
     return strategy
 
 

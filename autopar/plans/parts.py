@@ -217,13 +217,29 @@ class RecomputationPlan(_Struct, frozen=True):
         )
 
 
+class KernelPlan(_Struct, frozen=True):
+    """Which graphs of these equal blocks are compiled: F, I, W; the others run op by op.
+
+    ``eager_s`` and ``compiled_s``: measured seconds of the regions of each graph, for one of the
+    blocks and one micro-batch on one device; empty if they were not measured. ``failures`` says why
+    a graph was not priced.
+    """
+
+    blocks: tuple[str, ...]
+    compiled: tuple[Literal["F", "I", "W"], ...]
+    eager_s: dict[str, float] = {}
+    compiled_s: dict[str, float] = {}
+    failures: dict[str, str] = {}
+
+
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
     ``ops`` lists only the ops that are split along some axis; see `autopar.rules`. ``released``:
     the parameters that are gathered for the forward pass, released, and gathered again for the
     backward pass; other gathered ones are kept from their first use in a step to the last.
-    ``recomputation`` lists only the blocks that recompute.
+    ``recomputation`` lists only the blocks that recompute, ``kernels`` only those of which graphs
+    are compiled or were considered.
     """
 
     schema_version: int
@@ -241,6 +257,12 @@ class PlanFields(_Struct, frozen=True):
     ops: dict[str, str]
     update: UpdatePlan = UpdatePlan()
     recomputation: tuple[RecomputationPlan, ...] = ()
+    kernels: tuple[KernelPlan, ...] = ()
+
+    @property
+    def compiled(self) -> dict[str, tuple[str, ...]]:
+        """The graphs that are compiled, by block."""
+        return {name: group.compiled for group in self.kernels for name in group.blocks}
 
     @property
     def recomputed(self) -> Recomputation:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plans.parts import PlanFields, Prediction
+from autopar.plans.parts import KernelPlan, PlanFields, Prediction
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
     ALONG_DATA,
@@ -39,6 +39,7 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         ("operators without a rule, computed redundantly", _redundant(plan)),
         ("meshes considered", _meshes(plan)),
         *([("recomputation", _recomputation(plan))] if plan.recomputation else []),
+        *([("compiled blocks", kernel_rows(plan.kernels))] if plan.kernels else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
         *([] if plan.is_pipeline else [("known strategies at the same prices", _baselines(plan))]),
     ]
@@ -166,11 +167,9 @@ def _recomputation(plan: PlanFields) -> Rows:
     """The total of all blocks, then bytes kept and time of each group of equal blocks."""
     rows = []
     for group in plan.recomputation:
-        first, *others = group.blocks
-        name = first if not others else f"{first} and {len(others)} equal ones"
         rows.append(
             (
-                name,
+                _named(group.blocks),
                 f"keeps {format_bytes(group.kept_bytes)} of {format_bytes(group.default_bytes)} a "
                 f"micro-batch ({len(group.kept)} values and its inputs), "
                 f"+{format_seconds(group.time_s)}",
@@ -183,6 +182,34 @@ def _recomputation(plan: PlanFields) -> Rows:
     kept = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} kept a micro-batch"
     total = f"{kept}, +{format_seconds(time_s)} a step"
     return [("all", total if plan.is_pipeline else f"{total} ({share:.1%})"), *rows]
+
+
+def kernel_rows(kernels: Sequence[KernelPlan]) -> Rows:
+    """For each group of equal blocks, what is compiled, and the prices of both ways."""
+    rows = []
+    for group in kernels:
+        graphs = [*dict.fromkeys([*group.compiled, *group.eager_s, *group.failures])]
+        texts = [_kernel(group, graph) for graph in graphs]
+        rows.append((_named(group.blocks), "; ".join(texts) or "op by op"))
+    return rows
+
+
+def _kernel(group: KernelPlan, graph: str) -> str:
+    how = "compiled" if graph in group.compiled else "op by op"
+    if graph in group.failures:
+        return f"{graph} {how}: {group.failures[graph]}"
+    if graph not in group.eager_s:
+        return f"{graph} {how} as requested"
+    eager, compiled = group.eager_s[graph], group.compiled_s[graph]
+    prices = f"{format_seconds(eager)} op by op, {format_seconds(compiled)} compiled, measured"
+    return f"{graph} {how} ({prices})"
+
+
+def _named(blocks: Sequence[str]) -> str:
+    first, *others = blocks
+    if not others:
+        return first
+    return f"{first} and {len(others)} equal one{'s' * (len(others) > 1)}"
 
 
 def _counted(texts: Sequence[str]) -> Rows:

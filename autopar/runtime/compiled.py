@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
@@ -32,7 +33,13 @@ _NUM_TIMED_STEPS = 100
 
 
 class Runner(Protocol):
-    """Runs the ranks: this process's own, under ``torchrun``, or local workers."""
+    """Runs the ranks: this process's own, under ``torchrun``, or local workers.
+
+    ``not_compiled`` names the graphs that should be compiled and cannot be, with the reasons.
+    """
+
+    @property
+    def not_compiled(self) -> list[str]: ...
 
     def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
 
@@ -149,6 +156,8 @@ class Compiled(Closing):
                     call_timeout_s=options.call_timeout_s,
                 ),
             )
+        for text in self._runner.not_compiled:
+            warnings.warn(text, stacklevel=3)
         self._forwards = ForwardPrograms(
             captured=captured,
             program=program,
@@ -275,6 +284,7 @@ class Compiled(Closing):
     def report(self) -> str:
         """The plan, and measurements since."""
         lines = [str(self.plan)]
+        lines += self._runner.not_compiled
         if self.step_time_s is not None:
             lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")
         return "\n".join(lines)

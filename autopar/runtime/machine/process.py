@@ -3,14 +3,16 @@
 In: a `Communicator` and graphs whose raw ops name mesh axes. Out: one Python function per graph,
 made once, in which each raw op is a call of a function of the communicator (no dispatcher, no
 look-up by name) and common ops are called by their Python bindings. An all-reduce works in place if
-its operand has no other reader.
+its operand has no other reader. Of graphs that are to be compiled a second function is made, in
+which each region is one call.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,10 +40,13 @@ from autopar.comm.ops import (
 )
 from autopar.comm.transports.base import Collectives
 from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
-from autopar.lowering.types import RankProgram, TensorMeta, graphs_of
+from autopar.lowering.regions import Region, regions_of
+from autopar.lowering.route import Route
+from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
+from autopar.runtime.machine.regions import RegionFunction, first_line
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -88,8 +93,14 @@ class Probe(Protocol):
     def begin(self, microbatch: int, block: int, phase: Phase) -> None: ...
 
     def run(
-        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
-    ) -> Sequence[Tensor]: ...
+        self,
+        module: fx.GraphModule,
+        bound: fx.GraphModule,
+        compiled: fx.GraphModule | None,
+        arguments: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """Run ``module``: ``bound`` has the same nodes, ``compiled``, if any, the same results."""
+        ...
 
 
 class ProcessMachine:
@@ -104,6 +115,7 @@ class ProcessMachine:
         self.seeds = seeds
         self.probe: Probe | None = None
         self._bound: dict[fx.GraphModule, fx.GraphModule] = {}
+        self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
         self._calls: dict[fx.GraphModule, _Call | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
 
@@ -111,10 +123,35 @@ class ProcessMachine:
         bound = self._bound.get(module)
         if bound is None:
             bound = self._bound[module] = self._bind(module)
+        compiled = self._compiled.get(module)
         if self.probe is not None:
-            return self.probe.run(module, bound, arguments)
-        results: Sequence[Tensor] = bound.forward(*arguments)
+            return self.probe.run(module, bound, compiled, arguments)
+        results: Sequence[Tensor] = (compiled or bound).forward(*arguments)
         return results
+
+    def compile(self, program: RankProgram, route: Route) -> list[str]:
+        """Compile what is to be compiled of the stages of this device.
+
+        Graphs that Inductor cannot compile here run op by op; returned is one text for each reason.
+        """
+        failures: dict[str, list[str]] = {}
+        names: dict[int, str] = {}
+        stages = {action.stage for action in route.actions}
+        for stage, block in zip(program.pipeline.stage_of_block, program.blocks):
+            if stage in stages:
+                names.setdefault(block.kernel, block.name)
+        for number, name in names.items():
+            modules = dict(graphs_of(program.kernels[number]))
+            for graph in program.kernels[number].compiled:
+                module, where = modules[graph.phase], f"{graph.phase} of block {name!r}"
+                try:
+                    self._compiled[module] = self._bind_compiled(module, graph, where)
+                except Exception as error:  # whatever Inductor and its compilers raise
+                    failures.setdefault(first_line(error), []).append(where)
+        return [
+            f"run op by op, because Inductor cannot compile them: {', '.join(graphs)} ({reason})"
+            for reason, graphs in failures.items()
+        ]
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.communicator.microbatch = microbatch
@@ -127,6 +164,7 @@ class ProcessMachine:
         for kernel in program.kernels:
             for _, module in graphs_of(kernel):
                 self._bound.pop(module, None)
+                self._compiled.pop(module, None)
                 self._calls.pop(module, None)
 
     def add(self, left: Tensor, right: Tensor) -> Tensor:
@@ -228,23 +266,66 @@ class ProcessMachine:
     def _bind(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        result = graph.graph_copy(module.graph, env)
-        graph.output(result)
         random = random_nodes(module)
         for node in module.graph.nodes:
-            if node.op != "call_function":
-                continue
-            copied = env[node]
-            if node.target in RAW_OPS:
-                copied.target = self._bound_raw(node)
-                copied.args, copied.kwargs = (copied.args[0],), {}
-            elif node.target is MODEL_DROPOUT:
-                copied.target = self._seeded_by_model
-            elif node in random:
-                copied.target = self._seeded(node, random[node])
-            else:
-                copied.target = DIRECT.get(node.target, node.target)
+            env[node] = graph.node_copy(node, env.__getitem__)
+            self._bind_call(node, env[node], random)
         return fx.GraphModule(_on_device(module, self.device), graph)
+
+    def _bind_call(self, node: fx.Node, copied: fx.Node, random: Mapping[fx.Node, Draw]) -> None:
+        """Let the copy of a node call a function of this process."""
+        if node.op != "call_function":
+            return
+        if node.target in RAW_OPS:
+            copied.target = self._bound_raw(node)
+            copied.args, copied.kwargs = (copied.args[0],), {}
+        elif node.target is MODEL_DROPOUT:
+            copied.target = self._seeded_by_model
+        elif node in random:
+            copied.target = self._seeded(node, random[node])
+        else:
+            copied.target = DIRECT.get(node.target, node.target)
+
+    def _bind_compiled(
+        self, module: fx.GraphModule, compiled: CompiledGraph, where: str
+    ) -> fx.GraphModule:
+        """As `_bind`, with one call for each region, compiled now."""
+        regions = regions_of(module, on_cpu=self.device.type == "cpu")
+        functions = []
+        for region, operands in zip(regions, compiled.operands, strict=True):
+            functions.append(RegionFunction(region, self.device, where))
+            functions[-1].compile(operands)
+        inside = {node for region in regions for node in region.nodes}
+        at = {region.last: place for place, region in enumerate(regions)}
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        random = random_nodes(module)
+        for node in module.graph.nodes:
+            if node in at:
+                place = at[node]
+                function, operands = functions[place], compiled.operands[place]
+                self._call_region(graph, env, regions[place], function, operands, random)
+            elif node not in inside:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                self._bind_call(node, env[node], random)
+        return fx.GraphModule(_on_device(module, self.device), graph)
+
+    def _call_region(
+        self,
+        graph: fx.Graph,
+        env: dict[fx.Node, fx.Node],
+        region: Region,
+        function: RegionFunction,
+        operands: Sequence[TensorMeta],
+        random: Mapping[fx.Node, Draw],
+    ) -> None:
+        masks = []
+        for node, meta in zip(region.masks, operands[len(region.inputs) :], strict=True):
+            masks.append(graph.call_function(self._mask_drawn(node, random[node], meta)))
+        arguments = (*(env[node] for node in region.inputs), *masks)
+        call = graph.call_function(function.run, arguments)
+        for place, node in enumerate(region.outputs):
+            env[node] = graph.call_function(operator.getitem, (call, place))
 
     def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
         _, label, _, *static = node.args
@@ -263,6 +344,21 @@ class ProcessMachine:
 
         seeded.__name__ = f"seeded_{node.name}"
         return seeded
+
+    def _mask_drawn(self, node: fx.Node, draw: Draw, meta: TensorMeta) -> Callable[[], Tensor]:
+        """Draws the mask of a dropout, as ATen draws it on a CPU."""
+        axes, seeds, rank = split_axes(node), self.seeds, self.communicator.rank
+        generator, device = default_generator(self.device), self.device
+        share_dropped = node.args[1]
+        assert isinstance(share_dropped, float)
+
+        def mask() -> Tensor:
+            generator.manual_seed(seeds.seed_of(draw, axes, rank))
+            made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+            return made.bernoulli_(1.0 - share_dropped)
+
+        mask.__name__ = f"mask_{node.name}"
+        return mask
 
     def _seeded_by_model(
         self, x: Tensor, models: Tensor, p: float, block: int, place: int, axes: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,12 +80,14 @@ class RankService:
                 tensor = local_part(tensor, programs[name].stored, self.program.mesh, rank)
             self._state[name] = tensor.detach().to(self.device, copy=True)
 
-    def start(self, options: RankOptions) -> None:
+    def start(self, options: RankOptions) -> list[str]:
+        """Make the runtime; returns the graphs that cannot be compiled here, with the reasons."""
         release_message_buffers()  # those that other ranks gave up when they prepared
         torch.set_default_dtype(options.default_dtype)
         self.runtime = make_runtime(self.program, self._state, options, self.device)
         self._state = {}
         self.peak_memory.forget_peak()
+        return self.runtime.not_compiled
 
     @property
     def running(self) -> RankRuntime:
@@ -223,10 +226,11 @@ class LocalRunner:
             self.group.call("prepare", pack(program))
             for portion in portions(needed_state(program, state)):
                 self.group.call("receive", portion)
-            self.group.call("start", options)
+            by_rank: list[list[str]] = self.group.call("start", options)
         except BaseException:
             self.close()
             raise
+        self.not_compiled = list(dict.fromkeys(itertools.chain.from_iterable(by_rank)))
 
     @staticmethod
     def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:

@@ -128,6 +128,10 @@ class SpmdRunner:
         raise error_of_step(refused, self.runtime.program)
 
     @property
+    def not_compiled(self) -> list[str]:
+        return self.runtime.not_compiled
+
+    @property
     def num_skipped_steps(self) -> int:
         return self.runtime.num_skipped_steps
 

@@ -93,9 +93,13 @@ class Probe:
         self._call = microbatch, block, phase
 
     def run(
-        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
+        self,
+        module: fx.GraphModule,
+        bound: fx.GraphModule,
+        compiled: fx.GraphModule | None,
+        arguments: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """Run ``bound``, a copy of ``module`` with bound collectives."""
+        """Run ``bound``, a copy of ``module`` with bound collectives, op by op."""
         _, block, phase = self._call
         kernel = self.program.kernels[self.program.blocks[block].kernel]
         graphs = kernel.forward, kernel.backward_input, kernel.backward_weight

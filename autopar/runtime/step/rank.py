@@ -95,7 +95,8 @@ class RankRuntime:
     """Runs one rank of a program. Making it, and every method, is collective.
 
     ``state`` has, by name, this rank's shard of each parameter (contiguous, on ``device``, owned by
-    the runtime from now on) and each buffer whole.
+    the runtime from now on) and each buffer whole. ``not_compiled`` has the graphs that should be
+    compiled and cannot be here, with the reasons.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class RankRuntime:
         # A buffer that training changes is up to date only on the device that changes it.
         self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
         self._training = self._bound(program)
+        self.not_compiled = self.machine.compile(program, self._training.executor.route)
         self._forwards: dict[int, _Bound] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None

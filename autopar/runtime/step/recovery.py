@@ -74,9 +74,28 @@ class Recovery:
         self._call = microbatch, block, phase
 
     def run(
+        self,
+        module: fx.GraphModule,
+        bound: fx.GraphModule,
+        compiled: fx.GraphModule | None,
+        arguments: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """Run ``bound``, a copy of ``module`` with bound collectives, or its compiled form.
+
+        If that raises, the graph runs again op by op, which finds the op, unless it communicates.
+        """
+        if compiled is not None:
+            try:
+                results: Sequence[Tensor] = compiled.forward(*arguments)
+                return results
+            except Exception:
+                if any(node.target in RAW_OPS for node in module.graph.nodes):
+                    raise
+        return self._run_op_by_op(module, bound, arguments)
+
+    def _run_op_by_op(
         self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Run ``bound``, a copy of ``module`` with bound collectives."""
         try:
             results: Sequence[Tensor] = bound.forward(*arguments)
         except Exception as error:
