@@ -27,7 +27,7 @@ from autopar.ir.update import Update, check_update
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.options import CompileOptions, PlanOptions
+from autopar.options import CompileOptions, PlanOptions, compile_options
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
@@ -43,7 +43,7 @@ from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.kernel_choice import with_kernels
 from autopar.runtime.measure.op_times import op_times
-from autopar.runtime.options import RunOptions, check_early, may_be_early
+from autopar.runtime.options import check_early, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
@@ -67,6 +67,7 @@ def plan(
     cuts: Sequence[str] | None = None,
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
+    reduce_every_microbatch: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -111,7 +112,11 @@ def plan(
     * ``reshard_after_forward``: as in PyTorch's ``fully_shard``. With True every parameter that is
       gathered for its blocks is released after each forward pass and gathered again for the
       backward pass (ZeRO-3), in every micro-batch; with False it is gathered once per step and kept
-      until its last use (ZeRO-2). By default as many are kept as fit the memory.
+      until its last use. By default as many are kept as fit the memory.
+    * ``reduce_every_microbatch``: with True gradients of sharded parameters are reduce-scattered in
+      every micro-batch and accumulate as shards (ZeRO-2, ZeRO-3); with False they accumulate whole
+      and are reduced once per step (ZeRO-1; ``no_sync`` in PyTorch). By default as many accumulate
+      whole as fit the memory. Pipelines always reduce once.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -139,7 +144,8 @@ def plan(
     options = PlanOptions(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
-        reshard_after_forward=reshard_after_forward, batch_norm=batch_norm,
+        reshard_after_forward=reshard_after_forward,
+        reduce_every_microbatch=reduce_every_microbatch, batch_norm=batch_norm,
         precision=check_precision(precision), optimizer=optimizer, update=check_update(update),
         compute=compute,
     )  # fmt: skip
@@ -189,6 +195,7 @@ def compile(  # type: ignore[misc]
     cuts: Sequence[str] | None = None,
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
+    reduce_every_microbatch: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -254,9 +261,10 @@ def compile(  # type: ignore[misc]
     OptimizerError and WorkerError.
     """
     options = functools.partial(
-        _options, mesh=mesh, constraints=constraints, num_stages=num_stages,
+        compile_options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
         reshard_after_forward=reshard_after_forward,
+        reduce_every_microbatch=reduce_every_microbatch,
         batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
@@ -282,35 +290,6 @@ def compile(  # type: ignore[misc]
     if example_inputs is not None:
         return compiler.compile(example_inputs)
     return Deferred(compiler.compile, training=model.training)
-
-
-def _options(
-    *,
-    loss_fn: Any,
-    optimizer: Any,
-    lr_scheduler: Any,
-    max_grad_norm: Any,
-    seed: Any,
-    nonfinite: str,
-    start_timeout_s: float,
-    call_timeout_s: float,
-    plan: Plan | str | Path | None,
-    check_gradients: bool,
-    profile_limit_s: float,
-    kernels: str | None,
-    array: ArrayOptions | None = None,
-    **searched: Any,
-) -> CompileOptions:
-    return CompileOptions(
-        planning=PlanOptions(loss_fn=loss_fn, optimizer=optimizer, **searched),
-        running=RunOptions(
-            loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, array=array,
-            start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
-        ),
-        plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
-        kernels=kernels,
-    )  # fmt: skip
 
 
 def _array(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autopar.base.errors import InputError, PlanError
 from autopar.cost_models import ComputeModel
@@ -20,6 +21,7 @@ from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
 from autopar.runtime.measure.kernel_choice import check_kernels
 from autopar.runtime.options import RunOptions
+from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
 from autopar.schedules import Schedule
 
@@ -40,6 +42,7 @@ class PlanOptions:
     cuts: Sequence[str] | None = None
     recompute: RecomputeOption | None = None
     reshard_after_forward: bool | None = None
+    reduce_every_microbatch: bool | None = None
     batch_norm: str = "global"
     precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
@@ -67,6 +70,32 @@ class PlanOptions:
                 f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
                 "least 1, or None"
             )
+        self._check_reduction()
+
+    def _check_reduction(self) -> None:
+        """Raise InputError where gradients cannot be reduced in every micro-batch as asked."""
+        if not isinstance(self.reduce_every_microbatch, bool | None):
+            raise InputError(
+                f"reduce_every_microbatch is {self.reduce_every_microbatch!r}; it must be True, "
+                "False or None"
+            )
+        if not self.reduce_every_microbatch:
+            return
+        if self._stores_whole():
+            raise InputError(
+                "reduce_every_microbatch=True, but constraints forbid sharded parameters, so no "
+                "gradient becomes smaller; remove one of them"
+            )
+        if self.schedule is not None or self.num_stages not in (None, 1):
+            raise InputError(
+                "reduce_every_microbatch=True with a pipeline or a schedule, which reduces "
+                "gradients once per step; leave out one of them"
+            )
+        if self.num_microbatches in (None, 1):
+            raise InputError(
+                "reduce_every_microbatch=True without micro-batches: a gradient is reduced once. "
+                "Write num_microbatches=8, or leave it out"
+            )
 
     def _stores_whole(self) -> bool:
         """Whether the constraints store parameters as blocks use them, on all axes."""
@@ -88,7 +117,11 @@ class PlanOptions:
             cuts=self.cuts,
             recompute=Recompute.of(self.recompute),
         )
-        return replace(space, reshard_after_forward=self.reshard_after_forward)
+        return replace(
+            space,
+            reshard_after_forward=self.reshard_after_forward,
+            reduce_every_microbatch=self.reduce_every_microbatch,
+        )
 
     def searched(self) -> list[str]:
         """The keywords given that a plan decides, as ``name=value``."""
@@ -101,6 +134,7 @@ class PlanOptions:
             "cuts": self.cuts,
             "recompute": self.recompute,
             "reshard_after_forward": self.reshard_after_forward,
+            "reduce_every_microbatch": self.reduce_every_microbatch,
             "update": self.update,
         }
         return [f"{name}={value!r}" for name, value in decided.items() if value is not None]
@@ -146,3 +180,35 @@ class CompileOptions:
         update = self.planning.update
         is_early = update is not None and update.is_early
         return self.running.max_grad_norm is not None and not is_early
+
+
+def compile_options(
+    *,
+    loss_fn: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    max_grad_norm: Any,
+    seed: Any,
+    nonfinite: str,
+    start_timeout_s: float,
+    call_timeout_s: float,
+    plan: Plan | str | Path | None,
+    check_gradients: bool,
+    profile_limit_s: float,
+    kernels: str | None,
+    array: ArrayOptions | None = None,
+    **searched: Any,
+) -> CompileOptions:
+    """The keywords of `autopar.compile`; ``searched`` are those that a plan decides."""
+    return CompileOptions(
+        planning=PlanOptions(loss_fn=loss_fn, optimizer=optimizer, **searched),
+        running=RunOptions(
+            loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, array=array,
+            start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+        ),
+        plan=plan,
+        check_gradients=check_gradients,
+        profile_limit_s=profile_limit_s,
+        kernels=kernels,
+    )  # fmt: skip

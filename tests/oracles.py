@@ -202,4 +202,8 @@ def random_assignment(analysis: Analysis, mesh: Mesh, seed: int) -> Assignment:
         for index in sorted(analysis.relayed)
     }
     released = frozenset(v.index for v in graph.parameters if generator.random() < 0.5)
-    return Assignment(mesh=mesh, choices=choices, stored=stored, relays=relays, released=released)
+    scattered = frozenset(v.index for v in graph.parameters if generator.random() < 0.5)
+    return Assignment(
+        mesh=mesh, choices=choices, stored=stored, relays=relays, released=released,
+        scattered=scattered,
+    )  # fmt: skip

@@ -498,8 +498,8 @@ def mutated(plan: Plan, seed: int) -> bytes:
 # --- what becomes of it -------------------------------------------------------------------------
 def _decisions(plan: Plan) -> tuple[Any, ...]:
     return (
-        plan.mesh, plan.schedule, plan.inputs, plan.parameters, plan.released, plan.relays,
-        plan.ops, plan.recomputed.kept,
+        plan.mesh, plan.schedule, plan.inputs, plan.parameters, plan.released, plan.scattered,
+        plan.relays, plan.ops, plan.recomputed.kept,
     )  # fmt: skip
 
 

@@ -112,6 +112,21 @@ def test_a_step_takes_what_two_queues_take(plan: str, slowdown: float, released:
     assert time_parts(candidate).step_s == pytest.approx(stepped_s(candidate), rel=5e-3)
 
 
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+def test_scattering_in_every_micro_batch_is_priced_as_the_search_does(slowdown: float) -> None:
+    """All but the first reduction of each gradient come on top."""
+    once = candidate_of(slowdown, "zero3", num=2)
+    each = replace(once, scattered=once.priced.parameters())
+    picks = once.solution.assignment
+    parts = time_parts(each)
+    whole_s = each.priced.problem(scattered=True).cost(picks)
+    assert parts.step_s + parts.hidden_s == pytest.approx(whole_s, rel=1e-6)
+    added_s = whole_s - once.priced.problem().cost(picks)
+    assert added_s == pytest.approx(sum(once.times.move_s.values()), rel=1e-6)
+    assert sum(each.times.scatter_s.values()) == pytest.approx(added_s, rel=1e-6)
+    assert parts.step_s > time_parts(once).step_s
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_what_is_not_hidden_is_waited_for(num: int) -> None:
     """Reported parts and hidden time add up to the sum of all prices, at any slow-down."""

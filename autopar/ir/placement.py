@@ -179,6 +179,13 @@ def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[Digit]]:
     return digits
 
 
+def is_reduce_scattered(stored: Placements, used: Placements) -> bool:
+    """Whether the gradient of what is stored and used so is only summed, and over some axes
+    scattered, on its way back."""
+    moved = [(s.state, u.state) for s, u in zip(stored, used) if s != u]
+    return (State.SHARD, State.VARYING) in moved and all(u is State.VARYING for _, u in moved)
+
+
 def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
     """Shape of one device's shard of a value of global ``shape``, padding included."""
     shards = [1] * len(shape)

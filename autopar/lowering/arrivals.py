@@ -1,11 +1,14 @@
-"""When an early update may use a gradient: as soon as no graph of the step reads its parameter.
+"""When gradients are reduced, and when an early update may use one.
 
-In: a program, a device's route through it, and the graphs of a step as they run. Out: the
-parameters that may be updated. The executor of a step and the count of its memory both ask here.
+In: a program, a device's route through it, and the graphs of a step as they run. Out: how many
+contributions complete a gradient for its reduction, and the parameters that may be updated early:
+those that no graph of the step will read. The executor of a step and the count of its memory both
+ask here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from autopar.comm.transports.registry import traits_of
@@ -13,9 +16,23 @@ from autopar.lowering.route import Route
 from autopar.lowering.types import BlockInterface, RankProgram, WeightStep
 
 
+def contributions_of_round(program: RankProgram, route: Route) -> Counter[int]:
+    """How many contributions complete each gradient for its reduction: all of a step, or those of a
+    micro-batch if it is scattered in each."""
+    num = Counter(route.contributions)
+    for value in scattered(program):
+        num[value] //= program.num_microbatches
+    return num
+
+
+def scattered(program: RankProgram) -> frozenset[int]:
+    """The parameters whose gradients are scattered in every micro-batch."""
+    return frozenset(p.value for p in program.parameters if p.scattered)
+
+
 def rounds_in_flight(device_kind: str, num_ranks: int) -> int:
-    """How many rounds of reductions an early update leaves in flight, so that they overlap with
-    computation."""
+    """How many rounds of reductions are left in flight, so that they overlap with computation,
+    where what arrives is used or added up at once."""
     return int(num_ranks > 1 and traits_of(device_kind, num_ranks).overlaps)
 
 

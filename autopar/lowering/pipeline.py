@@ -197,13 +197,20 @@ class _Cut:
         return tuple(sorted({row[stage] for row in self.shape.placement for stage in stages}))
 
     def parameters(self) -> tuple[ParameterProgram, ...]:
-        """Each parameter on the devices of the stages that use it; an unused one on the first."""
+        """Each parameter on the devices of the stages that use it; an unused one on the first.
+
+        Their gradients accumulate whole, as micro-batches of several stages alternate.
+        """
         users: dict[int, set[int]] = {}
         for stage, block in zip(self.stages, self.program.blocks):
             for value in block.interface.parameters:
                 users.setdefault(value, set()).add(stage)
         return tuple(
-            replace(p, devices=self._devices_of(users[p.value]) if p.value in users else (0,))
+            replace(
+                p,
+                devices=self._devices_of(users[p.value]) if p.value in users else (0,),
+                scattered=False,
+            )
             for p in self.program.parameters
         )
 

@@ -304,7 +304,15 @@ class _Lowering:
         users = [i for i, b in enumerate(blocks) if value.index in b.interface.parameters]
         used = self.strategy.interface(value) if users else stored
         kernel = self._fetch_kernel(value, stored, used)
-        is_released = kernel is not None and value.index in self.strategy.assignment.released
+        assignment = self.strategy.assignment
+        is_gathered = kernel is not None and self.training
+        is_scattered = (
+            is_gathered
+            and value.index in assignment.scattered
+            and value.differentiable
+            and self.strategy.is_reduce_scattered(value)
+            and self.strategy.mesh.num_microbatches > 1
+        )
         return ParameterProgram(
             value=value.index,
             name=value.target or value.name,
@@ -316,7 +324,8 @@ class _Lowering:
             used=self._on_devices(used),
             trainable=value.differentiable,
             kernel=kernel,
-            released=is_released and self.training,
+            released=is_gathered and value.index in assignment.released,
+            scattered=is_scattered,
         )
 
     def _buffers(self) -> tuple[BufferProgram, ...]:

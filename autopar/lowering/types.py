@@ -122,8 +122,9 @@ class ParameterProgram:
 
     It is stored in ``dtype``, blocks read it in ``used_dtype``, and their gradients are summed in
     ``reduced_dtype``. What the kernel makes is kept until the step's last use, or with
-    ``released`` made again for each pass. ``devices``: the devices of the pipeline that hold it,
-    each a copy of its own.
+    ``released`` made again for each pass. Its gradient is accumulated over the micro-batches as
+    blocks make it, or ``scattered`` in each and accumulated as it is stored. ``devices``: the
+    devices of the pipeline that hold it, each a copy of its own.
     """
 
     value: int
@@ -137,6 +138,7 @@ class ParameterProgram:
     trainable: bool
     kernel: int | None
     released: bool = False
+    scattered: bool = False
     devices: tuple[int, ...] = (0,)
 
 
@@ -389,6 +391,7 @@ def format_program(program: RankProgram) -> str:
     for p in program.parameters:
         via = "" if p.kernel is None else f"  by kernel {p.kernel}"
         via += ", released after forward" * p.released
+        via += ", scattered in every micro-batch" * p.scattered
         lines.append(
             f"  {p.name} {list(p.shape)}: stored {format_placements(p.stored)}, "
             f"used {format_placements(p.used)}{via}"

@@ -1,4 +1,5 @@
-"""The bytes of parameters and their gradients on one device, in each dtype that they have."""
+"""The bytes of parameters and their gradients on one device, in each dtype that they have, and of
+buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from autopar.cost_models.memory import Allocator
 from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.printing import collective_nodes
-from autopar.lowering.types import ParameterProgram, RankProgram, graphs_of
+from autopar.lowering.types import ParameterProgram, RankProgram, Role, graphs_of
+from autopar.memory.kernel import made_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,15 @@ def part_bytes(
 ) -> int:
     """Bytes of one device's shard."""
     return math.prod(local_shape(shape, placements, program.mesh)) * dtype.itemsize
+
+
+def buffer_bytes(program: RankProgram, allocator: Allocator) -> int:
+    """Bytes of buffers, and of what is computed once and kept for all steps."""
+    buffers = (allocator.rounded(math.prod(b.shape) * b.dtype.itemsize) for b in program.buffers)
+    fixed = (b.kernel for b in program.blocks if b.role is Role.FIXED)
+    return sum(buffers) + sum(
+        made_bytes(program.kernels[kernel].forward.graph, allocator) for kernel in fixed
+    )
 
 
 def first_sum_bytes(parts: Sequence[tuple[ParameterBytes, int]], *, copies: bool) -> int:

@@ -9,7 +9,6 @@ updates have the optimizer's workspace; and `autopar.comm` says what collectives
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,12 +17,13 @@ from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
+from autopar.lowering.arrivals import contributions_of_round
 from autopar.lowering.route import Route, routes_of
-from autopar.lowering.types import RankProgram, Role
+from autopar.lowering.types import RankProgram
 from autopar.memory.early import EarlyUpdates
-from autopar.memory.kernel import KernelMemory, kernel_memory, made_bytes
-from autopar.memory.parameters import ParameterBytes, first_sum_bytes, part_bytes
-from autopar.memory.reductions import ReductionMemory
+from autopar.memory.kernel import KernelMemory, kernel_memory
+from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_bytes, part_bytes
+from autopar.memory.reductions import ReductionMemory, ScatteredSums
 from autopar.memory.tally import Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
 from autopar.schedules.action import Kind
@@ -108,7 +108,11 @@ class _Play:
         self.sizes: dict[Key, int] = {}
         self.gradients = ValueGradients(self.tally, self.allocator)
         self.late: dict[tuple[int, int], list[Buffer]] = {}
-        self.remaining = self.route.contributions.copy()
+        self.of_round = contributions_of_round(program, route)
+        self.remaining = self.of_round.copy()
+        self.scattered = ScatteredSums(
+            program, self.tally, self.reductions, parameter_bytes, device.kind
+        )
         self.readings = self.route.readings.copy()
         self.joined: dict[int, int] = {}
         self.updated: set[int] = set()
@@ -119,14 +123,7 @@ class _Play:
                 self.live[Category.PARAMETERS] += stored
                 if p.trainable:
                     self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
-        for b in program.buffers:
-            self.live[Category.BUFFERS] += self.allocator.rounded(
-                math.prod(b.shape) * b.dtype.itemsize
-            )
-        for block in program.blocks:
-            if block.role is Role.FIXED:  # computed once, kept for all steps
-                made = made_bytes(program.kernels[block.kernel].forward.graph, self.allocator)
-                self.live[Category.BUFFERS] += made
+        self.live[Category.BUFFERS] += buffer_bytes(program, self.allocator)
         for i in program.inputs:
             size = self.allocator.rounded(part_bytes(program, i.shape, i.placements, i.dtype))
             self.live[Category.INPUTS] += size
@@ -424,8 +421,8 @@ class _Play:
 
     def _end_rows(self, value: int) -> None:
         """Release what other uses of the parameter contributed to its gradient."""
-        if self.remaining[value] < self.route.contributions[value]:
-            size, num_before = self.parameter_bytes[value], self.route.contributions[value] - 1
+        if self.remaining[value] < self.of_round[value]:
+            size, num_before = self.parameter_bytes[value], self.of_round[value] - 1
             self.live[Category.GRADIENTS] -= size.summed if num_before > 1 else size.used
         self.remaining[value] = 0
 
@@ -450,15 +447,18 @@ class _Play:
         self.tally.note_gradients(0)
         communicated = [v for v in complete if self.parameter_of[v].kernel is not None]
         self.rounds[0] += [v for v in complete if v not in communicated]
-        self.rounds.append(communicated)
-        summed = {v for v in communicated if self.route.contributions[v] > 1}
+        last = [v for v in communicated if self.scattered.is_last(v)]
+        self.rounds.append(last)
+        summed = {v for v in communicated if self.of_round[v] > 1}
         self.reductions.start(
             [self.parameter_bytes[v] for v in communicated],
             [self.parameter_bytes[v] for v in communicated if v not in summed],
             where,
         )
+        self.scattered.add(communicated, where)
         if self.early is not None:
-            self.early.complete(complete, communicated)
+            kept = [v for v in complete if v in last or v not in communicated]
+            self.early.complete(kept, last)
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Release outputs that the block had saved: after I, or after W those that W needs."""
@@ -471,7 +471,7 @@ class _Play:
     def _sum(self, values: Sequence[int], where: str) -> None:
         """Add gradients that W made to earlier contributions."""
         made = sum(self.parameter_bytes[v].used for v in values)
-        totals = self.route.contributions
+        totals = self.of_round
         sizes = [(self.parameter_bytes[v], totals[v] - self.remaining[v]) for v in values]
         summed = first_sum_bytes(sizes, copies=self.device.kind == "cpu")
         self.tally.note_gradients(max(made, summed))
@@ -483,7 +483,7 @@ class _Play:
         A gradient has its full size from its first contribution on, and its stored size after the
         last.
         """
-        total, size = self.route.contributions[value], self.parameter_bytes[value]
+        total, size = self.of_round[value], self.parameter_bytes[value]
         if self.remaining[value] == total:
             self.live[Category.GRADIENTS] += size.used if total > 1 else size.stored
         elif self.remaining[value] == total - 1:
@@ -493,4 +493,6 @@ class _Play:
             return False
         if total > 1:
             self.live[Category.GRADIENTS] += size.stored - size.summed
+        if not self.scattered.is_last(value):
+            self.remaining[value] = total  # of the next micro-batch
         return True

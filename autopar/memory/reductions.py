@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.comm.coalesced import MAX_SCATTERS
 from autopar.comm.footprint import Scatter, scatters
 from autopar.comm.transports.base import Traits
 from autopar.cost_models.memory import Category
+from autopar.lowering.arrivals import rounds_in_flight, scattered
+from autopar.lowering.types import RankProgram
 from autopar.memory.parameters import ParameterBytes
 from autopar.memory.tally import Tally
 
@@ -86,3 +88,43 @@ class ReductionMemory:
             live[Category.GRADIENTS] += scatter.shard_bytes
             self._tally.check(where, scatter.joined_bytes)
             live[Category.COMMUNICATION] -= scatter.in_flight_bytes
+
+
+class ScatteredSums:
+    """The sums of gradients that are scattered in every micro-batch, each of a shard's size."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        tally: Tally,
+        reductions: ReductionMemory,
+        sizes: Mapping[int, ParameterBytes],
+        device_kind: str,
+    ) -> None:
+        self._left = dict.fromkeys(scattered(program), program.num_microbatches)
+        self._num_microbatches = program.num_microbatches
+        self._tally = tally
+        self._reductions = reductions
+        self._sizes = sizes
+        self._num_in_flight = rounds_in_flight(device_kind, program.mesh.num_devices)
+        self._rounds: deque[tuple[bool, int, int]] = deque()
+
+    def is_last(self, value: int) -> bool:
+        """Whether the round of a gradient that begins now is its last."""
+        return self._left.get(value, 1) == 1
+
+    def add(self, values: Sequence[int], where: str) -> None:
+        """Add a round that has begun to the sums, or, where rounds overlap, those before it."""
+        if not values:
+            return
+        summed = [v for v in values if v in self._left]
+        added = [v for v in summed if self._left[v] < self._num_microbatches]
+        for value in summed:
+            self._left[value] -= 1
+        released = sum(self._sizes[v].stored for v in added)
+        self._rounds.append((bool(summed), released, self._reductions.num_started))
+        while len(self._rounds) > self._num_in_flight:
+            is_summed, released, num_started = self._rounds.popleft()
+            if is_summed:
+                self._reductions.finish(num_started, where)
+                self._tally.live[Category.GRADIENTS] -= released

@@ -37,7 +37,8 @@ def lifetimes_of(
     """The lifetimes of one training step on a pipeline rank.
 
     Raises MovementError for updates within the backward pass, for parameters that are released
-    after forward, and for schedules whose updates use the gradients of the step before.
+    after forward or whose gradients are reduced in every micro-batch, and for schedules whose
+    updates use the gradients of the step before.
     """
     route = list(routes_of(program))[pipeline_rank]
     if route.late_updates:
@@ -54,6 +55,11 @@ def lifetimes_of(
         raise MovementError(
             "the program releases gathered parameters after forward and gathers them again, which "
             "no movement plan covers; plan it with reshard_after_forward=False"
+        )
+    if any(p.scattered for p in program.parameters):
+        raise MovementError(
+            "the program reduces gradients in every micro-batch, which no movement plan covers; "
+            "plan it with reduce_every_microbatch=False"
         )
     return _Walk(program, route, device, optimizer).run()
 

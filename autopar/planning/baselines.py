@@ -11,10 +11,10 @@ outer axes, tensor parallelism the last, which uses the fastest links:
 data parallel            parameters, gradients and optimizer state whole on every device
 ZeRO-1, ZeRO-2           parameters gathered once per step, kept until their last use, updated by
                          shards. A gradient is reduce-scattered as soon as it is complete, so the
-                         two differ only over micro-batches: ZeRO-2 would reduce it in each, which
-                         the runtime does not do, while ZeRO-1 accumulates whole gradients
-ZeRO-3                   parameters released after the forward pass, and gathered again for the
-                         backward pass
+                         two differ only over micro-batches: ZeRO-2 reduces it in each, and
+                         accumulates shards, while ZeRO-1 accumulates whole gradients
+ZeRO-3                   as ZeRO-2, with parameters released after the forward pass, and gathered
+                         again for the backward pass
 data x ZeRO-3            hybrid (HSDP): ZeRO-3 over the inner axes, data parallelism over the
                          outermost one; with tensor parallelism on a mesh of three axes
 one weird trick          see `autopar.planning.known`
@@ -65,10 +65,6 @@ MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 30, 20_000
 LIMIT_S = 10.0
 """Time limit of the search for one strategy on one mesh, which has little left to choose."""
 
-
-_ACCUMULATES = (
-    "gradients accumulate whole over the micro-batches, and are reduced once per step as in ZeRO-1"
-)
 
 Key = tuple[str, str]
 """Names of what a strategy does along the data-parallel axes and along the tensor-parallel axis."""
@@ -182,8 +178,6 @@ def _price_on(graph: PricedGraph, table: _Table, *, pure: bool) -> None:
         candidate = Candidate(priced=graph, solution=solution)
         for other, form in _forms(key, candidate):
             table.take(other, _searched(form))
-        if key[0] == ZERO3 and candidate.num_microbatches > 1:
-            table.refuse((ZERO2, key[1]), _ACCUMULATES)
 
 
 def _forced_strategies(
@@ -251,16 +245,18 @@ def _searched(candidate: Candidate) -> Baseline:
 
 
 def _forms(key: Key, candidate: Candidate) -> Iterator[tuple[Key, Candidate]]:
-    """The strategies with one sharding, whose gathered parameters are kept or released."""
+    """The strategies with one sharding: gathered parameters are kept or released, gradients
+    accumulated whole or as shards."""
     data, tensor = key
+    every = candidate.priced.parameters()
+    scattered = replace(candidate, scattered=every) if candidate.num_microbatches > 1 else candidate
     if data in (ZERO3, HYBRID):
-        yield key, replace(candidate, released=candidate.priced.parameters())
+        yield key, replace(scattered, released=every)
     else:
         yield key, candidate
     if data == ZERO3:
         yield (ZERO1, tensor), candidate
-        if candidate.num_microbatches == 1:
-            yield (ZERO2, tensor), candidate
+        yield (ZERO2, tensor), scattered
 
 
 def _markov_chain(best: Candidate, steps_per_node: int) -> Baseline:

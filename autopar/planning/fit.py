@@ -4,7 +4,8 @@ In: the options of `autopar.planning.schedule_search`. Out: the plan of the fast
 
 The search estimates memory node by node; for a lowered program it is counted by liveness, which is
 exact. Options are lowered in order of their time. One that does not fit is queued again with its
-gathered parameters released after each pass, as few as necessary; with a sharding searched within a
+gathered parameters released after each pass, or its gradients reduce-scattered in every
+micro-batch, as few as necessary; with a sharding searched within a
 smaller budget, corrected by the ratio of count to estimate; and, if recomputation is open, with
 what it must recompute to fit (`autopar.planning.recomputation`), priced exactly. The ratio is
 reused for other options with the same schedule. A known strategy replaces an option that is slower
@@ -35,7 +36,12 @@ from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import updated_as
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
-from autopar.planning.releases import released_to_fit
+from autopar.planning.releases import (
+    released_to_fit,
+    scatterable,
+    scattered_to_fit,
+    with_scattered,
+)
 from autopar.planning.schedule_search import Option, Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
@@ -73,7 +79,7 @@ class Fit:
         self.setting = search.setting
         self.is_open = search.space.is_open
         self.max_trials = OPEN_TRIALS if self.is_open else POINT_TRIALS
-        self.ratios: dict[tuple[str, bool, bool], float] = {}
+        self.ratios: dict[tuple[str, bool, bool, bool], float] = {}
         self.numbers = itertools.count()
         self.heap: list[tuple[bool, tuple[object, ...], int, Option]] = []
         self.known: dict[int, Baselines] = {}
@@ -173,20 +179,32 @@ class Fit:
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
             f"{format_bytes(available)}",
         )
-        is_released = self._push_released(option, program)
-        return self._corrected(option, CAUTION * within, is_released=is_released)
+        is_smaller = self._push_smaller(option, program)
+        return self._corrected(option, CAUTION * within, is_smaller=is_smaller)
 
-    def _push_released(self, option: Option, program: RankProgram) -> bool:
-        """Queue the option with gathered parameters released, if it then fits; whether it does."""
-        if not self.search.may_release(option) or option.trial >= self.max_trials:
+    def _push_smaller(self, option: Option, program: RankProgram) -> bool:
+        """Queue the option with gathered parameters released, and with gradients scattered, if it
+        then fits; with both only if neither alone fits. Whether it is queued."""
+        may_release, may_scatter = self.search.may_release(option), self.search.may_scatter(option)
+        if not (may_release or may_scatter) or option.trial >= self.max_trials:
             return False
-        self.setting.progress("count the memory with parameters released after forward")
-        found = released_to_fit(program, lambda tried: self.setting.limit.fits(self._count(tried)))
-        if found is None:
-            return False
-        candidate = replace(option.best, released=found)
-        self._push_staged(option, (candidate,), option.trial + 1)
-        return True
+        self.setting.progress("count the memory with less kept from pass to pass")
+        best, found = option.best, list[Candidate]()
+        if may_release and (released := released_to_fit(program, self._is_small)) is not None:
+            found.append(replace(best, released=released))
+        if may_scatter and (scattered := scattered_to_fit(program, self._is_small)) is not None:
+            found.append(replace(best, scattered=scattered))
+        if not found and may_release and may_scatter:
+            every = scatterable(program)
+            released = released_to_fit(with_scattered(program, every), self._is_small)
+            if released is not None:
+                found.append(replace(best, released=released, scattered=every))
+        for candidate in found:
+            self._push_staged(option, (candidate,), option.trial + 1)
+        return bool(found)
+
+    def _is_small(self, program: RankProgram) -> bool:
+        return self.setting.limit.fits(self._count(program))
 
     def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
         staged, best = option.staged, option.best
@@ -257,12 +275,12 @@ class Fit:
 
     # --- the budget -----------------------------------------------------------------------------
     def _corrected(
-        self, option: Option, target_bytes: float, *, is_released: bool = False
+        self, option: Option, target_bytes: float, *, is_smaller: bool = False
     ) -> Fitted | None:
         """Queue the option again, recomputed, and with a sharding within less memory.
 
-        Unless it is queued with released parameters already (``is_released``), one that releases
-        them is searched too. Returns a known strategy that fits if there is no such sharding.
+        Unless it is queued with less kept from pass to pass (``is_smaller``), shardings that keep
+        less are searched too. Returns a known strategy that fits if there is no such sharding.
         """
         search = self.search
         if option.trial == 0 and search.may_recompute(option):
@@ -271,13 +289,14 @@ class Fit:
             return self._rival(option, None)
         trial = option.trial + 1
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
-        if not is_released and search.may_release(option):
-            released = search.within(option, target_bytes, released=True)
-            is_released = any(each.is_found for each in released)
-            if is_released:
-                self._push_staged(option, released, trial)
+        for form in search.smaller_forms(option):
+            if not is_smaller:
+                smaller = search.within(option, target_bytes, **form)
+                is_smaller = any(each.is_found for each in smaller)
+                if is_smaller:
+                    self._push_staged(option, smaller, trial)
         found = search.within(option, target_bytes)
-        if not any(each.is_found for each in found) and is_released:
+        if not any(each.is_found for each in found) and is_smaller:
             return None
         if not any(each.is_found for each in found):
             least_bytes = least_budget(found)
@@ -332,6 +351,7 @@ class Fit:
         """
         space = self.search.space
         is_open = not space.recompute.is_fixed and space.reshard_after_forward is None
+        is_open = is_open and space.reduce_every_microbatch is None
         is_free = self.setting.is_free and is_open
         return baselines.executable() if is_free else []
 
@@ -368,10 +388,10 @@ class Fit:
                 self._push(other)
 
 
-def _key(option: Option) -> tuple[str, bool, bool]:
+def _key(option: Option) -> tuple[str, bool, bool, bool]:
     """Key of options whose memory estimate is assumed to be off by the same ratio."""
     name = "" if option.choice is None else option.choice.schedule.name
-    return name, option.recomputes, bool(option.best.released)
+    return name, option.recomputes, bool(option.best.released), bool(option.best.scattered)
 
 
 def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:

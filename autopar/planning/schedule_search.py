@@ -181,16 +181,19 @@ class Search:
         cutoff_s: float = math.inf,
         *,
         released: bool | None = None,
+        scattered: bool | None = None,
     ) -> tuple[Candidate, ...]:
         """Search the shardings of an option again within ``target_bytes`` of estimated memory.
 
         A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``.
-        ``released``: gathered parameters are released after each pass, by default as in the option.
+        ``released``: gathered parameters are released after each pass, ``scattered``: gradients are
+        reduce-scattered in every micro-batch; by default as in the option.
         """
         return tuple(
             search_within(
                 self.setting, option.origin, target_bytes, option.residence, cutoff_s,
                 released=bool(option.best.released) if released is None else released,
+                scattered=bool(option.best.scattered) if scattered is None else scattered,
             )
         )  # fmt: skip
 
@@ -240,7 +243,10 @@ class Search:
         try:
             priced = price_graph(setting.pricing(cut, combination.mesh))
             released = self.space.reshard_after_forward is True
-            found = search_priced(priced, setting.constraints, released=released)
+            scattered = self.space.reduce_every_microbatch is True
+            found = search_priced(
+                priced, setting.constraints, released=released, scattered=scattered
+            )
         except AutoparError as error:
             self.reasons.setdefault(str(combination), str(error))
             return
@@ -266,8 +272,9 @@ class Search:
                 self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s
             )
             found = within()
-            if not any(each.is_found for each in found) and self.may_release(option):
-                found = within(released=True)
+            for smaller in self.smaller_forms(option):
+                if not any(each.is_found for each in found):
+                    found = within(**smaller)
             if any(each.is_found for each in found):
                 self._options(combination, found, recompute=option.recomputes)
 
@@ -278,6 +285,18 @@ class Search:
     def may_release(self, option: Option) -> bool:
         """Whether the gathered parameters of an option may also be released after each pass."""
         return self.space.reshard_after_forward is None and not option.best.released
+
+    def may_scatter(self, option: Option) -> bool:
+        """Whether gradients of an option may also be reduce-scattered in every micro-batch."""
+        is_asked = self.space.reduce_every_microbatch is None and not option.best.scattered
+        return is_asked and option.choice is None and option.combination.num_microbatches > 1
+
+    def smaller_forms(self, option: Option) -> list[dict[str, bool]]:
+        """What may be done in every pass of an option to hold less, from more memory to less."""
+        forms = [{"released": True}] if self.may_release(option) else []
+        if self.may_scatter(option):
+            forms += [{"scattered": True}, *({**form, "scattered": True} for form in forms)]
+        return forms
 
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool

@@ -34,6 +34,7 @@ def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Ca
                 setting.constraints,
                 exposed,
                 released=setting.space.reshard_after_forward is True,
+                scattered=setting.space.reduce_every_microbatch is True,
             )
             for exposed in setting.exposures
         ]
@@ -46,24 +47,31 @@ def search_priced(
     exposed: float = 1.0,
     *,
     released: bool = False,
+    scattered: bool = False,
 ) -> Candidate:
     """The best strategy on one mesh without a memory limit; raises ConstraintError if none.
 
-    ``released``: all gathered parameters are released after each pass.
+    ``released``: all gathered parameters are released after each pass; ``scattered``: all gradients
+    that can be are reduce-scattered in every micro-batch.
     """
-    problem = priced.problem(narrow(priced, constraints), exposed=exposed, released=released)
+    problem = priced.problem(
+        narrow(priced, constraints), exposed=exposed, released=released, scattered=scattered
+    )
     solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
     if solution.status is Status.INFEASIBLE:
         names = " and ".join(map(str, constraints)) or "the placements"
         raise ConstraintError(f"no strategy satisfies {names} together; remove one of them")
-    return _candidate(priced, solution, exposed, released)
+    return _candidate(priced, solution, exposed, released, scattered)
 
 
 def _candidate(
-    priced: PricedGraph, solution: Solution, exposed: float, released: bool
+    priced: PricedGraph, solution: Solution, exposed: float, released: bool, scattered: bool
 ) -> Candidate:
-    parameters = priced.parameters() if released else frozenset[int]()
-    return Candidate(priced=priced, solution=solution, exposed=exposed, released=parameters)
+    parameters, none = priced.parameters(), frozenset[int]()
+    return Candidate(
+        priced=priced, solution=solution, exposed=exposed,
+        released=parameters if released else none, scattered=parameters if scattered else none,
+    )  # fmt: skip
 
 
 def search_within(
@@ -74,6 +82,7 @@ def search_within(
     cutoff_s: float = math.inf,
     *,
     released: bool = False,
+    scattered: bool = False,
 ) -> list[Candidate]:
     """Search the meshes of ``candidates`` again under a budget, the most promising first.
 
@@ -89,13 +98,13 @@ def search_within(
     for priced, exposed in better.items():
         problem = priced.problem(
             narrow(priced, setting.constraints), budget_bytes, exposed, residence,
-            released=released,
+            released=released, scattered=scattered,
         )  # fmt: skip
         solution = solve(
             problem, time_limit_s=setting.budget_limit_s, gap=BUDGET_GAP, cutoff=cutoffs_s[exposed]
         )
         cutoffs_s[exposed] = min(cutoffs_s[exposed], solution.cost * (1 - BUDGET_GAP))
-        found.append(_candidate(priced, solution, exposed, released))
+        found.append(_candidate(priced, solution, exposed, released, scattered))
     return found
 
 

@@ -54,7 +54,8 @@ class Space:
     ``pipeline`` is the given pipeline of a space that is not open; ``schedule`` names the only
     schedule of an open space. The default has neither a pipeline nor micro-batches.
     ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
-    memory decides.
+    memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
+    shards are reduced in every micro-batch.
     """
 
     mesh: MeshSizes | None = None
@@ -65,6 +66,7 @@ class Space:
     num_stages: int | None = None
     recompute: Recompute = SEARCHED
     reshard_after_forward: bool | None = None
+    reduce_every_microbatch: bool | None = None
 
     @property
     def is_pipeline(self) -> bool:

@@ -101,6 +101,11 @@ def _check_plan(plan: Plan) -> None:
         _ = plan.update.update
     if plan.update.tile_bytes < 1:
         raise refused("it must be at least 1", "$.update.tile_bytes")
+    if plan.scattered and (plan.is_pipeline or plan.schedule.num_microbatches == 1):
+        raise refused(
+            "gradients are scattered in every micro-batch where there are several, and no pipeline",
+            "$.scattered",
+        )
     num_axes = len(plan.mesh.axis_names)
     for field in ("inputs", "parameters", "relays"):
         for name, text in getattr(plan, field).items():
@@ -219,6 +224,11 @@ def make_plan(
             for v in graph.parameters
             if v.index in assignment.released and strategy.is_gathered(v)
         ),
+        scattered=tuple(
+            v.target or v.name
+            for v in graph.parameters
+            if v.index in assignment.scattered and strategy.is_reduce_scattered(v)
+        ),
         relays={
             graph.values[i].name: format_placements(assignment.relays[i])
             for i in sorted(assignment.relays)
@@ -310,19 +320,22 @@ def _assignment(plan: Plan, captured: Captured, analysis: Analysis) -> Assignmen
             **_placements("inputs", plan.inputs, inputs),
         },
         relays=_placements("relays", plan.relays, relayed),
-        released=_released(plan, _parameters(graph)),
+        released=_named(plan, "released", _parameters(graph)),
+        scattered=_named(plan, "scattered", _parameters(graph)),
     )
 
 
-def _released(plan: Plan, parameters: dict[str, int]) -> frozenset[int]:
-    for place, name in enumerate(plan.released):
+def _named(plan: Plan, field: str, parameters: dict[str, int]) -> frozenset[int]:
+    """The parameters that a field lists."""
+    names: tuple[str, ...] = getattr(plan, field)
+    for place, name in enumerate(names):
         if name not in parameters:
             raise refused(
-                f"the plan releases {shown(name)}, which is no parameter of the graph"
+                f"{shown(name)} is {field}, but it is no parameter of the graph"
                 + did_you_mean(name, parameters),
-                path_of(("released", place)),
+                path_of((field, place)),
             )
-    return frozenset(parameters[name] for name in plan.released)
+    return frozenset(parameters[name] for name in names)
 
 
 def _parameters(graph: Graph) -> dict[str, int]:

@@ -238,8 +238,9 @@ class PlanFields(_Struct, frozen=True):
     ``ops`` lists only the ops that are split along some axis; see `autopar.rules`. ``released``:
     the parameters that are gathered for the forward pass, released, and gathered again for the
     backward pass; other gathered ones are kept from their first use in a step to the last.
-    ``recomputation`` lists only the blocks that recompute, ``kernels`` only those of which graphs
-    are compiled or were considered.
+    ``scattered``: those whose gradients are reduce-scattered in every micro-batch; others are
+    accumulated and reduced once. ``recomputation`` lists only the blocks that recompute,
+    ``kernels`` only those of which graphs are compiled or were considered.
     """
 
     schema_version: int
@@ -255,6 +256,7 @@ class PlanFields(_Struct, frozen=True):
     released: tuple[str, ...]
     relays: dict[str, str]
     ops: dict[str, str]
+    scattered: tuple[str, ...] = ()
     update: UpdatePlan = UpdatePlan()
     recomputation: tuple[RecomputationPlan, ...] = ()
     kernels: tuple[KernelPlan, ...] = ()

@@ -224,6 +224,9 @@ def _placements(plan: PlanFields) -> Rows:
     if plan.released:
         text = f"{len(plan.released)}, gathered for each forward and each backward pass"
         rows.append(("released after forward", text))
+    if plan.scattered:
+        text = f"{len(plan.scattered)}, whose gradients accumulate as shards"
+        rows.append(("reduced every micro-batch", text))
     return rows
 
 

@@ -46,21 +46,28 @@ class BlockTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTimes:
-    """A strategy's times by block, and the times per step of each parameter."""
+    """A strategy's times by block, and the times per step of each parameter.
+
+    ``scatter_s``: seconds per micro-batch of the gradients that are scattered in each.
+    """
 
     blocks: dict[str, BlockTimes]
     update_s: dict[int, float]
     move_s: dict[int, float]
+    scatter_s: dict[int, float]
 
 
 def strategy_times(
-    priced: PricedGraph, picks: Sequence[int], released: frozenset[int] = frozenset()
+    priced: PricedGraph,
+    picks: Sequence[int],
+    released: frozenset[int] = frozenset(),
+    scattered: frozenset[int] = frozenset(),
 ) -> StrategyTimes:
     """Break down the cost of a solution by block and by parameter.
 
     A parameter is fetched for the forward pass of the first block that reads it and, if it is
     ``released`` after each pass, for the backward pass of the last one; its gradient is moved to
-    its stored placement once per step.
+    its stored placement once per step, or where it is ``scattered`` in every micro-batch.
     """
     analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
     strategy, block_of = priced.strategy(picks), block_of_ops(analysis.graph)
@@ -87,6 +94,9 @@ def strategy_times(
             if home in released and reads_back(analysis, home):
                 costs.fetch_back[users[-1]] += fetched_s
             seconds -= fetched_s
+            if home in scattered and strategy.is_reduce_scattered(analysis.graph.values[home]):
+                costs.add(home, seconds, costs.scatter_s)
+                continue
         costs.add(home, seconds, costs.move_s)
     return costs.times(num)
 
@@ -105,6 +115,7 @@ class _Costs:
         self.fetch_back = dict.fromkeys(self.sums, 0.0)
         self.update_s: dict[int, float] = {}
         self.move_s: dict[int, float] = {}
+        self.scatter_s: dict[int, float] = {}
 
     def add_op(self, block: str, estimate: OpEstimate, cost_s: float) -> None:
         parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
@@ -138,6 +149,7 @@ class _Costs:
             },
             update_s=self.update_s,
             move_s=self.move_s,
+            scatter_s=self.scatter_s,
         )
 
 

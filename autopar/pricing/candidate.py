@@ -19,7 +19,9 @@ class Candidate:
 
     ``exposed``: the fraction of the parameters' communication that the search counted as exposed.
     The solution's cost is by that price, unlike the time of a step (`autopar.pricing.step_time`).
-    ``released``: the parameters that, where they are gathered, are released after each pass.
+    ``released``: the parameters that, where they are gathered, are released after each pass;
+    ``scattered``: those whose gradients, where they are reduce-scattered, are so in every
+    micro-batch.
     """
 
     priced: PricedGraph
@@ -27,6 +29,7 @@ class Candidate:
     exposed: float = 1.0
     recomputation: Recomputation = NOTHING
     released: frozenset[int] = frozenset()
+    scattered: frozenset[int] = frozenset()
 
     @property
     def mesh(self) -> Mesh:
@@ -39,7 +42,9 @@ class Candidate:
 
     def estimated_bytes(self, residence: Residence = WHOLE) -> float:
         """Memory of a device as estimated by the search, node by node."""
-        memory = self.priced.memory(residence, released=bool(self.released))
+        memory = self.priced.memory(
+            residence, released=bool(self.released), scattered=bool(self.scattered)
+        )
         picks = zip(memory, self.solution.assignment)
         return float(sum(of_node[pick] for of_node, pick in picks))
 
@@ -50,7 +55,8 @@ class Candidate:
     @cached_property
     def times(self) -> StrategyTimes:
         """The prices by block and by parameter; input gradients include recomputation."""
-        plain = strategy_times(self.priced, self.solution.assignment, self.released)
+        picks = self.solution.assignment
+        plain = strategy_times(self.priced, picks, self.released, self.scattered)
         blocks = {
             name: replace(times, input_grad_s=times.input_grad_s + self.recomputation.time_s(name))
             for name, times in plain.blocks.items()
@@ -58,4 +64,4 @@ class Candidate:
         return replace(plain, blocks=blocks)
 
     def strategy(self) -> Strategy:
-        return self.priced.strategy(self.solution.assignment, self.released)
+        return self.priced.strategy(self.solution.assignment, self.released, self.scattered)

@@ -20,7 +20,15 @@ from autopar.cost_models import Cluster, CommunicationModel
 from autopar.cost_models.estimate import Estimate
 from autopar.ir.graph import Graph, Mixed, Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Move, MoveKind, Placements, State, local_shape, redistribute
+from autopar.ir.placement import (
+    Move,
+    MoveKind,
+    Placements,
+    State,
+    is_reduce_scattered,
+    local_shape,
+    redistribute,
+)
 from autopar.sharding.microbatches import Microbatches
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -107,11 +115,12 @@ class Moves:
         stored: bool = False,
         num_joined: int = 1,
         num_gathers: int = 1,
+        num_scatters: int = 1,
     ) -> Array:
         """Seconds of redistributing ``value``, ``[choices of source, choices of target]``."""
         dtypes = value.dtype, value.mixed
         what = (value.shape, dtypes, value.differentiable, self.num_parts(value))
-        key = (what, stored, num_joined, num_gathers, source, target)
+        key = (what, stored, num_joined, num_gathers, num_scatters, source, target)
         if key not in self._matrices:
             small = np.array(
                 [
@@ -123,6 +132,7 @@ class Moves:
                             stored=stored,
                             num_joined=num_joined,
                             num_gathers=num_gathers,
+                            num_scatters=num_scatters,
                         )
                         for t in target.distinct
                     ]
@@ -141,15 +151,18 @@ class Moves:
         stored: bool = False,
         num_joined: int = 1,
         num_gathers: int = 1,
+        num_scatters: int = 1,
     ) -> float:
         """Seconds per step of a redistribution, forward and (where a gradient flows) backward.
 
         ``stored``: from a parameter's stored placement, ``num_gathers`` times per step; its
-        gradient is moved there once.
+        gradient is moved there once, or ``num_scatters`` times if it is reduce-scattered.
         """
         price = self.price(value, source, target, stored=stored, num_joined=num_joined)
         num = self.num_microbatches
-        there, back = (num_gathers, 1) if stored else (num, num)
+        there, back = num, num
+        if stored:
+            there, back = num_gathers, num_scatters if is_reduce_scattered(source, target) else 1
         return there * price.forward_s + back * price.backward_s
 
     def price(

@@ -36,10 +36,12 @@ class NodeBytes:
     """Bytes of every choice of a node: held permanently, and per micro-batch.
 
     ``released``: as ``weights``, if gathered parameters are released after each pass.
+    ``accumulated``: by how much either is less if gradients are scattered in every micro-batch.
     """
 
     weights: Array
     released: Array
+    accumulated: Array
     activations: Array
 
 
@@ -69,14 +71,15 @@ class NodeMemory:
         key = (table, kept)
         if key not in self.known:
             weights, activations = np.zeros(len(table.choices)), np.zeros(len(table.choices))
-            gathered = np.zeros(len(table.choices))
+            gathered, summed = np.zeros(len(table.choices)), np.zeros(len(table.choices))
             for position, share in kept.weights:
                 value = self.values[op.inputs[position]]
-                gathered += share * self._bytes(value, table.needs[position])
+                used = share * self._bytes(value, table.needs[position])
+                gathered += used
                 if value.differentiable and self.pricing.num_microbatches > 1:
                     # Gradients are accumulated in the placement in which they are computed.
-                    share *= 1 + value.reduced_dtype.itemsize / value.dtype.itemsize
-                weights += share * self._bytes(value, table.needs[position])
+                    summed += used * (value.reduced_dtype.itemsize / value.dtype.itemsize)
+            weights += gathered + summed
             for position, share in kept.operands:
                 value = self.values[op.inputs[position]]
                 activations += share * self._bytes(value, table.needs[position])
@@ -90,6 +93,7 @@ class NodeMemory:
             self.known[key] = NodeBytes(
                 weights=weights,
                 released=weights - absent * gathered,
+                accumulated=absent * summed,
                 activations=activations,
             )
         return self.known[key]
@@ -102,8 +106,9 @@ class NodeMemory:
             size = self._bytes(value, table.placements)
             none = np.zeros_like(size)
             self.known[key] = NodeBytes(
-                weights=none, released=none, activations=size if kept else none
-            )
+                weights=none, released=none, accumulated=none,
+                activations=size if kept else none,
+            )  # fmt: skip
         return self.known[key]
 
     def stored(self, table: ValueTable) -> NodeBytes:
@@ -114,6 +119,7 @@ class NodeMemory:
             self.known[key] = NodeBytes(
                 weights=table.memory_bytes,
                 released=table.memory_bytes + table.shard_bytes,
+                accumulated=-table.gradient_bytes,
                 activations=none,
             )
         return self.known[key]

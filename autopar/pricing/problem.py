@@ -88,15 +88,19 @@ class PricedGraph:
     edges: dict[tuple[int, int], Array]
     moves: tuple[Moved, ...]
 
-    def memory(self, residence: Residence = WHOLE, *, released: bool = False) -> tuple[Array, ...]:
+    def memory(
+        self, residence: Residence = WHOLE, *, released: bool = False, scattered: bool = False
+    ) -> tuple[Array, ...]:
         """Bytes of every choice of every node on the device that holds the most.
 
-        ``released``: gathered parameters are released after each pass.
+        ``released``: gathered parameters are released after each pass; ``scattered``: gradients are
+        reduce-scattered in every micro-batch.
         """
         share, known = residence, dict[NodeBytes, Array]()
         for held in self.held:
             if held not in known:
                 weights = held.released if released else held.weights
+                weights = weights - held.accumulated if scattered else weights
                 known[held] = share.weights * weights + share.activations * held.activations
         return tuple(known[held] for held in self.held)
 
@@ -108,32 +112,42 @@ class PricedGraph:
         residence: Residence = WHOLE,
         *,
         released: bool = False,
+        scattered: bool = False,
     ) -> Problem:
         """The numbers for the search.
 
         Optionally with other node costs, within a memory budget, with only the fraction
         ``exposed`` of the parameters' communication, or with all gathered parameters ``released``
-        after each pass.
+        after each pass, and all gradients that can be ``scattered`` in every micro-batch.
         """
-        edges = self._with_releases() if released else self.edges
+        edges = self.edges
+        if released or scattered:
+            edges = self._with_passes(released=released, scattered=scattered)
         return Problem(
             self.costs if costs is None else costs,
             edges if exposed == 1.0 else self._with_hidden(edges, exposed),
-            self.memory(residence, released=released) if budget_bytes is not None else None,
+            None
+            if budget_bytes is None
+            else self.memory(residence, released=released, scattered=scattered),
             budget_bytes,
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )
 
-    def _with_releases(self) -> dict[tuple[int, int], Array]:
-        """The edges with parameters gathered for every pass; equal ones still share one array."""
+    def _with_passes(self, *, released: bool, scattered: bool) -> dict[tuple[int, int], Array]:
+        """The edges with parameters gathered, or their gradients scattered, for every pass; equal
+        ones still share one array."""
         edges, transposed = dict(self.edges), dict[int, Array]()
         for move in self.moves:
-            num = self.pricing.num_gathers(move.value, released=True) if move.stored else 1
-            if num == 1 or move.target is None:
+            if not move.stored or move.target is None:
+                continue
+            num = self.pricing.num_gathers(move.value, released=released)
+            num_scatters = self.pricing.num_microbatches if scattered else 1
+            if num == num_scatters == 1:
                 continue
             matrix = self.pricing.moves.matrix(
-                move.value, move.supplies, move.needs, stored=True, num_gathers=num
-            )
+                move.value, move.supplies, move.needs, stored=True, num_gathers=num,
+                num_scatters=num_scatters,
+            )  # fmt: skip
             if move.source > move.target:
                 turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
                 edges[move.target, move.source] = turned
@@ -160,9 +174,12 @@ class PricedGraph:
         return frozenset(i for i in stored if values[i].kind is ValueKind.PARAMETER)
 
     def assignment(
-        self, solution: Sequence[int], released: frozenset[int] = frozenset()
+        self,
+        solution: Sequence[int],
+        released: frozenset[int] = frozenset(),
+        scattered: frozenset[int] = frozenset(),
     ) -> Assignment:
-        """The assignment of a search solution; ``released`` as in it."""
+        """The assignment of a search solution; ``released`` and ``scattered`` as in it."""
         analysis = self.pricing.analysis
         redundant = Choice((None,) * self.pricing.mesh.num_axes)
         choices = [redundant] * len(analysis.graph.ops)
@@ -176,12 +193,17 @@ class PricedGraph:
                 (stored if node.kind == NodeKind.STORED else relays)[node.index] = placements
         return Assignment(
             mesh=self.pricing.mesh, choices=tuple(choices), stored=stored, relays=relays,
-            released=released,
+            released=released, scattered=scattered,
         )  # fmt: skip
 
-    def strategy(self, solution: Sequence[int], released: frozenset[int] = frozenset()) -> Strategy:
+    def strategy(
+        self,
+        solution: Sequence[int],
+        released: frozenset[int] = frozenset(),
+        scattered: frozenset[int] = frozenset(),
+    ) -> Strategy:
         """The strategy of a search solution."""
-        return Strategy(self.pricing.analysis, self.assignment(solution, released))
+        return Strategy(self.pricing.analysis, self.assignment(solution, released, scattered))
 
     def collectives(self, solution: Sequence[int]) -> Iterator[Estimate]:
         """The prices of a solution's communication: inside ops, then of every redistribution."""

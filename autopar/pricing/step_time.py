@@ -40,28 +40,22 @@ def time_parts(candidate: Candidate) -> TimeParts:
     times, num = candidate.times, candidate.num_microbatches
     pricing = candidate.priced.pricing
     passes = pricing.num_passes
-    block_of = block_of_ops(pricing.graph)
-    moves = dict.fromkeys(times.blocks, 0.0)
-    # A gradient is complete after the backward of the first block that reads the parameter.
-    late_s = 0.0
-    for parameter, moved_s in sorted(times.move_s.items()):
-        users = [block_of[op] for op, _ in pricing.analysis.consumers.get(parameter, ())]
-        if users and users[0] in moves:
-            moves[users[0]] += moved_s
-        else:
-            late_s += moved_s
+    scatters, late_s = _moves(candidate, times.scatter_s)
+    assert not late_s  # blocks use what is scattered
+    moves, late_s = _moves(candidate, times.move_s)
+    own_s = sum(moves.values()) + late_s + num * sum(scatters.values())
+    for name, scattered_s in scatters.items():
+        moves[name] += scattered_s
     named = times.blocks
     blocks = named.values()
     forward_s = num * sum(b.forward_s - b.forward_communication_s for b in blocks)
     backward_s = num * sum(b.backward_s - b.backward_communication_s for b in blocks)
-    own_s = num * sum(b.forward_communication_s + b.backward_communication_s for b in blocks)
-    own_s += sum(moves.values()) + late_s
+    own_s += num * sum(b.forward_communication_s + b.backward_communication_s for b in blocks)
     every = {name: b.every_fetch_s for name, b in named.items()}
     first = {n: num * b.fetch_s - (num - 1) * b.every_fetch_s for n, b in named.items()}
-    none = dict.fromkeys(named, 0.0)
     passes_s = _forward_s(candidate, named, first) + _backward_s(candidate, named, moves)
     if num > 1:
-        each_s = _forward_s(candidate, named, every) + _backward_s(candidate, named, none)
+        each_s = _forward_s(candidate, named, every) + _backward_s(candidate, named, scatters)
         passes_s += (num - 1) * each_s
     passes_s += late_s
     return TimeParts(
@@ -71,6 +65,23 @@ def time_parts(candidate: Candidate) -> TimeParts:
         update_s=passes * sum(times.update_s.values()),
         hidden_s=passes * (forward_s + backward_s + own_s - passes_s),
     )
+
+
+def _moves(candidate: Candidate, moves_s: Mapping[int, float]) -> tuple[dict[str, float], float]:
+    """Seconds of moving gradients by block, and of those that no block completes.
+
+    A gradient is complete after the backward of the first block that reads the parameter.
+    """
+    analysis = candidate.priced.pricing.analysis
+    block_of = block_of_ops(analysis.graph)
+    moves, late_s = dict.fromkeys(candidate.times.blocks, 0.0), 0.0
+    for parameter, moved_s in sorted(moves_s.items()):
+        users = [block_of[op] for op, _ in analysis.consumers.get(parameter, ())]
+        if users and users[0] in moves:
+            moves[users[0]] += moved_s
+        else:
+            late_s += moved_s
+    return moves, late_s
 
 
 def _forward_s(

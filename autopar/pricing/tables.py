@@ -7,7 +7,8 @@ so pricing takes time only for the distinct layers of a model.
 
 With micro-batches everything is priced at the size of one, times the number of runs: ops,
 redistributions run in each; a parameter is gathered once, or where it is released after each pass
-in all of them; its gradient is accumulated and reduced once.
+in all of them; its gradient is accumulated and reduced once, or where it is scattered in every
+micro-batch in all of them.
 
 Prices are of one pass over a step. Where it is computed several times (a second pass for clipping),
 what it does once, updates and copies of inputs, is shared among the passes.
@@ -70,14 +71,15 @@ class OpTable:
 class ValueTable:
     """All placements of a stored or relayed value, with their costs.
 
-    ``shard_bytes``: what a parameter takes as it is stored, where ``memory_bytes`` leaves it to the
-    ops that use it.
+    ``shard_bytes``: what a parameter takes as it is stored, and ``gradient_bytes`` its gradient,
+    where ``memory_bytes`` leaves them to the ops that use it.
     """
 
     placements: PlacementTable
     cost_s: Array
     memory_bytes: Array
     shard_bytes: Array
+    gradient_bytes: Array
 
 
 def reads_back(analysis: Analysis, parameter: int) -> bool:
@@ -317,6 +319,7 @@ class Pricing:
                 cost_s=self._holding_s(value, sizes) / self.num_passes,
                 memory_bytes=self._holding_bytes(value, sizes),
                 shard_bytes=sizes * (value.kind is ValueKind.PARAMETER and value.mixed is None),
+                gradient_bytes=sizes * (value.kind is ValueKind.PARAMETER and self._sums(value)),
             )
         return self._value_tables[key]
 
@@ -346,6 +349,10 @@ class Pricing:
             found.forward_s * num_passes / FUSED_ADAMW.num_passes,
             weakest((found.source, Source.INTERPOLATED)),
         )
+
+    def _sums(self, value: Value) -> bool:
+        """Whether the gradient of a parameter is a sum over micro-batches."""
+        return value.differentiable and self.num_microbatches > 1
 
     def _holding_bytes(self, value: Value, sizes: Array) -> Array:
         """Bytes of a parameter's gradient and optimizer state, or of an input.
@@ -386,6 +393,6 @@ class Pricing:
         if key not in self._value_tables:
             zeros = np.zeros(len(options))
             self._value_tables[key] = ValueTable(
-                PlacementTable.of(list(options)), zeros, zeros, zeros
+                PlacementTable.of(list(options)), zeros, zeros, zeros, zeros
             )
         return self._value_tables[key]

@@ -281,6 +281,7 @@ class Microbatches:
                 stored=stored,
                 relays={**relays, **self._total_relays(assignment)},
                 released=assignment.released,
+                scattered=assignment.scattered,
             ),
         )
         result.verify()

@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 from autopar.base.errors import PlanError
 from autopar.ir.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, State, check_placements, format_placements
+from autopar.ir.placement import (
+    Placements,
+    R,
+    State,
+    check_placements,
+    format_placements,
+    is_reduce_scattered,
+)
 from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
 from autopar.rules.choice import is_valid_choice
 from autopar.rules.space import Layout
@@ -167,7 +174,9 @@ class Assignment:
     """One joint decision for a graph on a mesh; see the module's docstring.
 
     A parameter that is gathered for its blocks is gathered once per step and kept until its last
-    use, or it is ``released`` after each forward pass and gathered again for the backward pass.
+    use, or it is ``released`` after each forward pass and gathered again for the backward pass. Its
+    gradient is accumulated whole over the micro-batches and reduced once, or ``scattered`` in every
+    micro-batch, so that only the shard accumulates.
     """
 
     mesh: Mesh
@@ -175,6 +184,7 @@ class Assignment:
     stored: Mapping[int, Placements]
     relays: Mapping[int, Placements]
     released: frozenset[int] = frozenset()
+    scattered: frozenset[int] = frozenset()
 
 
 class Strategy:
@@ -229,6 +239,10 @@ class Strategy:
         """Whether blocks read a parameter in another placement, or dtype, than it is stored in."""
         moved = self.supply(parameter) != self.interface(parameter)
         return moved or parameter.mixed is not None
+
+    def is_reduce_scattered(self, parameter: Value) -> bool:
+        """Whether the gradient of a parameter is reduce-scattered to where it is stored."""
+        return is_reduce_scattered(self.supply(parameter), self.interface(parameter))
 
     def verify(self) -> None:
         """Raise PlanError naming the first op or value whose decision is invalid."""

@@ -24,7 +24,7 @@ from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.simulate import HostLink, simulate
 from autopar.movement.single_ops import single_op_blocks
 from autopar.movement.verify import verify
-from autopar.planning.releases import with_released
+from autopar.planning.releases import with_released, with_scattered
 from autopar.schedules.action import Action, Kind
 from autopar.schedules.schedule import PipelineShape, Schedule, step
 from autopar.sharding.strategy import Analysis, unsplit
@@ -67,7 +67,8 @@ def test_single_ops_peak_where_their_program_does(name: str):
 def test_drawn_plans_peak_where_their_programs_do(name: str, number: int):
     """On meshes, the program's count has the transports' buffers for joined tensors too."""
     for drawn in drawn_programs(Case(name, num_joined=2), number, 4):
-        program = with_released(drawn.program, frozenset())
+        none = frozenset[int]()
+        program = with_scattered(with_released(drawn.program, none), none)
         peak = max(
             lifetimes(program, pipeline_rank=rank).peak_bytes
             for rank in range(program.pipeline.num_devices)
@@ -153,6 +154,13 @@ def test_parameters_that_are_released_are_refused():
     drawn = (each.program for each in drawn_programs(Case("gpt2", num_joined=2), 0, 4))
     program = next(each for each in drawn if any(p.released for p in each.parameters))
     with pytest.raises(MovementError, match="reshard_after_forward=False"):
+        lifetimes(program)
+
+
+def test_gradients_that_are_reduced_in_every_micro_batch_are_refused():
+    program = lower(unsplit(analysis_of("mlp")))
+    program = with_scattered(program, frozenset({program.parameters[0].value}))
+    with pytest.raises(MovementError, match="reduce_every_microbatch=False"):
         lifetimes(program)
 
 

@@ -171,7 +171,7 @@ def test_a_plan_says_what_is_released_and_is_replayed_with_it(
     released = {p.name for p in compiled.program.parameters if p.released}
     assert released == set(plan.released)
     wrong = plan.to_json().replace('"head.bias"\n', '"head.bais"\n')
-    with pytest.raises(PlanError, match=r"releases 'head.bais'.*head.bias"):
+    with pytest.raises(PlanError, match=r"'head.bais' is released, but.*head.bias"):
         on_workers(
             model_of(), 2, example_inputs=batch(0), plan=autopar.Plan.from_json(wrong), **example
         )

@@ -63,6 +63,7 @@ class Agreement:
         self.verdict = Verdict.FINITE
         self._meta = program.loss.meta
         self._num_ranks = world.num_devices
+        self._num_terms = world.num_devices * program.num_microbatches
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
         # Along axes where the loss is replicated, the first rank sends it.
         mesh, summed = program.mesh, _summed_axes(program)
@@ -108,10 +109,11 @@ class Agreement:
     def _doubt(self) -> Tensor:
         """0, a positive number if a sum over the ranks may overflow, NaN if a gradient has one.
 
-        No element exceeds the norm, and no sum exceeds the total of all ranks' largest elements.
+        No element exceeds the norm, and no sum, over micro-batches too, exceeds the total of all
+        ranks' largest elements.
         """
         shares = [
-            torch.stack(norms).amax() / (torch.finfo(dtype).max / self._num_ranks)
+            torch.stack(norms).amax() / (torch.finfo(dtype).max / self._num_terms)
             for dtype, norms in self._norms.items()
         ]
         self._norms.clear()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from autopar.ir.placement import local_shape
-from autopar.lowering.arrivals import Reads
+from autopar.lowering.arrivals import Reads, contributions_of_round
 from autopar.lowering.route import Route
 from autopar.lowering.types import (
     NO_STAGE,
@@ -113,7 +113,8 @@ class Computation(Generic[T]):
         self._readings = route.readings.copy()
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
-        self.remaining = route.contributions.copy()
+        self._of_round = contributions_of_round(program, route)
+        self.remaining = self._of_round.copy()
         self.reads = Reads(program, route)
         self.rows: list[Rows[T]] = []
         self.following: dict[int, T] = {}
@@ -430,6 +431,8 @@ class Computation(Generic[T]):
             self._add_gradient(value, gradient)
             self.remaining[value] -= 1
             if not self.remaining[value]:
+                self.remaining[value] = self._of_round[value]  # those of the next micro-batch
+                self._own_sums.discard(value)
                 complete.append(value)
         return complete
 

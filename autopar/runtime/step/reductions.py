@@ -2,7 +2,8 @@
 
 In: gradients in the placement in which blocks use their parameters, once they are complete. Out:
 gradients in stored placement, equal on all devices that hold a parameter: tied parameters of
-several stages and the replicas of a stage have one sum. Reductions overlap with the computation
+several stages and the replicas of a stage have one sum. Those that are scattered in every
+micro-batch are added up as they arrive. Reductions overlap with the computation
 that follows, and whoever needs a gradient waits for its round, perhaps in the next training step.
 """
 
@@ -17,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from autopar.ir.placement import local_shape
-from autopar.lowering.arrivals import Reads, rounds_in_flight
+from autopar.lowering.arrivals import Reads, rounds_in_flight, scattered
 from autopar.lowering.route import Route
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import Links, Machine
@@ -79,6 +80,9 @@ class Reductions(Generic[T]):
         self._shared = {p.value for found in route.summed.values() for p in found}
         self._parameter_of = {p.value: p for p in program.parameters}
         self._rows: deque[tuple[tuple[int, int, int], Callable[[], Sequence[T]]]] = deque()
+        self._rounds_left = dict.fromkeys(scattered(program), program.num_microbatches)
+        self._sums: dict[int, T] = {}
+        self._folded: list[tuple[int, ...]] = []
         self._num_in_flight = rounds_in_flight(program.device_type, program.mesh.num_devices)
 
     def complete(self, values: Sequence[int]) -> None:
@@ -155,6 +159,8 @@ class Reductions(Generic[T]):
 
     def arrivals(self) -> Iterator[dict[int, T]]:
         """The gradients that were not taken, as they arrive; call `begin_rest` before."""
+        for values in self._folded:
+            yield self.take(values)
         while self._rounds:
             yield self.take(self._rounds[0].values)
         yield self.take(tuple(self._ready))
@@ -178,7 +184,16 @@ class Reductions(Generic[T]):
             del gradient
         if moved:
             self._rounds.append(_Round(tuple(moved), self.machine.start_gradients(moves)))
+            del moves
+            self._fold()
         return bool(moved)
+
+    def _fold(self) -> None:
+        """Add up what is scattered in every micro-batch, but for the last rounds in flight."""
+        for found in self._rounds[: max(len(self._rounds) - self._num_in_flight, 0)]:
+            if not self._rounds_left.keys().isdisjoint(found.values):
+                self._folded.append(found.values)
+                self._wait(set(found.values))
 
     def _sum_replicas(self) -> None:
         for stage in self._to_sum:
@@ -201,8 +216,21 @@ class Reductions(Generic[T]):
 
     def _wait(self, values: set[int]) -> None:
         for found in [r for r in self._rounds if not values.isdisjoint(r.values)]:
-            self._ready.update(zip(found.values, found.wait()))
+            for value, gradient in zip(found.values, found.wait()):
+                self._arrive(value, gradient)
             self._rounds.remove(found)
+
+    def _arrive(self, value: int, gradient: T) -> None:
+        if value in self._rounds_left:
+            self._rounds_left[value] -= 1
+            if value in self._sums:
+                self.machine.add_to(self._sums[value], gradient)
+            else:
+                self._sums[value] = gradient
+            if self._rounds_left[value]:
+                return
+            gradient = self._sums.pop(value)
+        self._ready[value] = gradient
 
 
 def _held(gradient: T) -> Sequence[T]:
