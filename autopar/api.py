@@ -242,8 +242,8 @@ def compile(  # type: ignore[misc]
       rolled back as above (in a pipeline it is not); a gradient that is not finite is found when
       weights have changed, which the NonFiniteError says, and ``"skip"`` is refused; with
       ``Update(clipping="second_pass")`` nothing has changed. See `autopar.runtime.step.agreement`.
-    * ``kernels``: ``"eager"`` (the default) runs the graphs of blocks op by op, ``"compiled"`` as
-      Inductor compiles them, once per distinct block; see `autopar.lowering.regions`.
+    * ``kernels``: ``"eager"`` (the default) runs blocks op by op, ``"compiled"`` as Inductor makes
+      them, ``"auto"`` each graph as is measured to be faster; see `autopar.lowering.regions`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
       on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
       Collectives between the devices are measured once too, which takes some seconds.
@@ -266,9 +266,8 @@ def compile(  # type: ignore[misc]
         reshard_after_forward=reshard_after_forward,
         reduce_every_microbatch=reduce_every_microbatch,
         batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
-        start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+        start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s, kernels=kernels,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
-        kernels=kernels,
     )  # fmt: skip
     own = {
         "loss_fn": loss_fn,
@@ -421,10 +420,10 @@ class _Compiler:
             cluster = self.cluster or Cluster.detect(len(self.devices))
         else:
             cluster = communication.cluster
-            calls = searched_calls(prepared, cluster, self.space)
             compute = op_times(
-                calls, cluster, default_store_path(), limit_s=self.options.profile_limit_s,
-                start_timeout_s=running.start_timeout_s, progress=say,
+                searched_calls(prepared, cluster, self.space), cluster, default_store_path(),
+                limit_s=self.options.profile_limit_s, start_timeout_s=running.start_timeout_s,
+                progress=say,
             )  # fmt: skip
         spec = optimizer_spec(
             running.optimizer, cluster.device, is_clipped=self.options.clips_at_end
@@ -435,7 +434,11 @@ class _Compiler:
             may_update_early=may_be_early(running, planning.precision),
             device_type=self.devices[0].type, progress=say,
         )  # fmt: skip
-        return with_kernels(planned.plan, planned.program, self.options.kernels)
+        return with_kernels(
+            planned.plan, planned.program, self.options.kernels, default_store_path(),
+            limit_s=0.0 if communication is None else self.options.profile_limit_s,
+            start_timeout_s=running.start_timeout_s, progress=say,
+        )  # fmt: skip
 
     def _start(self, captured: Captured, chosen: Plan) -> Compiled:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)

@@ -40,6 +40,11 @@ def cache_folder() -> Path:
     return Path(base) / "autopar"
 
 
+def num_side_by_side(device: DeviceSpec) -> int:
+    """How many of the host's processes its cores can run at the same time."""
+    return min(device.num_processes, max(1, usable_cores() // device.num_threads))
+
+
 def usable_cores() -> int:
     """The number of cores that this process may use, within affinity and quota."""
     if hasattr(os, "sched_getaffinity"):

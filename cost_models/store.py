@@ -14,6 +14,7 @@ another process for longer than `BUSY_S`.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from autopar.cost_models.hardware import DeviceSpec
 SCHEMA_VERSION = 10
 BUSY_S = 3.0
 _APPLICATION_ID = 0x61707263
-_OPS, _FAILURES, _COLLECTIVES = "op", "failure", "collective"
+_OPS, _FAILURES, _COLLECTIVES, _REGIONS = "op", "failure", "collective", "region"
 
 T = TypeVar("T")
 
@@ -103,6 +104,22 @@ class CollectiveTime:
         numbers = (self.size_bytes, self.time_s, self.spread)
         are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
         return are_numbers and self.size_bytes > 0 and self.time_s > 0 and self.spread >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTime:
+    """Measured seconds of a run of ops, one by one and compiled as one function."""
+
+    eager_s: float
+    compiled_s: float
+    spread: float
+    num_samples: int
+
+    def is_sane(self) -> bool:
+        """Whether every number is plausible."""
+        numbers = (self.eager_s, self.compiled_s, self.spread)
+        are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
+        return are_numbers and self.eager_s > 0 and self.compiled_s > 0 and self.spread >= 0
 
 
 class _NotOurs(Exception):
@@ -202,6 +219,17 @@ class ProfileStore:
             key: tuple(sorted(found[key], key=lambda times: times.size_bytes))
             for key in sorted(found)
         }
+
+    def put_region(self, text: str, times: RegionTime) -> None:
+        """Store the times of a region, named by its text."""
+        if not times.is_sane():
+            raise CostError(f"{times} cannot be the times of a region.")
+        self._keep(_REGIONS, _digest(text), text, times)
+
+    def region(self, text: str) -> RegionTime | None:
+        """The measured times of a region, or None."""
+        found = self._find(_REGIONS, _digest(text), text)
+        return next((t for v in found.values() if (t := self._read(v, RegionTime))), None)
 
     def _keep(self, kind: str, name: str, key: str, value: Any, *, for_now: bool = False) -> None:
         """Write to the file, or to memory if the file is not writable."""
@@ -330,6 +358,10 @@ def _products(device: DeviceSpec) -> str:
     }
     names = [name for name, is_allowed in allowed.items() if is_allowed]
     return f", TF32 in {' and '.join(names)}" if names else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _checksum(row: tuple[Any, ...]) -> int:

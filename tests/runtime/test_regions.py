@@ -14,15 +14,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar.base.errors import InputError, NonFiniteError, PlanError, StepError
 from autopar.comm.ops import RAW_OPS
+from autopar.cost_models import Cluster, ProfileStore
+from autopar.cost_models.store import RegionTime
 from autopar.ir.random_ops import is_random
 from autopar.lowering.program import lower
 from autopar.lowering.regions import compilable, regions_of, with_compiled
 from autopar.lowering.types import RankProgram, TensorMeta, graphs_of
+from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
+from autopar.plans.document import Plan
 from autopar.runtime.machine.regions import MAX_VARIANTS, RegionFunction
+from autopar.runtime.measure.kernel_choice import MARGIN, with_kernels
+from autopar.runtime.measure.region_times import RegionCall, region_times
 from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned_strategy
 from tests.models.zoo import MODELS, MORE_MODELS
 from tests.runtime.conftest import Groups
@@ -164,11 +172,9 @@ def test_without_a_compiler_blocks_run_op_by_op_and_say_so(
 def region_function(
     function: Any, *operands: Tensor
 ) -> tuple[RegionFunction, list[tuple[TensorMeta, ...]]]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     module = make_fx(function)(*operands)
     (region,) = regions_of(module, on_cpu=True)
-    made = RegionFunction(region, torch.device("cpu"), "a region")
+    made = RegionFunction(region.module(), torch.device("cpu"), "a region")
     return made, [region.operands]
 
 
@@ -203,3 +209,54 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     program = lower(planned_strategy("mlp", "searched on 2"))
     with pytest.raises(PlanError, match=r"'layers\.9' is no block of the program"):
         with_compiled(program, {"layers.9": "F"})
+
+
+def gelu_region() -> RegionCall:
+    module = make_fx(lambda x: (torch.nn.functional.gelu(x * 2) + 1,))(torch.randn(64, 64))
+    (region,) = regions_of(module, on_cpu=True)
+    return RegionCall(module=region.module(), operands=region.operands)
+
+
+def test_regions_are_measured_once_on_as_many_processes_as_train(tmp_path: Path) -> None:
+    call, said = gelu_region(), list[str]()
+    for _ in range(2):
+        found = region_times(
+            [call], Cluster.detect(2).device, tmp_path / "times.sqlite3", limit_s=60.0,
+            start_timeout_s=120.0, progress=said.append,
+        )  # fmt: skip
+        times = found[str(call)]
+        assert isinstance(times, RegionTime)
+        assert times.is_sane()
+    assert said == ["compile and measure up to 1 regions, at most 60 s"]
+    assert str(call) == str(gelu_region())
+
+
+def test_the_faster_way_of_each_graph_is_chosen(tmp_path: Path) -> None:
+    """By stored times: compiled if it is faster by more than the margin, op by op if it is not or
+    if a region of the graph has no time, whose reason the report gives."""
+    cluster, path = Cluster.preset("cpu", nodes=1, devices_per_node=2), tmp_path / "times.sqlite3"
+    planned = make_planned(case_of("mlp").captured, cluster, Space(mesh={"x": 2}))
+    choose = functools.partial(
+        with_kernels, planned.plan, planned.program, "auto", path, start_timeout_s=60.0,
+        progress=lambda _: None,
+    )  # fmt: skip
+    unmeasured = choose(limit_s=0.0)
+    assert not any(unmeasured.compiled.values())
+    assert "F op by op: not measured" in str(unmeasured)
+    ratios = {"F": 0.5, "I": 1 - MARGIN / 2, "W": 2.0}
+    with ProfileStore(path, cluster.device) as store:
+        for kernel in planned.program.kernels:
+            for phase, module in graphs_of(kernel):
+                for region in regions_of(module, on_cpu=True):
+                    call = RegionCall(module=region.module(), operands=region.operands)
+                    store.put_region(
+                        str(call),
+                        RegionTime(
+                            eager_s=1.0, compiled_s=ratios[phase], spread=0.0, num_samples=5
+                        ),
+                    )
+    chosen = choose(limit_s=60.0)
+    assert chosen.compiled
+    assert {phase for phases in chosen.compiled.values() for phase in phases} == {"F"}
+    assert "F compiled (1.00 s op by op, 500.00 ms compiled, measured)" in str(chosen)
+    assert Plan.from_json(chosen.to_json()) == chosen

@@ -293,7 +293,7 @@ class ProcessMachine:
         regions = regions_of(module, on_cpu=self.device.type == "cpu")
         functions = []
         for region, operands in zip(regions, compiled.operands, strict=True):
-            functions.append(RegionFunction(region, self.device, where))
+            functions.append(RegionFunction(region.module(), self.device, where))
             functions[-1].compile(operands)
         inside = {node for region in regions for node in region.nodes}
         at = {region.last: place for place, region in enumerate(regions)}

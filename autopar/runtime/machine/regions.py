@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_private import compile_graph, returns_views
-from autopar.lowering.regions import Region
 from autopar.lowering.types import TensorMeta
+from autopar.runtime.machine.direct_calls import DIRECT
 
 MAX_VARIANTS = 4
 """A region is compiled for at most so many strides of its operands; for others it runs op by op."""
@@ -26,12 +26,13 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 class RegionFunction:
-    """A region's function, compiled for each layout of its operands; see `compile_region`."""
+    """A region's function, compiled for each layout of its operands; ``module`` is the region as a
+    graph, ``where`` names it in warnings."""
 
-    def __init__(self, region: Region, device: torch.device, where: str) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device, where: str) -> None:
         self.where = where
         self._device = device
-        self._module = region.module()
+        self._module = module
         self._variants: dict[Strides, Function] = {}
 
     def compile(self, operands: Sequence[TensorMeta]) -> None:
@@ -76,6 +77,15 @@ class RegionFunction:
             return results
 
         return run
+
+
+def op_by_op(module: fx.GraphModule) -> fx.GraphModule:
+    """A region's graph as it runs op by op."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.target = DIRECT.get(node.target, node.target)
+    return fx.GraphModule({}, graph)
 
 
 def first_line(error: BaseException) -> str:

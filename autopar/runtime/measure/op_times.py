@@ -33,7 +33,7 @@ from autopar.cost_models import (
     RooflineModel,
 )
 from autopar.cost_models.calls import resolve
-from autopar.cost_models.detect import usable_cores
+from autopar.cost_models.detect import num_side_by_side
 from autopar.cost_models.measure import MeasureLimits, measure_call, measuring_s
 from autopar.cost_models.others import watched
 from autopar.cost_models.pace import Pace, slow_ones
@@ -133,7 +133,7 @@ def op_times(
     store = ProfileStore(path, device)
     measured = Profiler(store, device, measuring=False)
     expected = _expected(RooflineModel(device), calls)
-    chosen = _chosen(expected, limit_s, _num_side_by_side(device) / device.num_processes)
+    chosen = _chosen(expected, limit_s, num_side_by_side(device) / device.num_processes)
     missing = measured.missing(chosen)
     if missing:
         progress(f"measure up to {len(missing)} op calls, at most {limit_s:.0f} s")
@@ -170,10 +170,6 @@ def _chosen(expected: Mapping[OpCall, OpEstimate], limit_s: float, share: float)
     return found
 
 
-def _num_side_by_side(device: DeviceSpec) -> int:
-    return min(device.num_processes, max(1, usable_cores() // device.num_threads))
-
-
 def _measure_in_workers(
     calls: Sequence[OpCall],
     device: DeviceSpec,
@@ -185,7 +181,7 @@ def _measure_in_workers(
 
     If the host has cores for fewer, as many workers measure, each for a share of those that train.
     """
-    count = _num_side_by_side(device)
+    count = num_side_by_side(device)
     share = count / device.num_processes
     workers = WorkerGroup(
         count,
