@@ -27,11 +27,13 @@ from autopar.ir.update import Update, check_update
 from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
+from autopar.movement.execution import Movement
 from autopar.options import CompileOptions, PlanOptions, compile_options
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
+from autopar.planning.movement import movement_of
 from autopar.planning.planner import make_planned, searched_calls
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
@@ -68,6 +70,7 @@ def plan(
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
+    offload: bool = False,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -117,6 +120,10 @@ def plan(
       every micro-batch and accumulate as shards (ZeRO-2, ZeRO-3); with False they accumulate whole
       and are reduced once per step (ZeRO-1; ``no_sync`` in PyTorch). By default as many accumulate
       whole as fit the memory. Pipelines always reduce once.
+    * ``offload``: with True tensors may move to the host's memory and back in every step where the
+      memory needs it: results that the backward pass reads, parameters that blocks read as they
+      are stored, optimizer states; those whose copies take least (`autopar.movement`). It competes
+      with recomputation by predicted time.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -145,7 +152,7 @@ def plan(
         loss_fn=loss_fn, mesh=mesh, constraints=constraints, num_microbatches=num_microbatches,
         num_stages=num_stages, schedule=schedule, cuts=cuts, recompute=recompute,
         reshard_after_forward=reshard_after_forward,
-        reduce_every_microbatch=reduce_every_microbatch, batch_norm=batch_norm,
+        reduce_every_microbatch=reduce_every_microbatch, offload=offload, batch_norm=batch_norm,
         precision=check_precision(precision), optimizer=optimizer, update=check_update(update),
         compute=compute,
     )  # fmt: skip
@@ -196,6 +203,7 @@ def compile(  # type: ignore[misc]
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
+    offload: bool = False,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -264,7 +272,7 @@ def compile(  # type: ignore[misc]
         compile_options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
         reshard_after_forward=reshard_after_forward,
-        reduce_every_microbatch=reduce_every_microbatch,
+        reduce_every_microbatch=reduce_every_microbatch, offload=offload,
         batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
         start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s, kernels=kernels,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
@@ -466,6 +474,7 @@ class _Compiler:
         return Compiled(
             captured=captured,
             program=program,
+            movement=self._movement(chosen, program),
             forward_program=lambda: lower_staged_forward(strategy, program),
             lower_forward=lower_forward,
             plan=chosen,
@@ -473,6 +482,16 @@ class _Compiler:
             model=self.model,
             options=self.options.running,
         )
+
+    def _movement(self, chosen: Plan, program: RankProgram) -> tuple[Movement, ...]:
+        """What moves to the host, by pipeline rank; raises PlanError where the plan is wrong."""
+        running = self.options.running
+        if chosen.offload is None or running.optimizer is None:
+            return ()
+        spec = optimizer_spec(
+            running.optimizer, chosen.cluster.device, is_clipped=self.options.clips_at_end
+        )
+        return movement_of(chosen, program, spec)
 
 
 def _agreed(make: Callable[[], Plan]) -> Plan:

@@ -55,7 +55,9 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ``memory_bandwidth_bytes_per_s`` is of reads and writes together. ``kernel_launch_s`` is the
     minimum time from one kernel launch to the next; ``dispatch_s`` is the cost of an operation that
     launches no kernel (a view). Kernels whose data fits ``cache_bytes`` move it at
-    ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``num_units`` is the number of
+    ``cache_bandwidth_bytes_per_s`` (0: no faster than memory). ``host_bandwidth_bytes_per_s`` is
+    that of copies between the device and pinned memory of its host, each way (0: unknown).
+    ``num_units`` is the number of
     multiprocessors (GPU) or cores (CPU) that share an operation. ``num_processes`` is the number of
     workers that share the host's memory and cores (CPU). ``allow_tensor_float32`` is PyTorch's
     setting for float32 matrix products, ``allow_tensor_float32_in_cudnn`` that for convolutions and
@@ -74,6 +76,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     num_processes: int = 1
     cache_bytes: int = 0
     cache_bandwidth_bytes_per_s: float = 0.0
+    host_bandwidth_bytes_per_s: float = 0.0
     allow_tensor_float32: bool = False
     allow_tensor_float32_in_cudnn: bool = True
     source: str = "the user's description"
@@ -108,6 +111,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "dispatch_s": self.dispatch_s,
                 "cache_bytes": self.cache_bytes,
                 "cache_bandwidth_bytes_per_s": self.cache_bandwidth_bytes_per_s,
+                "host_bandwidth_bytes_per_s": self.host_bandwidth_bytes_per_s,
             },
         )
 

@@ -87,6 +87,11 @@ def _infiniband(adapters: int, gigabits_per_s: float, devices: int, source: str)
     )
 
 
+def _host_link(generation: int) -> float:
+    """Bytes per second of a device's link to its host, each way: PCI Express with 16 lanes."""
+    return 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8 * _PCIE_EFFICIENCY
+
+
 def _pcie3(source: str) -> Level:
     # 16 lanes at 8 GT/s with 128b/130b coding. Consumer cards communicate through the host, whose
     # two sockets have one root port per four cards: four links in total.
@@ -121,6 +126,7 @@ def _v100() -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=80,
         cache_bytes=6 * _MIB,
+        host_bandwidth_bytes_per_s=_host_link(3),
         source="NVIDIA V100 datasheet (SXM2, 32 GB); 80 SMs and 6 MB L2 from the Volta whitepaper",
     )
     return _Preset(
@@ -147,6 +153,7 @@ def _a100(memory_bytes: int, bandwidth: float, name: str) -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=108,
         cache_bytes=40 * _MIB,
+        host_bandwidth_bytes_per_s=_host_link(4),
         source="NVIDIA A100 datasheet (SXM4); 108 SMs and 40 MB L2 from the Ampere whitepaper",
     )
     return _Preset(
@@ -179,6 +186,7 @@ def _hopper(name: str, memory_bytes: int, bandwidth: float, node: str, sheet: st
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=132,
         cache_bytes=50 * _MIB,
+        host_bandwidth_bytes_per_s=_host_link(5),
         source=f"{sheet}; dense rates, 132 SMs and 50 MB L2 from the Hopper whitepaper",
     )
     return _Preset(
@@ -206,6 +214,7 @@ def _b200() -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=148,
         cache_bytes=126 * _MIB,
+        host_bandwidth_bytes_per_s=_host_link(5),
         source=(
             "NVIDIA DGX B200 datasheet (1,440 GB, 64 TB/s and 72 PFLOPS of sparse FP8 for 8) and "
             "HGX B200 specifications; 148 SMs and 126 MB L2 as the driver reports"

@@ -383,7 +383,8 @@ def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[st
             "with a batch for each"
         )
     for name, given in keywords.items():
-        if name not in _OF_ARRAYS and given is not None and given != 1:
+        is_given = given is not None and given is not False and given != 1
+        if name not in _OF_ARRAYS and is_given:
             raise InputError(
                 f"{name}={given!r} is not for an array of models, which has no pipeline, no "
                 "micro-batches and no precision but its models' own; leave it out, or compile the "

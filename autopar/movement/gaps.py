@@ -44,6 +44,8 @@ def gaps_of(step: StepLifetimes) -> tuple[Gap, ...]:
 
 
 def _of_tensor(index: int, tensor: Lifetime, num_ops: int) -> Iterator[Gap]:
+    if not tensor.movable:
+        return
     for after, before in pairwise(tensor.uses):
         if before - after >= NEAREST:
             yield Gap(index, after, before)

@@ -22,7 +22,7 @@ class Lifetime:
 
     ``writes`` are those of the ``uses`` that change its contents. A tensor that is not
     ``persistent`` is created by its first use and released after its last; a persistent one exists
-    before the step and after it, in the same place.
+    before the step and after it, in the same place. One that is not ``movable`` stays where it is.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Lifetime:
     uses: tuple[int, ...]
     writes: tuple[int, ...]
     persistent: bool = False
+    movable: bool = True
 
     def __post_init__(self) -> None:
         if not self.name or any(c.isspace() for c in self.name):

@@ -4,14 +4,15 @@ The actions of the route are played in order, as in `autopar.memory.program`, wh
 here every run of an F, I or W graph is an operation, and every storage that crosses its border is a
 tensor with the operations that use it. What lives within one graph is that operation's workspace.
 Sums of gradients, gathers, reductions and updates of parameters are operations too. Programs of
-single-op blocks (`autopar.movement.single_ops`) have the lifetimes of single layers.
+single-op blocks (`autopar.movement.single_ops`) have the lifetimes of single layers. The result
+also says where the runtime finds operations and tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,7 +25,9 @@ from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import BlockProgram, Kernel, ParameterProgram, RankProgram, Role
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
-from autopar.movement.lifetimes import Lifetime, StepLifetimes
+from autopar.movement.drafts import Draft, step_of_drafts
+from autopar.movement.execution import PARAMETER, OpPlace, ProgramStep, Run, Update
+from autopar.movement.lifetimes import StepLifetimes
 from autopar.schedules.action import Kind
 
 Key = tuple[int, int]
@@ -34,7 +37,14 @@ Key = tuple[int, int]
 def lifetimes_of(
     program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec, pipeline_rank: int = 0
 ) -> StepLifetimes:
-    """The lifetimes of one training step on a pipeline rank.
+    """The lifetimes of one training step on a pipeline rank; raises as `step_of_program`."""
+    return step_of_program(program, device, optimizer=optimizer, pipeline_rank=pipeline_rank).step
+
+
+def step_of_program(
+    program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec, pipeline_rank: int = 0
+) -> ProgramStep:
+    """One training step on a pipeline rank: its lifetimes, and where the runtime finds them.
 
     Raises MovementError for updates within the backward pass, for parameters that are released
     after forward or whose gradients are reduced in every micro-batch, and for schedules whose
@@ -51,7 +61,7 @@ def lifetimes_of(
             "the program updates parameters within the backward pass, by rows of their gradients, "
             "which no movement plan covers; lower it with update='at_end'"
         )
-    if any(p.released for p in program.parameters):
+    if any(p.released and p.kernel is not None for p in program.parameters):
         raise MovementError(
             "the program releases gathered parameters after forward and gathers them again, which "
             "no movement plan covers; plan it with reshard_after_forward=False"
@@ -61,19 +71,12 @@ def lifetimes_of(
             "the program reduces gradients in every micro-batch, which no movement plan covers; "
             "plan it with reduce_every_microbatch=False"
         )
+    if any(p.scattered for p in program.parameters):
+        raise MovementError(
+            "the program reduces gradients in every micro-batch, which no movement plan covers; "
+            "plan it with reduce_every_microbatch=False"
+        )
     return _Walk(program, route, device, optimizer).run()
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A tensor whose uses are being noted."""
-
-    name: str
-    category: Category
-    size_bytes: int
-    persistent: bool = False
-    uses: list[int] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,9 @@ class _Walk:
         self.allocator = allocator_of(device)
         self.memory: list[KernelMemory] = [kernel_memory(k, device) for k in program.kernels]
         self.ops: list[str] = []
+        self.places: list[OpPlace] = []
         self.workspace: list[int] = []
-        self.tensors: list[_Draft] = []
+        self.tensors: list[Draft] = []
         self.values: dict[Key, int] = {}
         self.stored: dict[int, int] = {}
         """Persistent tensors, by value: parameters, buffers, inputs and fixed values."""
@@ -114,13 +118,14 @@ class _Walk:
             p.value: ParameterBytes.of(p, program, self.allocator) for p in program.parameters
         }
         self.states: dict[int, list[int]] = {}
+        self.sent = {v for boundary in program.pipeline.boundaries for v in boundary.values}
         self.updated: set[int] = set()
 
     # --- tensors and operations ---------------------------------------------------------------
     def _tensor(
         self, name: str, category: Category, size_bytes: int, *, persistent: bool = False
     ) -> int:
-        self.tensors.append(_Draft(name.replace(" ", "_"), category, size_bytes, persistent))
+        self.tensors.append(Draft(name.replace(" ", "_"), category, size_bytes, persistent))
         return len(self.tensors) - 1
 
     def _op(
@@ -129,6 +134,7 @@ class _Walk:
         reads: Iterable[int],
         writes: Iterable[int],
         workspace_bytes: int = 0,
+        place: OpPlace = None,
     ) -> None:
         op, written = len(self.ops), set(writes)
         for index in written.union(reads):
@@ -136,6 +142,7 @@ class _Walk:
             if index in written:
                 self.tensors[index].writes.append(op)
         self.ops.append(name)
+        self.places.append(place)
         self.workspace.append(workspace_bytes)
 
     def _run(
@@ -145,6 +152,7 @@ class _Walk:
         arguments: Sequence[int | None],
         category: Category,
         workspace_bytes: int,
+        place: Run | None = None,
     ) -> list[int | None]:
         """Run a graph on tensors; a result that is a view of another tensor is that tensor."""
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -165,16 +173,17 @@ class _Walk:
             if id(storage) not in owner:
                 size = self.allocator.rounded(storage.nbytes())
                 owner[id(storage)] = self._tensor(f"{name}:{number}", category, size)
+                self.tensors[-1].result = number
                 made.append(owner[id(storage)])
             found.append(owner[id(storage)])
         if made or workspace_bytes:
             created = sum(self.tensors[index].size_bytes for index in made)
             reads = [a for node, a in zip(given, arguments) if a is not None and node.users]
-            self._op(name, reads, made, max(0, workspace_bytes - created))
+            self._op(name, reads, made, max(0, workspace_bytes - created), place)
         return found
 
     # --- the step -----------------------------------------------------------------------------
-    def run(self) -> StepLifetimes:
+    def run(self) -> ProgramStep:
         self._place_persistent()
         for block in self.program.blocks:
             if not block.role.has_stage:
@@ -182,7 +191,7 @@ class _Walk:
         for action in self.route.actions:
             self._act(action.stage, action.kind, action.microbatch)
         self._update([v for values in self.route.parameters.values() for v in values])
-        return self._lifetimes()
+        return step_of_drafts(self.ops, self.places, self.workspace, self.tensors)
 
     def _act(self, stage: int, kind: Kind, microbatch: int | None) -> None:
         if kind is Kind.U and not self.optimizer.is_joint:
@@ -213,9 +222,11 @@ class _Walk:
                 self.stored[p.value] = self._tensor(
                     p.name, Category.PARAMETERS, size, persistent=True
                 )
+                self.tensors[-1].stored = p.value, PARAMETER
                 for number in range(self.optimizer.num_states if p.trainable else 0):
                     name = f"{p.name}:state{number}"
                     state = self._tensor(name, Category.OPTIMIZER_STATE, size, persistent=True)
+                    self.tensors[state].stored = p.value, number
                     self.states.setdefault(p.value, []).append(state)
         for b in program.buffers:
             size = self.allocator.rounded(math.prod(b.shape) * b.dtype.itemsize)
@@ -239,7 +250,7 @@ class _Walk:
                 if draft.uses and draft.uses[-1] >= num_ops:
                     draft.persistent = True
                     draft.uses, draft.writes = [], []
-            del self.ops[num_ops:], self.workspace[num_ops:]
+            del self.ops[num_ops:], self.workspace[num_ops:], self.places[num_ops:]
 
     # --- forward ------------------------------------------------------------------------------
     def _receive(self, stage: int, microbatch: int) -> None:
@@ -271,10 +282,12 @@ class _Walk:
                 operands,
                 Category.ACTIVATIONS,
                 self.memory[block.kernel].workspace["F"],
+                Run("F", position, microbatch),
             )
             for value, result in zip(block.interface.outputs, results):
                 if result is not None:
                     self.values[microbatch, value] = result
+                    self.tensors[result].leaves |= value in self.sent
             if keep:
                 saved = tuple(results[kernel.num_outputs :])
                 self.kept[microbatch, position] = _Kept(operands, saved)
@@ -342,6 +355,7 @@ class _Walk:
                 arguments,
                 Category.ACTIVATIONS,
                 memory.workspace["I"],
+                Run("I", position, microbatch),
             )
             handed = results[len(kernel.input_grads) :]
             for operand, made, result in zip(kernel.input_grads, memory.input_grads, results):
@@ -398,6 +412,7 @@ class _Walk:
                 self._arguments(kernel.weight_sources, place, taken, handed),
                 Category.GRADIENTS,
                 self.memory[block.kernel].workspace["W"],
+                Run("W", position, microbatch),
             )
             first = len(block.interface.inputs)
             for operand, result in zip(kernel.weight_grads, results):
@@ -456,29 +471,5 @@ class _Walk:
             written = [t for v in group for t in (self.stored[v], *self.states.get(v, ()))]
             names = "+".join(self.parameters[v].name for v in group[:3])
             workspace = self.optimizer.workspace_bytes([self.bytes[v].stored for v in group])
-            self._op(f"update {names}", [self.sums[v] for v in group], written, workspace)
-
-    def _lifetimes(self) -> StepLifetimes:
-        """Persistent tensors that nothing uses are part of every operation's workspace."""
-        idle = sum(t.size_bytes for t in self.tensors if t.persistent and not t.uses)
-        names: dict[str, int] = {}
-        found = []
-        for draft in self.tensors:
-            if not draft.uses or not draft.size_bytes:
-                continue
-            count = names[draft.name] = names.get(draft.name, 0) + 1
-            found.append(
-                Lifetime(
-                    name=draft.name if count == 1 else f"{draft.name}#{count}",
-                    category=draft.category,
-                    size_bytes=draft.size_bytes,
-                    uses=tuple(sorted(set(draft.uses))),
-                    writes=tuple(sorted(set(draft.writes))),
-                    persistent=draft.persistent,
-                )
-            )
-        return StepLifetimes(
-            ops=tuple(self.ops),
-            tensors=tuple(found),
-            workspace_bytes=tuple(size + idle for size in self.workspace),
-        )
+            gradients = [self.sums[v] for v in group]
+            self._op(f"update {names}", gradients, written, workspace, Update(tuple(group)))

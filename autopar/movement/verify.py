@@ -116,6 +116,23 @@ def _check_move(tensor: Lifetime, move: Transfer, place: _Place) -> None:
 
 
 # --- capacity -------------------------------------------------------------------------------
+def resident(plan: MovementPlan, step: StepLifetimes, op: int) -> frozenset[int]:
+    """The tensors that are on the device for certain while an operation runs; their number stands
+    for the end of the step."""
+    found = set[int]()
+    for index, (tensor, moves) in enumerate(zip(step.tensors, _by_tensor(plan, step))):
+        is_there = tensor.persistent and tensor.name not in plan.starts_on_host
+        is_there |= not tensor.persistent and tensor.first <= op
+        for move in moves:
+            if move.way is Way.FROM_HOST:
+                is_there |= (move.before or 0) <= op
+            elif move.after < op:
+                is_there = False
+        if is_there and (tensor.persistent or op <= tensor.last):
+            found.add(index)
+    return frozenset(found)
+
+
 def worst_case_bytes(plan: MovementPlan, step: StepLifetimes) -> tuple[int, ...]:
     """The most bytes that the device may hold while each operation runs or waits, at any speeds.
 

@@ -23,17 +23,19 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from autopar.base.errors import AutoparError, ConstraintError
+from autopar.base.errors import AutoparError, ConstraintError, MovementError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
 from autopar.ir.recomputation import NOTHING, Recomputation
+from autopar.ir.update import Update
 from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, device_memories, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import updated_as
+from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.releases import (
@@ -69,6 +71,7 @@ class Fitted:
     memory: ProgramMemory
     baselines: Baselines
     update: UpdatePlan
+    movement: Moved | None = None
 
 
 class Fit:
@@ -85,6 +88,8 @@ class Fit:
         self.known: dict[int, Baselines] = {}
         self.tried: set[int] = set()
         self.smallest: ProgramMemory | None = None
+        self.least_moved_bytes: int | None = None
+        """The least memory with which a program that was lowered runs if everything moves."""
         for option in search.options:
             self._push(option)
         self.deadline_s = time.process_time() + (LOWER_LIMIT_S if self.is_open else math.inf)
@@ -105,7 +110,7 @@ class Fit:
                     continue
                 option = self._most_frugal(option)
             known = self.ratios.get(_key(option))
-            is_worth_lowering = option.is_decided or self._fits(option)
+            is_worth_lowering = option.is_settled or self._fits(option)
             if known is not None and not is_worth_lowering and option.trial < self.max_trials:
                 fitted = self._corrected(option, CAUTION * self.setting.budget_bytes / known)
             else:
@@ -113,7 +118,7 @@ class Fit:
             if fitted is not None:
                 return fitted
         if not self.is_open and self.smallest is not None:
-            raise self.setting.limit.too_small(self.smallest)
+            raise self.setting.limit.too_small(self.smallest, self.least_moved_bytes)
         raise ConstraintError(
             "no combination of stages, micro-batches and schedule was found: "
             + "; ".join(f"{name}: {why}" for name, why in self.search.reasons.items())
@@ -136,7 +141,7 @@ class Fit:
         order = ranked(option.time_s, option.best.mesh)
         if option.choice is not None:
             order = (option.time_s, 0, ())
-        fits = option.is_decided or self._fits(option)
+        fits = option.is_settled or self._fits(option)
         heapq.heappush(self.heap, (not fits, order, next(self.numbers), option))
 
     def _refuse(self, option: Option, reason: str) -> None:
@@ -169,8 +174,9 @@ class Fit:
         needed, available = limit.tightest(memory)
         if needed <= available:
             fitted = Fitted(
-                option=option, program=program, memory=memory, baselines=baselines, update=update
-            )
+                option=option, program=program, memory=memory, baselines=baselines, update=update,
+                movement=option.movement,
+            )  # fmt: skip
             return fitted if option.trial == 0 else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
         self.ratios[_key(option)] = self.setting.budget_bytes / within
@@ -179,6 +185,7 @@ class Fit:
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
             f"{format_bytes(available)}",
         )
+        self._push_moved(option)
         is_smaller = self._push_smaller(option, program)
         return self._corrected(option, CAUTION * within, is_smaller=is_smaller)
 
@@ -206,9 +213,42 @@ class Fit:
     def _is_small(self, program: RankProgram) -> bool:
         return self.setting.limit.fits(self._count(program))
 
+    def _push_moved(self, option: Option) -> None:
+        """Queue the option with what must move to the host to fit, if that is possible."""
+        setting = self.setting
+        if not self.search.space.offload or option.movement is not None:
+            return
+        if setting.update is not None and setting.update.is_early:
+            return
+        setting.progress(f"choose what {option} moves to the host")
+        program = self._program(option)
+        try:
+            moved = moved_to_fit(
+                program, option.best, setting.cluster.device, setting.optimizer, setting.limit
+            )
+        except MovementError as error:
+            self.search.reasons.setdefault(f"{option}, offloaded", str(error))
+            found = [b for b in (error.least_bytes, self.least_moved_bytes) if b is not None]
+            self.least_moved_bytes = min(found, default=None)
+            return
+        self._push(
+            replace(
+                option, movement=moved, time_s=option.time_s + moved.stall_s,
+                trial=max(1, option.trial),
+            )
+        )  # fmt: skip
+
     def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
+        program = self._program(option)
+        if option.movement is not None:
+            at_end = replace(self.setting, update=Update(when="at_end"))
+            return program, self._noted(option.movement.memory), updated_as(at_end, program)[2]
+        program, memory, update = updated_as(self.setting, program)
+        return program, self._noted(memory), update
+
+    def _program(self, option: Option) -> RankProgram:
         staged, best = option.staged, option.best
-        program = lower_training(
+        return lower_training(
             best.strategy(),
             best.num_microbatches,
             pipeline=None if staged is None else (staged.stages, staged.schedule),
@@ -216,8 +256,6 @@ class Fit:
             recomputation=best.recomputation if option.is_decided else NOTHING,
             traces=self._traces_of(best),
         )
-        program, memory, update = updated_as(self.setting, program)
-        return program, self._noted(memory), update
 
     def _count(self, program: RankProgram) -> ProgramMemory:
         setting = self.setting
@@ -369,7 +407,7 @@ class Fit:
                 continue
             other = replace(
                 option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
-                is_decided=False,
+                is_decided=False, movement=None,
             )  # fmt: skip
             program, memory, update = self._lower(other)
             if self.setting.limit.fits(memory):

@@ -31,6 +31,7 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
+from autopar.plans.parts import OffloadPlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.local_calls import calls_of
@@ -154,7 +155,11 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
     option, setting = fitted.option, search.setting
     best, staged = option.best, option.staged
     key = option.combination.num_devices, option.combination.num_microbatches
-    prediction = predict(best, fitted.memory, None if staged is None else staged.times)
+    moved = fitted.movement
+    prediction = predict(
+        best, fitted.memory, None if staged is None else staged.times,
+        stall_s=0.0 if moved is None else moved.stall_s,
+    )  # fmt: skip
     times_s, reasons = {}, {}
     if search.space.is_open:
         times_s = search.times_s | {str(option): prediction.step_time_s}
@@ -182,5 +187,6 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         schedule,
         fitted.update,
         best.recomputation,
+        None if moved is None else OffloadPlan.of(moved.plans, moved.moved_bytes, moved.stall_s),
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -32,7 +32,14 @@ from autopar.search import OPTIMAL_GAP, Status, relative_gap
 from autopar.sharding.strategy import Analysis
 
 
-def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | None) -> Prediction:
+def predict(
+    best: Candidate,
+    memory: ProgramMemory,
+    pipeline: PipelineTimes | None,
+    *,
+    stall_s: float = 0.0,
+) -> Prediction:
+    """The prediction of a step, in which computation waits ``stall_s`` for copies to the host."""
     priced = best.priced
     parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
     estimates = [
@@ -47,10 +54,11 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         collectives.append(pipeline.collectives)
     updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
-    all_devices_s = parts.step_s * pricing.cluster.num_devices
+    step_s = parts.step_s + stall_s
+    all_devices_s = step_s * pricing.cluster.num_devices
     on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
-        step_time_s=_round(parts.step_s),
+        step_time_s=_round(step_s),
         forward_s=_round(parts.forward_s),
         backward_s=_round(parts.backward_s),
         communication_s=_round(parts.communication_s),
@@ -66,8 +74,8 @@ def predict(best: Candidate, memory: ProgramMemory, pipeline: PipelineTimes | No
         resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
         model_flops_utilisation=_round(done.peak_s / all_devices_s),
-        samples_per_s=_round(done.num_samples / parts.step_s),
-        tokens_per_s=_round(done.num_tokens / parts.step_s) if done.num_tokens else None,
+        samples_per_s=_round(done.num_samples / step_s),
+        tokens_per_s=_round(done.num_tokens / step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
         num_noisy=sum(estimate.is_noisy for estimate in estimates),
         update_source=_weakest(updates),

@@ -27,6 +27,7 @@ from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
+from autopar.planning.movement import Moved
 from autopar.planning.recompute_request import Request
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
@@ -67,6 +68,7 @@ class Option:
     ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
     often it was searched again within less memory because its counted memory did not fit.
     ``recomputes``: blocks recompute, until ``is_decided`` as if each ran its forward pass again.
+    ``movement``: what moves to the host.
     """
 
     combination: Combination
@@ -80,6 +82,12 @@ class Option:
     trial: int = 0
     recomputes: bool = False
     is_decided: bool = False
+    movement: Moved | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its memory is not to be estimated: it has been lowered to make it fit."""
+        return self.is_decided or self.movement is not None
 
     @property
     def estimated_bytes(self) -> float:
@@ -88,6 +96,7 @@ class Option:
 
     def __str__(self) -> str:
         recomputed = ", recomputed" * self.recomputes
+        recomputed += ", offloaded" * (self.movement is not None)
         if self.choice is None:
             return f"{self.combination}{recomputed}"
         schedule, shape = self.choice.schedule.name, self.choice.schedule.shape

@@ -47,13 +47,22 @@ class MemoryLimit:
         needed, available = self.tightest(memory)
         return needed <= available
 
-    def too_small(self, memory: ProgramMemory) -> ConstraintError:
-        """The error if even the smallest program that was lowered does not fit."""
+    def too_small(
+        self, memory: ProgramMemory, least_moved_bytes: int | None = None
+    ) -> ConstraintError:
+        """The error if even the smallest program that was lowered does not fit, and needs
+        ``least_moved_bytes`` if everything moves to the host that can."""
         needed, available = self.tightest(memory)
+        moved = ""
+        if least_moved_bytes is not None:
+            moved = (
+                f" Even if every tensor moves to the host whenever it can, {least_moved_bytes:,} "
+                "bytes are needed."
+            )
         return ConstraintError(
             f"no strategy found that fits {available:,} bytes per device; the smallest one tried "
             f"needs {needed:,} bytes, {memory.peak_bytes:,} of them for tensors (at "
-            f"{memory.peak_at}). Use more devices, a smaller batch, or a larger MemoryBudget"
+            f"{memory.peak_at}).{moved} Use more devices, a smaller batch, or a larger MemoryBudget"
         )
 
 
@@ -106,11 +115,12 @@ class Setting:
         values = self.prepared.captured.graph.values
         total = sum(stored_bytes(value, value.shape, self.optimizer) for value in values)
         share, available = -(-total // self.cluster.num_devices), self.limit.tensor_bytes
-        if share > available:
+        if share > available and not self.space.offload:
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: parameters and optimizer state "
                 f"alone take {total:,} bytes, at least {share:,} on each of "
-                f"{self.cluster.num_devices}. Use more devices, or a larger MemoryBudget"
+                f"{self.cluster.num_devices}. Use more devices, a larger MemoryBudget, or "
+                "offload=True"
             )
 
     @property

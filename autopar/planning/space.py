@@ -55,7 +55,8 @@ class Space:
     schedule of an open space. The default has neither a pipeline nor micro-batches.
     ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
     memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
-    shards are reduced in every micro-batch.
+    shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
+    memory needs it.
     """
 
     mesh: MeshSizes | None = None
@@ -67,6 +68,7 @@ class Space:
     recompute: Recompute = SEARCHED
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
+    offload: bool = False
 
     @property
     def is_pipeline(self) -> bool:

@@ -28,6 +28,7 @@ from autopar.passes.prepare import prepare
 from autopar.plans.parts import (
     GraphPlan,
     MeshPlan,
+    OffloadPlan,
     PlanFields,
     PrecisionPlan,
     Prediction,
@@ -119,6 +120,21 @@ def _check_plan(plan: Plan) -> None:
             parse_choice(text)
     _check_recomputation(plan)
     _check_kernels(plan)
+    if plan.offload is not None:
+        _check_offload(plan, plan.offload)
+
+
+def _check_offload(plan: Plan, offload: OffloadPlan) -> None:
+    found, wanted = len(offload.plans()), plan.schedule.num_devices
+    if found != wanted:
+        raise refused(
+            f"{found} movement plans for {wanted} pipeline ranks; give each its own",
+            "$.offload.ranks",
+        )
+    if plan.update.when == "early":
+        raise refused("nothing moves under early updates; plan again", "$.offload")
+    if not 0 <= offload.stall_s < math.inf:
+        raise refused("it cannot be negative", "$.offload.stall_s")
 
 
 def _check_recomputation(plan: Plan) -> None:
@@ -199,6 +215,7 @@ def make_plan(
     schedule: SchedulePlan,
     update: UpdatePlan,
     recomputation: Recomputation = NOTHING,
+    offload: OffloadPlan | None = None,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -239,6 +256,7 @@ def make_plan(
             if not choice.is_redundant
         },
         recomputation=RecomputationPlan.of(recomputation),
+        offload=offload,
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Literal
 
 import msgspec
 
-from autopar.base.errors import InputError
+from autopar.base.documents import path_of
+from autopar.base.errors import InputError, MovementError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.ir.update import Update
+from autopar.movement.plan import MovementPlan, Transfer, parse_transfer
+from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
 
 
@@ -232,6 +236,61 @@ class KernelPlan(_Struct, frozen=True):
     failures: dict[str, str] = {}
 
 
+class RankMovement(_Struct, frozen=True):
+    """The movement plan of a pipeline rank; see `autopar.movement.plan`."""
+
+    num_ops: int
+    starts_on_host: tuple[str, ...]
+    transfers: tuple[str, ...]
+
+
+class OffloadPlan(_Struct, frozen=True):
+    """What moves to the host and back, by pipeline rank.
+
+    ``moved_bytes``: bytes copied in a step, both ways, on the rank that copies most. ``stall_s``:
+    how much longer the simulated step is for it.
+    """
+
+    ranks: tuple[RankMovement, ...]
+    moved_bytes: int
+    stall_s: float
+
+    @staticmethod
+    def of(plans: Sequence[MovementPlan], moved_bytes: int, stall_s: float) -> OffloadPlan:
+        return OffloadPlan(
+            ranks=tuple(
+                RankMovement(
+                    num_ops=plan.num_ops,
+                    starts_on_host=plan.starts_on_host,
+                    transfers=tuple(map(str, plan.transfers)),
+                )
+                for plan in plans
+            ),
+            moved_bytes=moved_bytes,
+            stall_s=stall_s,
+        )
+
+    def plans(self) -> tuple[MovementPlan, ...]:
+        """The plans of the ranks; raises PlanError with the JSON path of a line that is none."""
+        return tuple(
+            MovementPlan(
+                num_ops=rank.num_ops,
+                starts_on_host=rank.starts_on_host,
+                transfers=tuple(_transfers(rank, number)),
+            )
+            for number, rank in enumerate(self.ranks)
+        )
+
+
+def _transfers(rank: RankMovement, number: int) -> Iterator[Transfer]:
+    for line, text in enumerate(rank.transfers):
+        try:
+            yield parse_transfer(text)
+        except MovementError as error:
+            place = path_of(("offload", "ranks", number, "transfers", line))
+            raise refused(str(error), place) from error
+
+
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
@@ -240,7 +299,8 @@ class PlanFields(_Struct, frozen=True):
     backward pass; other gathered ones are kept from their first use in a step to the last.
     ``scattered``: those whose gradients are reduce-scattered in every micro-batch; others are
     accumulated and reduced once. ``recomputation`` lists only the blocks that recompute,
-    ``kernels`` only those of which graphs are compiled or were considered.
+    ``kernels`` only those of which graphs are compiled or were considered. ``offload`` is None if
+    nothing moves to the host.
     """
 
     schema_version: int
@@ -260,6 +320,7 @@ class PlanFields(_Struct, frozen=True):
     update: UpdatePlan = UpdatePlan()
     recomputation: tuple[RecomputationPlan, ...] = ()
     kernels: tuple[KernelPlan, ...] = ()
+    offload: OffloadPlan | None = None
 
     @property
     def compiled(self) -> dict[str, tuple[str, ...]]:

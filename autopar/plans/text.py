@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plans.parts import KernelPlan, PlanFields, Prediction
+from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
     ALONG_DATA,
@@ -40,6 +40,7 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         ("meshes considered", _meshes(plan)),
         *([("recomputation", _recomputation(plan))] if plan.recomputation else []),
         *([("compiled blocks", _kernels(plan))] if plan.kernels else []),
+        *([("offloading", _offload(plan.offload))] if plan.offload is not None else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
         *([] if plan.is_pipeline else [("known strategies at the same prices", _baselines(plan))]),
     ]
@@ -219,6 +220,18 @@ def _named(blocks: Sequence[str]) -> str:
     if not others:
         return first
     return f"{first} and {len(others)} equal one{'s' * (len(others) > 1)}"
+
+
+def _offload(offload: OffloadPlan) -> Rows:
+    """What moves to the host, and the time that computation waits for it."""
+    plans = offload.plans()
+    tensors = [{t.tensor for t in plan.transfers} for plan in plans]
+    resident = max(len(plan.starts_on_host) for plan in plans)
+    return [
+        ("moved a step", f"{format_bytes(offload.moved_bytes)}, both ways"),
+        ("tensors", f"{max(map(len, tensors))}, {resident} of them on the host between steps"),
+        ("computation waits", f"{format_seconds(offload.stall_s)} a step"),
+    ]
 
 
 def _counted(texts: Sequence[str]) -> Rows:

@@ -19,6 +19,7 @@ from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
+from autopar.movement.execution import Movement
 from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
@@ -27,7 +28,7 @@ from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
-from autopar.runtime.step.rank import RankOptions
+from autopar.runtime.step.rank_options import RankOptions
 
 _NUM_TIMED_STEPS = 100
 
@@ -101,6 +102,7 @@ class Compiled(Closing):
     * ``forward_program``: makes the forward program of the training strategy
       (``lower(strategy, training=False)``) when it is first needed; ``lower_forward`` that of
       any other call or mode (see `autopar.runtime.step.forward_programs`).
+    * ``movement``: what moves to the host, by pipeline rank; empty if nothing does.
     * ``plan``: returned as ``compiled.plan``.
     * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process uses that of
       its ``LOCAL_RANK``, and only their number matters.
@@ -116,6 +118,7 @@ class Compiled(Closing):
         *,
         captured: Captured,
         program: RankProgram,
+        movement: tuple[Movement, ...] = (),
         forward_program: Callable[[], RankProgram],
         lower_forward: LowerForward,
         plan: Any,
@@ -141,6 +144,7 @@ class Compiled(Closing):
             nonfinite=NonFinite(options.nonfinite),
             array=options.array,
             precision=captured.precision,
+            movement=movement,
         )
         self._runner: Runner
         if is_spmd():

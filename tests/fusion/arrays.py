@@ -23,7 +23,7 @@ from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.step.agreement import NonFinite
-from autopar.runtime.step.rank import RankOptions
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.sharding.strategy import Strategy
 from tests.oracles import random_assignment
 from tests.runtime.conftest import Groups

@@ -6,6 +6,7 @@ session (see conftest.py); each test gives them its own program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import resource
@@ -22,15 +23,17 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
+from autopar.movement.execution import Movement
 from autopar.rules.choice import Choice
 from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.runners.local import LocalRunner, RankService
 from autopar.runtime.step.forward_programs import LowerForward
-from autopar.runtime.step.rank import RankOptions
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.workers.group import WorkerGroup
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
+from autopar.testing.capped_memory import CappedMemory
 from tests.oracles import Trained, random_assignment
 
 
@@ -92,6 +95,29 @@ class ProbedService(RankService):
     def all_parts(self) -> dict[str, Tensor]:
         """This rank's parts of the parameters, and buffers."""
         return self.running.held_parts()
+
+    memory: CappedMemory | None = None
+
+    def prepare(self, program: bytes) -> None:
+        self.memory = None
+        super().prepare(program)
+
+    def cap_memory(self, cap_bytes: int | None) -> None:
+        """From now on training steps run in a memory with a cap."""
+        self.memory = CappedMemory(cap_bytes, self.running.held_parts().values())
+
+    def capped_peak_bytes(self) -> int:
+        assert self.memory is not None
+        return self.memory.peak_bytes
+
+    def copied_bytes(self) -> int:
+        """Bytes copied to the host and back since training began."""
+        mover = self.running.mover
+        return 0 if mover is None else mover.num_copied_bytes
+
+    def train_step(self, tensors: Sequence[Tensor]) -> Any:
+        with self.memory or contextlib.nullcontext():
+            return super().train_step(tensors)
 
     def mapped_bytes(self) -> int:
         """Bytes of memory that this process's tensors map and do not own: those of transports."""
@@ -158,6 +184,7 @@ def runner_of(
     lr_scheduler: Any = None,
     seed: int = 0,
     max_grad_norm: float | None = None,
+    movement: tuple[Movement, ...] = (),
 ) -> LocalRunner:
     options = RankOptions(
         keys=state_keys(model, captured, program),
@@ -165,6 +192,7 @@ def runner_of(
         lr_scheduler=lr_scheduler,
         seed=seed,
         max_grad_norm=max_grad_norm,
+        movement=movement,
     )
     return LocalRunner(program, initial_state(model), options, lambda: group, owns_group=False)
 

@@ -76,6 +76,28 @@ def test_training_equals_eager(name: str, seed: int) -> None:
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_offloading_saves_memory_and_trains_the_same(name: str) -> None:
+    """Two copy streams and pinned memory: the same losses, within the budget."""
+    model, make_batch = build(name)
+    batches = [make_batch(seed) for seed in range(NUM_STEPS)]
+    options: dict[str, Any] = {
+        "example_inputs": batches[0], "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+        "recompute": "none", "update": "at_end", "profile_limit_s": 0,
+    }  # fmt: skip
+    with autopar.compile(model, ["cuda:0"], **options) as plain:
+        needed = sum(plain.plan.prediction.memory_bytes.values())
+        expected = [plain.train_step(**batch).item() for batch in batches]
+    budget = autopar.MemoryBudget(int(0.7 * needed))
+    with autopar.compile(model, ["cuda:0"], offload=True, constraints=budget, **options) as moved:
+        assert moved.plan.offload is not None
+        losses = [moved.train_step(**batch).item() for batch in batches]
+        assert max(moved.peak_tensor_bytes(**batches[0])) <= 1.02 * budget.size_bytes
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
 @pytest.mark.parametrize("devices", [["cuda:0"], None], ids=["one", "two"])
 def test_models_of_an_array_train_as_alone(devices: list[str] | None) -> None:
     """Also after they went back to a snapshot, with step counts on the GPU and on the host."""

@@ -43,12 +43,15 @@ from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
 from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
+from autopar.movement.execution import Run
 from autopar.runtime.machine.direct_calls import DIRECT
+from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.machine.regions import RegionFunction, first_line
 
 _CAST = torch.ops.aten._to_copy.default
+_GRAPHS = {Phase.FORWARD: "F", Phase.INPUT: "I", Phase.WEIGHT: "W"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class Probe(Protocol):
 class ProcessMachine:
     """The `Machine` of one rank's device. Call it with gradients disabled.
 
-    While a ``probe`` is set, it runs the graphs.
+    While a ``probe`` is set, it runs the graphs. A ``mover`` is told what runs.
     """
 
     def __init__(self, communicator: Communicator, seeds: Seeds) -> None:
@@ -114,6 +117,7 @@ class ProcessMachine:
         self.device = communicator.device
         self.seeds = seeds
         self.probe: Probe | None = None
+        self.mover: Mover | None = None
         self._bound: dict[fx.GraphModule, fx.GraphModule] = {}
         self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
         self._calls: dict[fx.GraphModule, _Call | None] = {}
@@ -124,9 +128,15 @@ class ProcessMachine:
         if bound is None:
             bound = self._bound[module] = self._bind(module)
         compiled = self._compiled.get(module)
+        if self.mover is not None:
+            self.mover.check(module, arguments)
+        results: Sequence[Tensor]
         if self.probe is not None:
-            return self.probe.run(module, bound, compiled, arguments)
-        results: Sequence[Tensor] = (compiled or bound).forward(*arguments)
+            results = self.probe.run(module, bound, compiled, arguments)
+        else:
+            results = (compiled or bound).forward(*arguments)
+        if self.mover is not None:
+            self.mover.after(results)
         return results
 
     def compile(self, program: RankProgram, route: Route) -> list[str]:
@@ -158,6 +168,8 @@ class ProcessMachine:
         self.seeds.begin_call(microbatch, block, phase)
         if self.probe is not None:
             self.probe.begin(microbatch, block, phase)
+        if self.mover is not None:
+            self.mover.before(Run(_GRAPHS[phase], block, microbatch))
 
     def release(self, program: RankProgram) -> None:
         """Drop the functions made from a program's graphs."""

@@ -35,7 +35,8 @@ from autopar.runtime.state.wire import pack, unpack
 from autopar.runtime.step.array import array_of, make_runtime
 from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
 from autopar.runtime.step.executor import ActionTime
-from autopar.runtime.step.rank import RankOptions, RankRuntime, no_optimizer
+from autopar.runtime.step.rank import RankRuntime, no_optimizer
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import FailedStep, error_of_step
 from autopar.runtime.workers.group import WorkerGroup
 

@@ -31,7 +31,7 @@ from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime
-from autopar.runtime.step.rank import RankOptions
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
 
 T = TypeVar("T")

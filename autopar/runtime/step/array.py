@@ -19,7 +19,8 @@ from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.model_updates import ModelUpdates
-from autopar.runtime.step.rank import RankOptions, RankRuntime
+from autopar.runtime.step.rank import RankRuntime
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.updates import Updates
 
 LOSS, NORM, UPDATED = 0, 1, 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from autopar.base.accelerators import kept_generators
 from autopar.base.errors import OptimizerError
 from autopar.comm.groups import Communicator
-from autopar.ir.precision import Precision
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.faults.progress import encoded, report
@@ -30,7 +29,6 @@ from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labe
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import DTensorConverter
-from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizer_state import OptimizerState
 from autopar.runtime.state.optimizers import (
     MakeOptimizer,
@@ -44,6 +42,8 @@ from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor, StepResult
 from autopar.runtime.step.loss_scale import LossScale
+from autopar.runtime.step.moving import mover_of, moving
+from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.reductions import Updater
 from autopar.runtime.step.updates import Updates
@@ -53,36 +53,13 @@ _DIAGNOSIS = encoded("the search for the first value that is not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """The options of a rank's runtime, besides the program; equal on all ranks.
-
-    ``keys`` pairs each key of the model's ``state_dict()`` with the name of the tensor in the
-    program (tied parameters share one). ``seed`` is for random operators. Gradients are clipped to
-    ``max_grad_norm`` before each update. ``nonfinite`` says what to do with a step whose loss or
-    gradients are not finite. ``array`` says how each model trains if the program is one of several.
-    ``precision`` says how the loss of a program in mixed precision is scaled. ``default_dtype`` is
-    torch's where the model was compiled, which some operators compute in.
-    """
-
-    keys: tuple[tuple[str, str], ...]
-    optimizer: MakeOptimizer | None = None
-    lr_scheduler: MakeScheduler | None = None
-    seed: int = 0
-    max_grad_norm: float | None = None
-    nonfinite: NonFinite = NonFinite.RAISE
-    array: ArrayOptions | None = None
-    precision: Precision | None = None
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
     """A program with the parameters and constants that it reads; ``buffers`` are names."""
 
     program: RankProgram
     executor: Executor[Tensor]
     is_random: bool
-    parameters: Mapping[int, Tensor]
+    parameters: Mapping[int, nn.Parameter]
     buffers: Mapping[int, str]
     constants: Mapping[int, Tensor]
 
@@ -144,6 +121,8 @@ class RankRuntime:
         if options.optimizer is not None:
             self._make_optimizer(options.optimizer, options.lr_scheduler)
         self.num_skipped_steps = 0
+        movement = options.movement[here] if options.movement else None
+        self.mover = mover_of(movement, device, self._training.parameters, self.optimizer)
         self.updates = self._make_updates()
         is_agreed = options.nonfinite is not NonFinite.IGNORE
         self.recovery = Recovery(program, dist.get_rank(), self.updates, is_able=is_agreed)
@@ -183,7 +162,14 @@ class RankRuntime:
             cast={p.value for p in self._trainable() if p.used_dtype is not p.dtype},
             early=program.early,
             knows_loss=program.pipeline.num_devices == 1,
+            mover=self.mover,
         )
+
+    def _settle(self) -> None:
+        """Wait for pending updates, and have all state on the device."""
+        self.updates.settle()
+        if self.mover is not None:
+            self.mover.bring_back()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -227,11 +213,13 @@ class RankRuntime:
         bound, norm_before = self._training, self.grad_norm
         self.updates.begin_step()
         self.recovery.begin_step()
-        result, is_usable = self._passes(batches)
-        loss, reductions, buffers = result.loss.reshape(()), result.reductions, result.buffers
-        del result
-        report(_UPDATE)
-        if is_usable and self.updates.end_step(reductions, loss):
+        with moving(self.mover, self.machine):
+            result, is_usable = self._passes(batches)
+            loss, reductions, buffers = result.loss.reshape(()), result.reductions, result.buffers
+            del result
+            report(_UPDATE)
+            is_updated = is_usable and self.updates.end_step(reductions, loss)
+        if is_updated:
             self.num_steps += 1
             if buffers:
                 self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
@@ -282,7 +270,11 @@ class RankRuntime:
         """Run a step that was not finite once more, to find the cause; the same on all ranks."""
         report(_DIAGNOSIS)
         bound, probe = self._training, Probe(self.program, dist.get_rank())
-        with self._seeded_run(bound.is_random), self._run_by(probe):
+        with (
+            moving(self.mover, self.machine),
+            self._seeded_run(bound.is_random),
+            self._run_by(probe),
+        ):
             bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         given = {
             f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
@@ -326,7 +318,7 @@ class RankRuntime:
     @torch.no_grad()
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
         """The model's output tensors, whole, on every rank."""
-        self.updates.settle()
+        self._settle()
         bound = self._forwards[slot]
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._seeded_run(bound.is_random):
@@ -361,7 +353,7 @@ class RankRuntime:
 
     def parameters(self) -> dict[str, Tensor]:
         """Each parameter as a DTensor, by name."""
-        self.updates.settle()
+        self._settle()
         return {
             name: self.dtensors.out(self._parameters[name], p.stored, p.shape)
             for name, p in self._programs.items()
@@ -369,7 +361,7 @@ class RankRuntime:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step as DTensors; those that have one."""
-        self.updates.settle()
+        self._settle()
         return {
             p.name: self.dtensors.out(grad, p.stored, p.shape)
             for p in self._trainable()
@@ -389,7 +381,7 @@ class RankRuntime:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies of the state as whole tensors under the model's own keys, on every rank."""
-        self.updates.settle()
+        self._settle()
         here, named = self.communicator.pipeline_device, {}
         for p in self.program.parameters:
             own = None
@@ -408,12 +400,12 @@ class RankRuntime:
 
     def held_parts(self) -> dict[str, Tensor]:
         """This rank's shards of the parameters, and buffers, without copying them."""
-        self.updates.settle()
+        self._settle()
         return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
 
     def held_gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the last step's gradients."""
-        self.updates.settle()
+        self._settle()
         return self.updates.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -431,7 +423,7 @@ class RankRuntime:
 
         Tensors of other pipeline devices are ignored.
         """
-        self.updates.settle()
+        self._settle()
         for name, source in state.items():
             if self._is_here(name):
                 self._load(name, source)
@@ -478,7 +470,7 @@ class RankRuntime:
     def optimizer_state(self) -> OptimizerState:
         """The state of the optimizer, after all pending updates."""
         self._check_optimizer()
-        self.updates.settle()
+        self._settle()
         return OptimizerState(
             self.program, self.optimizer, self._parameters, self._programs, self.dtensors
         )

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lowering.types import EarlyUpdate
+from autopar.movement.execution import Update
 from autopar.runtime.faults.progress import encoded, report
+from autopar.runtime.machine.mover import Mover
 from autopar.runtime.state.optimizers import is_elementwise, update
 from autopar.runtime.state.partial_steps import PartialSteps
 from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
@@ -44,6 +46,7 @@ class Updates:
     (``knows_loss``), and on the gradients after the last. ``is_partial`` says that a step which is
     not finite had updated something. With a ``clipper`` too, they are clipped as the program says:
     if `norm_pass` gives one, the step has a pass for its norm first, after which it may be refused.
+    A ``mover`` is told what each update needs.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Updates:
         cast: Collection[int] = (),
         early: EarlyUpdate | None = None,
         knows_loss: bool = True,
+        mover: Mover | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -73,7 +77,13 @@ class Updates:
         self.cast = cast
         self._scaled_by = 1.0
         self.grad_norm: Tensor | None = None
-        self.by_stage = clipper is None and optimizer is not None and is_elementwise(optimizer)
+        self.mover = mover
+        self.by_stage = (
+            clipper is None
+            and optimizer is not None
+            and is_elementwise(optimizer)
+            and mover is None
+        )
         self.is_late = is_late and self.by_stage
         self.early = early
         self.clipping: EarlyClipping | None = None
@@ -266,10 +276,27 @@ class Updates:
                 if parameter.grad is not None:
                     # Not in place: two parameters may share one gradient.
                     parameter.grad = parameter.grad * factor
-        if self.optimizer is not None:
+        if self.mover is not None:
+            self._update_moved(self.mover)
+        elif self.optimizer is not None:
             update(self.optimizer)
         self._step_scheduler(loss)
         return True
+
+    def _update_moved(self, mover: Mover) -> None:
+        """Update in the order of a movement plan: what each update needs is on the device."""
+        if self.optimizer is None or self._partial is None:
+            return
+        for values in mover.updates:
+            parameters = [self.trained[value] for value in values]
+            mover.before(Update(values))
+            states = [s for p in parameters for s in self.optimizer.state.get(p, {}).values()]
+            mover.check_present([*parameters, *(s for s in states if isinstance(s, Tensor))])
+            if is_elementwise(self.optimizer):
+                self._partial.step(parameters)
+            else:
+                update(self.optimizer)
+            mover.after()
 
     def _is_finite(self, loss: Tensor) -> bool:
         if self.nonfinite is NonFinite.IGNORE:

@@ -1,0 +1,103 @@
+"""What a rank needs to execute a movement plan: where it meets each operation and each tensor.
+
+The operations of a plan that the runtime announces are the runs of blocks' graphs and the updates;
+the others (gathers, sums, reductions) happen in between. So a tensor is `movable` if it is a result
+of a block's forward pass, a stored parameter or an optimizer state, and announced operations alone
+use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopar.base.errors import MovementError
+from autopar.movement.lifetimes import Lifetime, StepLifetimes
+from autopar.movement.plan import MovementPlan
+from autopar.movement.verify import verify
+
+
+class Run(NamedTuple):
+    """A run of a graph (F, I or W) of the block at a position of the program."""
+
+    graph: str
+    block: int
+    microbatch: int
+
+
+class Update(NamedTuple):
+    """The update of these parameters, together."""
+
+    values: tuple[int, ...]
+
+
+OpPlace = Run | Update | None
+"""Where the runtime announces an operation; None if it does not."""
+
+PARAMETER = -1
+"""In place of the number of an optimizer state: the parameter itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramStep:
+    """The lifetimes of a program's step, and where the runtime finds them.
+
+    ``places`` has one entry for each operation. ``made``: by tensor, its number among the results
+    of the forward graph that its first use runs. ``stored``: by persistent tensor, the parameter
+    and the number of its optimizer state, or `PARAMETER`.
+    """
+
+    step: StepLifetimes
+    places: tuple[OpPlace, ...]
+    made: Mapping[str, int]
+    stored: Mapping[str, tuple[int, int]]
+
+    def movable(self) -> StepLifetimes:
+        """The lifetimes as the runtime has them: gradients stay until the step ends, and tensors
+        that it can move are marked as such."""
+        return replace(self.step, tensors=tuple(map(self._in_runtime, self.step.tensors)))
+
+    def _in_runtime(self, tensor: Lifetime) -> Lifetime:
+        if isinstance(self.places[tensor.last], Update) and not tensor.persistent:
+            uses = tuple(sorted({*tensor.uses, self.step.num_ops - 1}))
+            return replace(tensor, uses=uses, movable=False)
+        is_known = tensor.name in self.made or tensor.name in self.stored
+        is_met = all(self.places[op] is not None for op in tensor.uses)
+        return replace(tensor, movable=is_known and is_met)
+
+    def execution(self, plan: MovementPlan, capacity_bytes: int) -> Movement:
+        """What the runtime executes of a plan for this step; raises MovementError."""
+        step = self.movable()
+        verify(plan, step, capacity_bytes)
+        names = {*plan.starts_on_host, *(transfer.tensor for transfer in plan.transfers)}
+        for name in sorted(names):
+            if not step.tensors[step.index_of[name]].movable:
+                raise MovementError(
+                    f"the plan moves {name}, which the runtime cannot: it moves results of forward "
+                    "passes that stay on the device, parameters that blocks read as they are "
+                    "stored, and optimizer states"
+                )
+        return Movement(
+            plan=plan,
+            places=self.places,
+            made={
+                name: (step.tensors[step.index_of[name]].first, number)
+                for name, number in self.made.items()
+                if name in names
+            },
+            stored={name: place for name, place in self.stored.items() if name in names},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """A movement plan with the places of its operations and of the tensors that it moves.
+
+    ``made``: the operation that makes a tensor, and its number among the results.
+    """
+
+    plan: MovementPlan
+    places: tuple[OpPlace, ...]
+    made: Mapping[str, tuple[int, int]]
+    stored: Mapping[str, tuple[int, int]]

@@ -1,0 +1,194 @@
+"""What moves to the host so that a lowered program fits the memory, and what that costs.
+
+In: a program whose memory does not fit, and its prices. Out: for each pipeline rank the movement
+plan of least traffic within the memory (`autopar.movement.residency`), and by how much the
+simulated step is longer than its operations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.base.documents import path_of
+from autopar.base.errors import MovementError
+from autopar.cost_models.hardware import DeviceSpec
+from autopar.cost_models.memory import Category, device_bytes
+from autopar.cost_models.update import OptimizerSpec
+from autopar.lowering.route import routes_of
+from autopar.lowering.types import RankProgram
+from autopar.memory.program import ProgramMemory
+from autopar.movement.execution import Movement, ProgramStep, Run, Update
+from autopar.movement.plan import MovementPlan
+from autopar.movement.program import step_of_program
+from autopar.movement.residency import least_traffic
+from autopar.movement.simulate import HostLink, simulate
+from autopar.movement.verify import resident, worst_case_bytes
+from autopar.planning.setting import MemoryLimit
+from autopar.plans.document import Plan
+from autopar.plans.refusals import refused
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.step_time import time_parts
+from autopar.pricing.tables import OpTable
+from autopar.schedules.action import Kind
+
+RELATIVE_GAP, TIME_LIMIT_S = 0.01, 5.0
+"""How near to the least traffic a plan must be proved, and the time for that, per rank."""
+_USUAL_LINK_BYTES_PER_S = 12e9
+"""The host link of a device whose own is not known: PCI Express 3.0 with 16 lanes, as measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """The movement of each pipeline rank, and the time that it adds to a step."""
+
+    plans: tuple[MovementPlan, ...]
+    memories: tuple[ProgramMemory, ...]
+    moved_bytes: int
+    stall_s: float
+
+    @property
+    def memory(self) -> ProgramMemory:
+        """That of the pipeline rank that needs most."""
+        return max(self.memories, key=lambda memory: memory.peak_bytes)
+
+
+def host_link(device: DeviceSpec) -> HostLink:
+    """The link between a device and its host; a CPU copies within its memory."""
+    bandwidth = device.host_bandwidth_bytes_per_s
+    if device.kind == "cpu":
+        bandwidth = device.memory_bandwidth_bytes_per_s / 2
+    return HostLink(bandwidth_bytes_per_s=bandwidth or _USUAL_LINK_BYTES_PER_S)
+
+
+def moved_to_fit(
+    program: RankProgram,
+    candidate: Candidate,
+    device: DeviceSpec,
+    optimizer: OptimizerSpec,
+    limit: MemoryLimit,
+) -> Moved:
+    """The movement with which a program fits a limit; raises MovementError if there is none."""
+    steps = steps_of(program, device, optimizer)
+    plans = []
+    for step in steps:
+        movable = step.movable()
+        found = least_traffic(
+            movable, _capacity(movable.peak_bytes, limit, device), relative_gap=RELATIVE_GAP,
+            time_limit_s=TIME_LIMIT_S,
+        )  # fmt: skip
+        plans.append(found.plan(movable))
+    return priced(steps, plans, program, candidate, device)
+
+
+def movement_of(plan: Plan, program: RankProgram, optimizer: OptimizerSpec) -> tuple[Movement, ...]:
+    """What each pipeline rank executes of a plan's offloading; raises PlanError where it is not
+    for this program, or takes more memory than the plan says."""
+    if plan.offload is None:
+        return ()
+    capacity, found = sum(plan.prediction.memory_bytes.values()), []
+    steps = steps_of(program, plan.cluster.device, optimizer)
+    for number, (step, moves) in enumerate(zip(steps, plan.offload.plans())):
+        try:
+            found.append(step.execution(moves, capacity))
+        except MovementError as error:
+            raise refused(str(error), path_of(("offload", "ranks", number))) from error
+    return tuple(found)
+
+
+def steps_of(
+    program: RankProgram, device: DeviceSpec, optimizer: OptimizerSpec
+) -> tuple[ProgramStep, ...]:
+    """The steps of a program's pipeline ranks; raises MovementError where nothing can move."""
+    if any(action.kind is Kind.U for route in routes_of(program) for action in route.actions):
+        raise MovementError(
+            f"schedule {program.pipeline.schedule.name!r} updates stage by stage, which no "
+            "movement plan covers; choose another schedule"
+        )
+    ranks = range(program.pipeline.num_devices)
+    return tuple(
+        step_of_program(program, device, optimizer=optimizer, pipeline_rank=rank) for rank in ranks
+    )
+
+
+def priced(
+    steps: Sequence[ProgramStep],
+    plans: Sequence[MovementPlan],
+    program: RankProgram,
+    candidate: Candidate,
+    device: DeviceSpec,
+) -> Moved:
+    """Movement plans with their memory and their cost."""
+    link, stalls, moved = host_link(device), [], []
+    for step, plan in zip(steps, plans):
+        times_s = op_times(step, program, candidate)
+        movable = step.movable()
+        stalls.append(simulate(plan, movable, times_s, link).makespan_s - sum(times_s))
+        moved.append(plan.moved_bytes({t.name: t.size_bytes for t in movable.tensors}))
+    return Moved(
+        plans=tuple(plans),
+        memories=tuple(memory_of(s, p, device) for s, p in zip(steps, plans)),
+        moved_bytes=max(moved),
+        stall_s=max(stalls),
+    )
+
+
+def memory_of(step: ProgramStep, plan: MovementPlan, device: DeviceSpec) -> ProgramMemory:
+    """The memory of a step under a movement plan, at the worst moment of any transfer speeds."""
+    movable = step.movable()
+    worst = worst_case_bytes(plan, movable)
+    op = max(range(len(worst)), key=worst.__getitem__)
+    is_end = op == movable.num_ops
+    found: Counter[str] = Counter()
+    for index in resident(plan, movable, op):
+        found[movable.tensors[index].category] += movable.tensors[index].size_bytes
+    found[Category.WORKSPACE] += 0 if is_end else movable.workspace_bytes[op]
+    found[Category.COMMUNICATION] += worst[op] - found.total()  # in flight
+    by_category = {str(category): size for category, size in sorted(found.items()) if size}
+    gradients = [t for t in movable.tensors if t.category == Category.GRADIENTS]
+    return ProgramMemory(
+        by_category=by_category,
+        peak_at="the end of the step" if is_end else movable.ops[op],
+        device_bytes=device_bytes(by_category, device),
+        gradient_bytes=max(
+            sum(t.size_bytes for t in gradients if t.first <= each <= t.last)
+            for each in range(movable.num_ops)
+        ),
+    )
+
+
+def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> list[float]:
+    """Seconds of each operation: graphs of blocks and updates at their prices, others free."""
+    graph = candidate.priced.pricing.graph
+    num, block_of = candidate.num_microbatches, {b.name: b for b in graph.blocks}
+    seconds: dict[int, tuple[float, float, float]] = {}
+    priced_nodes = zip(
+        candidate.priced.nodes, candidate.priced.tables, candidate.solution.assignment
+    )
+    for node, table, pick in priced_nodes:
+        if isinstance(table, OpTable):
+            e = table.estimates[pick]
+            seconds[node.index] = e.forward_s / num, e.input_grad_s / num, e.weight_grad_s / num
+    of_block: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for position, block in enumerate(program.blocks):
+        found = block_of.get(block.name)
+        if found is None:
+            continue
+        for op in range(found.start, found.stop):
+            for phase, time_s in enumerate(seconds.get(op, ())):
+                of_block[position][phase] += time_s
+    num_updates = sum(isinstance(place, Update) for place in step.places)
+    update_s = time_parts(candidate).update_s / max(num_updates, 1)
+    return [
+        of_block[place.block]["FIW".index(place.graph)]
+        if isinstance(place, Run)
+        else (0.0 if place is None else update_s)
+        for place in step.places
+    ]
+
+
+def _capacity(peak_bytes: int, limit: MemoryLimit, device: DeviceSpec) -> int:
+    """The bytes of tensors with which a device's memory holds all that it must."""
+    lost = device_bytes({"activations": peak_bytes}, device) / max(peak_bytes, 1)
+    return min(limit.tensor_bytes, int(limit.device_bytes / max(lost, 1.0)))

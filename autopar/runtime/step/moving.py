@@ -1,0 +1,51 @@
+"""Steps in which tensors move to the host: what moves of a rank's state, and when."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autopar.movement.execution import PARAMETER, Movement
+from autopar.runtime.machine.mover import Mover
+from autopar.runtime.machine.process import ProcessMachine
+from autopar.runtime.state.optimizers import is_like_parameter
+
+
+def mover_of(
+    movement: Movement | None,
+    device: torch.device,
+    parameters: Mapping[int, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+) -> Mover | None:
+    """The mover of a rank's parameters, by value, and their optimizer states."""
+    if movement is None:
+        return None
+
+    def stored(place: tuple[int, int]) -> Tensor | None:
+        value, number = place
+        parameter = parameters[value]
+        if number == PARAMETER:
+            return parameter
+        entries = {} if optimizer is None else optimizer.state.get(parameter, {})
+        states = [state for state in entries.values() if is_like_parameter(state, parameter)]
+        return states[number] if number < len(states) else None
+
+    return Mover(movement, device, stored)
+
+
+@contextlib.contextmanager
+def moving(mover: Mover | None, machine: ProcessMachine) -> Iterator[None]:
+    """Execute the movement of a step that runs on ``machine``, if there is any."""
+    if mover is None:
+        yield
+        return
+    mover.begin_step()
+    machine.mover = mover
+    try:
+        yield
+    finally:
+        machine.mover = None
+        mover.end_step()

@@ -1,0 +1,289 @@
+"""Movement plans on real processes: equal to eager, and within the capacity that they were made
+for, under a memory that refuses to exceed it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.base.errors import ConstraintError, InputError, NonFiniteError, PlanError, WorkerError
+from autopar.comm.transports.sockets import WHOLE_BYTES
+from autopar.cost_models import Cluster
+from autopar.lowering.program import lower
+from autopar.lowering.types import RankProgram
+from autopar.movement.execution import Movement, ProgramStep
+from autopar.movement.gaps import gaps_of, movement_plan
+from autopar.movement.program import step_of_program
+from autopar.movement.residency import least_capacity, least_traffic
+from autopar.movement.verify import worst_case_bytes
+from autopar.plans.document import Plan
+from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.state.optimizers import optimizer_spec
+from autopar.sharding.strategy import unsplit
+from tests.equality.case import Case
+from tests.models.zoo import build
+from tests.oracles import to_double
+from tests.runtime.conftest import Groups
+from tests.runtime.processes import process_steps, runner_of
+
+DEVICE = Cluster.preset("cpu", nodes=1, devices_per_node=1).device
+NEAR = 1.01
+"""The tolerance of the memory model."""
+NUM_DRAWN = int(os.environ.get("AUTOPAR_TEST_MOVEMENT", "10"))
+OPTIMIZERS: list[Any] = [
+    functools.partial(torch.optim.SGD, lr=0.05),
+    functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    functools.partial(torch.optim.AdamW, lr=1e-3),
+    functools.partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+]
+
+
+@functools.cache
+def case_of(kind: str, num_steps: int = 5) -> Case:
+    return Case(kind, num_joined=2, num_steps=num_steps)
+
+
+def step_of(case: Case, program: RankProgram, make: Any = None) -> ProgramStep:
+    spec = optimizer_spec(make or case.optimizer, DEVICE)
+    return step_of_program(program, DEVICE, optimizer=spec)
+
+
+def between(step: ProgramStep, share: float) -> int:
+    """A capacity: 0 is the least with which the step runs, 1 what it takes if nothing moves."""
+    movable = step.movable()
+    least = least_capacity(movable)
+    return least + int(share * (movable.peak_bytes - least))
+
+
+def moved(step: ProgramStep, capacity_bytes: int) -> Movement:
+    movable = step.movable()
+    plan = least_traffic(movable, capacity_bytes, relative_gap=0.01, time_limit_s=5.0).plan(movable)
+    return step.execution(plan, capacity_bytes)
+
+
+def capped(
+    case: Case, groups: Groups, program: RankProgram, movement: tuple[Movement, ...], cap: int,
+    make: Any = None,
+) -> LocalRunner:  # fmt: skip
+    """A runner whose device holds ``cap`` bytes besides the inputs, which the caller holds."""
+    running = runner_of(
+        groups(1), case.captured, program, case.model,
+        optimizer=make or case.optimizer, movement=movement,
+    )  # fmt: skip
+    inputs = step_of(case, program).step.tensors
+    size = sum(t.size_bytes for t in inputs if t.category == "inputs")
+    running.group.call("cap_memory", cap - size)
+    return running
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["mlp", "gpt2", "bert", "resnet", "lstm"])
+def test_training_within_a_capacity_equals_eager(kind: str, share: float, groups: Groups) -> None:
+    case = case_of(kind)
+    program = lower(unsplit(case.analysis))
+    step = step_of(case, program)
+    capacity = between(step, share)
+    movement = moved(step, capacity)
+    assert movement.plan.transfers
+    running = capped(case, groups, program, (movement,), int(NEAR * capacity))
+    case.compare(process_steps(running, case.captured, case.batches), 1)
+    (copied,) = running.group.call("copied_bytes")
+    sizes = {t.name: t.size_bytes for t in step.step.tensors}
+    assert copied > 0.9 * len(case.batches) * movement.plan.moved_bytes(sizes)
+
+
+def test_without_movement_the_cap_is_refused(groups: Groups) -> None:
+    case = case_of("gpt2")
+    program = lower(unsplit(case.analysis))
+    step = step_of(case, program)
+    running = capped(case, groups, program, (), int(0.99 * step.movable().peak_bytes))
+    with pytest.raises(WorkerError, match=r"over the cap of \d+: move or recompute more"):
+        process_steps(running, case.captured, case.batches)
+
+
+def test_drawn_models_optimizers_and_movements(groups: Groups) -> None:
+    """Any set of gaps is a plan, and its worst case is a cap that it keeps."""
+    kinds = ["mlp", "gpt2", "bert", "resnet", "lstm", "llama", "vit", "t5", "dlrm", "odd_llama"]
+    for number in range(NUM_DRAWN):
+        generator = random.Random(number)
+        case = case_of(generator.choice(kinds), num_steps=2)
+        make = generator.choice(OPTIMIZERS)
+        program = lower(unsplit(case.analysis))
+        step = step_of(case, program, make)
+        movable = step.movable()
+        share = generator.random()
+        plan = movement_plan(movable, [g for g in gaps_of(movable) if generator.random() < share])
+        capacity = max(worst_case_bytes(plan, movable))
+        movement = step.execution(plan, capacity)
+        running = capped(case, groups, program, (movement,), int(NEAR * capacity), make)
+        got = process_steps(running, case.captured, case.batches)
+        alone = runner_of(groups(1), case.captured, program, case.model, optimizer=make)
+        expected = process_steps(alone, case.captured, case.batches)
+        assert got.losses == expected.losses, number
+        for name, weight in expected.weights.items():
+            assert torch.equal(got.weights[name], weight), (number, name)
+
+
+# --- as users ask for it ------------------------------------------------------------------------
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+@functools.cache
+def gpt2() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    model, make_batch = build("gpt2")
+    return model.double(), [to_double(make_batch(step)) for step in range(4)]
+
+
+def compiled_for(num_devices: int = 1, **options: Any) -> Any:
+    model, batches = gpt2()
+    given = {
+        "example_inputs": batches[0], "optimizer": adamw, "profile_limit_s": 0,
+        "check_gradients": False, **options,
+    }  # fmt: skip
+    return autopar.compile(model, num_devices, **given)
+
+
+def needed_bytes(compiled: Any) -> int:
+    return sum(compiled.plan.prediction.memory_bytes.values())
+
+
+def losses(compiled: Any) -> list[float]:
+    return [compiled.train_step(**batch).item() for batch in gpt2()[1]]
+
+
+PLAIN: dict[str, Any] = {"recompute": "none", "update": "at_end"}
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (1, {**PLAIN, "max_grad_norm": 0.5}),
+    (1, {**PLAIN, "recompute": "full"}),
+    (1, {**PLAIN, "num_microbatches": 2}),
+    (2, {**PLAIN, "mesh": {"dp": 2}, "constraints": [autopar.Force("data_parallel")]}),
+    (2, {**PLAIN, "mesh": {"dp": 2}, "constraints": [autopar.Force("zero3")],
+         "reshard_after_forward": False}),
+    (2, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}),
+    (2, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "zb_h1"}),
+    (4, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "chimera"}),
+]  # fmt: skip
+
+
+SOME = [WAYS[i] for i in (0, 1, 3, 5)]
+
+
+@pytest.mark.usefixtures("reused_workers")
+@pytest.mark.parametrize(
+    ("num_devices", "options"), WAYS if "AUTOPAR_TEST_MOVEMENT" in os.environ else SOME, ids=str
+)
+def test_offloading_fits_what_did_not_and_trains_the_same(
+    num_devices: int, options: dict[str, Any], groups: Groups, tmp_path: Path
+) -> None:
+    whole = compiled_for(num_devices, **options)
+    needed, expected = needed_bytes(whole), losses(whole)
+    budget = autopar.MemoryBudget(int(0.85 * needed))
+    given = {**options, "constraints": [*options.get("constraints", ()), budget]}
+    compiled = compiled_for(num_devices, offload=True, **given)
+    assert compiled.plan.offload is not None
+    assert needed_bytes(compiled) <= budget.size_bytes
+    assert "computation waits" in str(compiled.report())
+    # Small sums are gathered before they are added, in buffers of the transport's own.
+    buffers = num_devices * WHOLE_BYTES if num_devices > 1 else 0
+    groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
+    assert losses(compiled) == pytest.approx(expected, abs=1e-12)
+    compiled.plan.to_json(tmp_path / "plan.json")
+    running = {k: v for k, v in options.items() if k == "max_grad_norm"}
+    replayed = compiled_for(num_devices, plan=tmp_path / "plan.json", **running)
+    assert replayed.plan == compiled.plan
+    assert losses(replayed) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    model, batches = gpt2()
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=1)
+    needed = sum(
+        autopar.plan(
+            model, cluster, batches[0], optimizer=adamw, **PLAIN
+        ).prediction.memory_bytes.values()
+    )
+    return autopar.plan(
+        model, cluster, batches[0], offload=True, optimizer=adamw,
+        constraints=autopar.MemoryBudget(int(0.6 * needed)), **PLAIN,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("reused_workers")
+def test_state_is_read_and_loaded_between_steps(planned: Plan, tmp_path: Path) -> None:
+    _, steps = gpt2()
+    plain = compiled_for(**PLAIN)
+    expected = [plain.train_step(**batch).item() for batch in steps[:2]]
+    saved = {name: t.clone() for name, t in plain.full_state_dict().items()}
+    expected += [plain.train_step(**batch).item() for batch in steps[2:]]
+
+    compiled = compiled_for(plan=planned)
+    got = [compiled.train_step(**batch).item() for batch in steps[:2]]
+    for name, tensor in compiled.full_state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    compiled.save(tmp_path / "checkpoint")
+    got += [compiled.train_step(**batch).item() for batch in steps[2:]]
+    assert got == expected
+    compiled.load(tmp_path / "checkpoint")
+    assert [compiled.train_step(**batch).item() for batch in steps[2:]] == expected[2:]
+
+    state = compiled.full_state_dict()
+    broken = {name: t.clone() for name, t in state.items()}
+    broken["transformer.ln_f.weight"][0] = float("nan")
+    compiled.load_state_dict(broken)
+    with pytest.raises(NonFiniteError):
+        compiled.train_step(**steps[0])
+    compiled.load(tmp_path / "checkpoint")
+    assert [compiled.train_step(**batch).item() for batch in steps[2:]] == expected[2:]
+
+
+def test_an_impossible_capacity_names_the_least_possible() -> None:
+    model, batches = gpt2()
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=1)
+    with pytest.raises(ConstraintError, match=r"Even if every tensor moves .* ([\d,]+) bytes") as e:
+        autopar.plan(
+            model, cluster, batches[0], offload=True, constraints=autopar.MemoryBudget(10_000),
+            optimizer=adamw, **PLAIN,
+        )  # fmt: skip
+    least = int(str(e.value).split("whenever it can, ")[1].split(" bytes")[0].replace(",", ""))
+    for size, fits in ((least, True), (least - 1, False)):
+        budget = autopar.MemoryBudget(size)
+        options = {"offload": True, "constraints": budget, "optimizer": adamw, **PLAIN}
+        if fits:
+            assert autopar.plan(model, cluster, batches[0], **options).offload is not None
+        else:
+            with pytest.raises(ConstraintError):
+                autopar.plan(model, cluster, batches[0], **options)
+
+
+@pytest.mark.usefixtures("reused_workers")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["transfers"].pop(), "ends on the|next step would not find|on the host"),
+        (lambda r: r["transfers"].insert(0, "to_host nothing after 0 before 2"), "no tensor of"),
+        (lambda r: r["transfers"].insert(0, "away"), "is not a transfer"),
+        (lambda r: r.update(num_ops=3), "the plan is for 3 operations"),
+        (lambda r: r["starts_on_host"].clear(), "is not on the device|is on the device already|"
+         "starts on the device"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_was_edited_is_refused(planned: Plan, change: Any, message: str) -> None:
+    document = json.loads(planned.to_json())
+    change(document["offload"]["ranks"][0])
+    with pytest.raises(PlanError, match=message) as error:
+        compiled_for(plan=Plan.from_json(json.dumps(document)))
+    assert "$.offload.ranks[0]" in str(error.value)
+
+
+def test_offload_is_true_or_false() -> None:
+    with pytest.raises(InputError, match="offload is 'cpu'; it must be True or False"):
+        compiled_for(offload="cpu")
