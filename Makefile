@@ -26,6 +26,7 @@ exhaustive: $(VENV)/.installed
 	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py \
 		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
 		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py
+	AUTOPAR_TEST_MOVEMENT=500 $(BIN)/python -m pytest -q tests/runtime/test_movement.py
 	AUTOPAR_TEST_CHECKPOINTS=5000 $(BIN)/python -m pytest -q tests/runtime/test_checkpoints.py
 	AUTOPAR_TEST_PLANS=100000 $(BIN)/python -m pytest -q tests/test_untrusted_plans.py
 

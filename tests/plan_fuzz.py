@@ -31,10 +31,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.base.errors import AutoparError, PlanError
 from autopar.cost_models import Cluster
+from autopar.cost_models.update import adamw
 from autopar.frontend.capture import Captured, capture
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram, TensorMeta
+from autopar.planning.movement import movement_of
 from autopar.plans.document import Plan, strategy_of
 from autopar.plans.text import plan_html
 from autopar.runtime.machine.protocols import Received
@@ -89,6 +91,8 @@ class Case:
     plans: dict[str, Plan]
 
 
+OFFLOADED = 44_000
+"""A memory that one device's plan fits by offloading, in bytes."""
 DATA = [autopar.Force("data_parallel")]
 BOTH = [autopar.Force("zero3", axis="x"), autopar.Force("tensor_parallel", axis="y")]
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -99,6 +103,10 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (
         4,
         {"mesh": {"x": 2}, "num_stages": 2, "num_microbatches": 4, "constraints": DATA},
+    ),
+    "offloaded": (
+        1,
+        {"offload": True, "recompute": "none", "constraints": [autopar.MemoryBudget(OFFLOADED)]},
     ),
     "interleaved": (
         2,
@@ -499,7 +507,7 @@ def mutated(plan: Plan, seed: int) -> bytes:
 def _decisions(plan: Plan) -> tuple[Any, ...]:
     return (
         plan.mesh, plan.schedule, plan.inputs, plan.parameters, plan.released, plan.scattered,
-        plan.relays, plan.ops, plan.recomputed.kept,
+        plan.relays, plan.ops, plan.recomputed.kept, plan.offload,
     )  # fmt: skip
 
 
@@ -536,6 +544,8 @@ def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: flo
         staged = plan.schedule.pipeline()
         if staged is not None:
             program = with_pipeline(program, staged[0].of(strategy.graph), staged[1])
+        step = "movement"
+        movement_of(plan, program, adamw(plan.cluster.device))
         step = "running"
         difference = differs_from_eager(program, case)
         return "accepted, runs as eager" if difference is None else f"BAD wrong: {difference}"

@@ -71,11 +71,6 @@ def step_of_program(
             "the program reduces gradients in every micro-batch, which no movement plan covers; "
             "plan it with reduce_every_microbatch=False"
         )
-    if any(p.scattered for p in program.parameters):
-        raise MovementError(
-            "the program reduces gradients in every micro-batch, which no movement plan covers; "
-            "plan it with reduce_every_microbatch=False"
-        )
     return _Walk(program, route, device, optimizer).run()
 
 

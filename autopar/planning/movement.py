@@ -88,7 +88,10 @@ def movement_of(plan: Plan, program: RankProgram, optimizer: OptimizerSpec) -> t
     if plan.offload is None:
         return ()
     capacity, found = sum(plan.prediction.memory_bytes.values()), []
-    steps = steps_of(program, plan.cluster.device, optimizer)
+    try:
+        steps = steps_of(program, plan.cluster.device, optimizer)
+    except MovementError as error:
+        raise refused(str(error), "$.offload") from error
     for number, (step, moves) in enumerate(zip(steps, plan.offload.plans())):
         try:
             found.append(step.execution(moves, capacity))

@@ -404,8 +404,8 @@ class RankRuntime:
         return {**{n: p.detach() for n, p in self._parameters.items()}, **self.buffers()}
 
     def held_gradients(self) -> dict[str, Tensor]:
-        """This rank's shards of the last step's gradients."""
-        self._settle()
+        """This rank's shards of the last step's gradients, which never move."""
+        self.updates.settle()
         return self.updates.gradients()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
