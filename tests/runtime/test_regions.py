@@ -260,3 +260,22 @@ def test_the_faster_way_of_each_graph_is_chosen(tmp_path: Path) -> None:
     assert {phase for phases in chosen.compiled.values() for phase in phases} == {"F"}
     assert "F compiled (1.00 s op by op, 500.00 ms compiled, measured)" in str(chosen)
     assert Plan.from_json(chosen.to_json()) == chosen
+
+
+@pytest.mark.skipif(not ASSIGNMENTS, reason="compiles for half a minute: make exhaustive")
+def test_compiled_arrays_of_models_equal_those_that_run_op_by_op() -> None:
+    def losses(kernels: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        models = [
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).double()
+            for _ in range(3)
+        ]
+        x, y = torch.randn(12, 8, dtype=torch.float64), torch.randint(4, (12,))
+        with autopar.compile(
+            models, 1, example_inputs=(x, y), loss_fn=nn.functional.cross_entropy,
+            optimizer=[functools.partial(torch.optim.SGD, lr=lr) for lr in (0.1, 0.2, 0.3)],
+            profile_limit_s=0, kernels=kernels,
+        ) as array:  # fmt: skip
+            return [array.train_step(x, y) for _ in range(3)]
+
+    torch.testing.assert_close(losses("compiled"), losses(None), rtol=1e-12, atol=0)
