@@ -1,11 +1,14 @@
-"""Large models planned jointly and offline: GPT-3 175B on 1,024 A100, Llama-3-70B on 512 H100.
+"""Large models planned jointly and offline: Llama-3 on 8 to 512 H100, GPT-3 175B on 1,024 A100.
 
-Run: ``python benchmarks/large.py``. Each case runs in a process of its own: the model's shapes on
-the meta device, bfloat16, ``schedule="auto"``, nothing fixed. Prints and writes
+Run: ``python benchmarks/large.py [words of the cases' titles]``. Each case runs in a process of its
+own: the model's shapes on the meta device, ``schedule="auto"``, nothing fixed. Prints and writes
 ``benchmarks/results/large.json``: wall and processor seconds by part, peak memory of the process
 (targets: 60 s, 4 GB, two cores), the plan with its predicted throughput, model FLOP utilization and
 memory, and the other combinations with their times or the reasons against them. Results that others
 reported for the same models are quoted with their source, not run here.
+
+Beside the plan, at the same prices: what experts set up by hand (`large_experts.py`). The script
+fails if one of them that fits is predicted faster than the plan.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import itertools
 import json
 import multiprocessing
 import resource
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from large_experts import LLAMA_8B_ON_8, Expert, llama_70b
 from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "large.json"
@@ -29,7 +34,10 @@ MAX_LISTED = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, the cluster it is planned for, its batch, and the results of others with it."""
+    """A model, the cluster it is planned for, its batch, and the results of others with it.
+
+    Without a ``precision`` the model itself is in bfloat16.
+    """
 
     title: str
     make: Callable[[], Any]
@@ -38,6 +46,8 @@ class Case:
     rows: int
     columns: int
     reported: str
+    precision: str | None = None
+    experts: tuple[Expert, ...] = ()
 
 
 def gpt3() -> Any:
@@ -52,20 +62,49 @@ def gpt3() -> Any:
     )  # fmt: skip
 
 
-def llama_70b() -> Any:
+def llama_3_70b() -> Any:
     """Llama-3-70B."""
+    return _llama(80, 8192, 64, 28672)
+
+
+def llama_3_8b() -> Any:
+    """Llama-3-8B."""
+    return _llama(32, 4096, 32, 14336)
+
+
+def _llama(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8,
-            intermediate_size=28672, vocab_size=128256, max_position_embeddings=8192,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, use_cache=False,
+            num_hidden_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_heads,
+            num_key_value_heads=8, intermediate_size=intermediate_size, vocab_size=128256,
+            max_position_embeddings=8192, use_cache=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         )
     )  # fmt: skip
 
 
 CASES = (
+    Case(
+        title="Llama-3-8B, 8 H100, 16 x 8,192 tokens",
+        make=llama_3_8b, preset="h100-sxm", nodes=1, rows=16, columns=8192, precision="bf16",
+        experts=LLAMA_8B_ON_8,
+        reported="beside each setup",
+    ),
+    Case(
+        title="Llama-3-70B, 64 H100, 128 x 8,192 tokens",
+        make=llama_3_70b, preset="h100-sxm", nodes=8, rows=128, columns=8192, precision="bf16",
+        experts=llama_70b(64),
+        reported="beside each setup; MPT-70B under FSDP with checkpointing at 2,048 tokens a row: "
+        "1,039 tokens/s a GPU, 42.6% (mosaicml/llm-foundry, scripts/train/benchmarking)",
+    ),
+    Case(
+        title="Llama-3-70B, 256 H100, 512 x 8,192 tokens",
+        make=llama_3_70b, preset="h100-sxm", nodes=32, rows=512, columns=8192, precision="bf16",
+        experts=llama_70b(256),
+        reported="beside each setup",
+    ),
     Case(
         title="GPT-3 175B, 1,024 A100-80, 1,536 x 2,048 tokens",
         make=gpt3, preset="a100-80", nodes=128, rows=1536, columns=2048,
@@ -75,48 +114,83 @@ CASES = (
     ),
     Case(
         title="Llama-3-70B, 512 H100, 512 x 8,192 tokens",
-        make=llama_70b, preset="h100-sxm", nodes=64, rows=512, columns=8192,
+        make=llama_3_70b, preset="h100-sxm", nodes=64, rows=512, columns=8192,
         reported="Llama 3, Dubey et al., 2024: 38 to 43% for 405B on 8,192 to 16,384 H100",
     ),
 )  # fmt: skip
 
 
 def plan_case(index: int) -> dict[str, Any]:
-    """Plan one case; returns seconds of each step of the planner, and peak memory."""
-    import torch
+    """Plan one case as `autopar.plan` does, and what experts set up for it."""
     import transformers  # noqa: F401  (its import is no part of planning)
 
-    import autopar
-    from autopar import api
+    from autopar.frontend.capture import capture
+    from autopar.ir.precision import check_precision
+    from autopar.options import PlanOptions
+    from autopar.passes.prepare import prepare
+    from autopar.planning.planner import make_planned
 
     case = CASES[index]
-    cluster = autopar.Cluster.preset(case.preset, nodes=case.nodes, devices_per_node=8)
-    with torch.device("meta"):
-        model = case.make().bfloat16()
-        ids = torch.zeros(case.rows, case.columns, dtype=torch.long)
+    model, cluster, batch = _setup(case)
+    precision = check_precision(case.precision)
     marks: list[tuple[str, float, float]] = []
 
     def mark(text: str) -> None:
         marks.append((text, time.perf_counter(), time.process_time()))
 
-    api.show_progress = _reporting(mark)
-    plan = autopar.plan(
-        model, cluster, {"input_ids": ids, "labels": ids.clone()}, schedule="auto", progress=True
-    )
+    mark("capture")
+    prepared = prepare(capture(model, batch, precision=precision))
+    space = PlanOptions(precision=precision, schedule="auto").space(cluster.num_devices)
+    plan = make_planned(prepared, cluster, space, progress=mark).plan
     mark("end")
     return {
         "case": case.title,
         "reported": case.reported,
         **_costs(marks),
         **_described(plan),
+        "experts": [_planned(expert, prepared, cluster, precision) for expert in case.experts],
+        **setting("torch", "transformers", "numpy"),
     }
 
 
-def _reporting(mark: Callable[[str], None]) -> Any:
-    """A replacement of the progress bar that records the planner's steps with their times."""
-    import contextlib
+def _setup(case: Case) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, the cluster and the batch of a case."""
+    import torch
 
-    return lambda shown: contextlib.nullcontext(mark)
+    import autopar
+
+    cluster = autopar.Cluster.preset(case.preset, nodes=case.nodes, devices_per_node=8)
+    with torch.device("meta"):
+        model = case.make()
+        ids = torch.zeros(case.rows, case.columns, dtype=torch.long)
+    if case.precision is None:
+        model = model.bfloat16()
+    return model, cluster, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _planned(expert: Expert, prepared: Any, cluster: Any, precision: Any) -> dict[str, Any]:
+    """An expert's setup with the same prices as the plan, or why it is impossible."""
+    from autopar.base.errors import AutoparError
+    from autopar.options import PlanOptions
+    from autopar.planning.planner import make_planned
+
+    options = PlanOptions(precision=precision, **expert.options)
+    begun_s = time.process_time()
+    row = {
+        "name": expert.name,
+        "source": expert.source,
+        "reported_tokens_per_s_a_gpu": expert.reported,
+        "note": expert.note,
+    }
+    try:
+        plan = make_planned(
+            prepared, cluster, options.space(cluster.num_devices), constraints=options.constraints
+        ).plan
+    except AutoparError as error:
+        return {**row, "impossible": str(error)}
+    return {
+        **row, "planned_cpu_s": round(time.process_time() - begun_s, 1), **_described(plan)
+    }  # fmt: skip
 
 
 def _costs(marks: list[tuple[str, float, float]]) -> dict[str, Any]:
@@ -151,10 +225,21 @@ def _described(plan: Any) -> dict[str, Any]:
             "pipeline devices": plan.schedule.num_devices,
             "micro-batches": plan.schedule.num_microbatches,
             "recomputed": bool(plan.recomputation),
+            "recomputed in blocks": {
+                f"{group.blocks[0]} and {len(group.blocks) - 1} equal ones": {
+                    "kept_bytes": group.kept_bytes,
+                    "of_bytes": group.default_bytes,
+                    "seconds a micro-batch": group.time_s,
+                }
+                for group in plan.recomputation
+            },
+            "parameters stored": _counts(plan, "parameters by stored placement"),
+            "updated early": plan.update.when == "early",
         },
         "step_s": prediction.step_time_s,
         "bubble_share": prediction.bubble_share,
         "tokens_per_s": prediction.tokens_per_s,
+        "tokens_per_s_a_gpu": prediction.tokens_per_s / plan.cluster.num_devices,
         "model_flops": prediction.model_flops,
         "model_flops_utilisation": prediction.model_flops_utilisation,
         "memory_bytes": {**prediction.memory_bytes, "total": total},
@@ -167,26 +252,88 @@ def _described(plan: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def _counts(plan: Any, heading: str) -> dict[str, str]:
+    """The lines of a section of the plan's text."""
+    lines = str(plan).splitlines()
+    found = {}
+    for line in lines[lines.index(heading) + 1 :]:
+        if not line.startswith("  "):
+            break
+        name, _, count = line.strip().partition("  ")
+        found[name] = count.strip()
+    return found
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(
+        f"{row['case']}: planned in {row['total_wall_s']} s ({row['total_cpu_s']} s of processor "
+        f"time), {row['peak_bytes'] / 1e9:.2f} GB"
+    )
+    for name, part in row["parts"].items():
+        print(f"  {name}: {part}")
+    print(f"  reported: {row['reported']}")
+    print(f"  the plan: {_line(row)}")
+    for expert in row["experts"]:
+        print(f"  {expert['name']} ({expert['source']})")
+        if "impossible" in expert:
+            print(f"    {expert['impossible']}")
+            continue
+        print(f"    {_line(expert)}")
+        print(f"    the plan takes {row['step_s'] / expert['step_s']:.2f} of its time")
+        reported = expert["reported_tokens_per_s_a_gpu"]
+        if reported:
+            ratio = expert["tokens_per_s_a_gpu"] / reported
+            print(f"    reported {reported:,.0f} ({expert['note']}): predicted {ratio:.2f} of it")
+
+
+def _line(row: dict[str, Any]) -> str:
+    plan = row["plan"]
+    memory = ", ".join(
+        f"{name} {size / 2**30:.1f}"
+        for name, size in row["memory_bytes"].items()
+        if name != "total" and size > 2**27
+    )
+    again_s = sum(group["seconds a micro-batch"] for group in plan["recomputed in blocks"].values())
+    return (
+        f"step {row['step_s']:.2f} s, {row['tokens_per_s_a_gpu']:,.0f} tokens/s a GPU, "
+        f"{row['model_flops_utilisation']:.1%} of the peak; "
+        f"mesh {plan['mesh of a pipeline device']}, {plan['schedule']}, "
+        f"{plan['stages']} stages on {plan['pipeline devices']}, "
+        f"{plan['micro-batches']} micro-batches; stored {plan['parameters stored']}; "
+        f"{'recomputes' if again_s else 'recomputes nothing'}"
+        f"{' ' + str(plan['recomputed in blocks']) if again_s else ''}; "
+        f"{row['device_bytes'] / 2**30:.1f} of {row['usable_bytes'] / 2**30:.1f} GiB ({memory})"
+    )
+
+
+def _slower(row: dict[str, Any]) -> list[str]:
+    """The experts' setups that are predicted faster than the plan."""
+    return [
+        f"{row['case']}: {expert['name']}"
+        for expert in row["experts"]
+        if "impossible" not in expert and expert["step_s"] < row["step_s"] * (1 - 1e-9)
+    ]
+
+
+def main(words: Sequence[str]) -> None:
     context = multiprocessing.get_context("spawn")
-    rows = []
-    for index in range(len(CASES)):
+    document = json.loads(RESULT.read_text()) if RESULT.exists() else {"cases": []}
+    where = {key: document[key] for key in ("machine", "versions") if key in document}
+    known = {row["case"]: {**where, **row} for row in document["cases"]}
+    faster = []
+    for index, case in enumerate(CASES):
+        if words and not any(word in case.title for word in words):
+            continue
         with context.Pool(1) as pool:
             row = pool.apply(plan_case, (index,))
-        rows.append(row)
-        print(
-            f"{row['case']}: {row['total_wall_s']} s ({row['total_cpu_s']} s of processor time), "
-            f"{row['peak_bytes'] / 1e9:.2f} GB; {row['plan']}: step {row['step_s']:.2f} s, "
-            f"{row['tokens_per_s']:,.0f} tokens/s, "
-            f"{row['model_flops_utilisation']:.1%} of the peak, "
-            f"{row['device_bytes'] / 2**30:.1f} of {row['usable_bytes'] / 2**30:.1f} GiB"
-        )
-        for name, part in row["parts"].items():
-            print(f"  {name}: {part}")
-        print(f"  reported: {row['reported']}")
-    document = {**setting("torch", "transformers", "numpy"), "cases": rows}
-    RESULT.write_text(json.dumps(document, indent=2) + "\n")
+        known[case.title] = row
+        faster += _slower(row)
+        _print(row)
+        cases = [known[each.title] for each in CASES if each.title in known]
+        RESULT.write_text(json.dumps({"cases": cases}, indent=2) + "\n")
+    if faster:
+        sys.exit("faster than the plan: " + "; ".join(faster))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -24,6 +24,7 @@ from autopar.memory.early import EarlyUpdates
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_bytes, part_bytes
 from autopar.memory.reductions import ReductionMemory, ScatteredSums
+from autopar.memory.steady_state import shortened
 from autopar.memory.tally import Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
 from autopar.schedules.action import Kind
@@ -55,16 +56,16 @@ class ProgramMemory:
 def program_memory(
     program: RankProgram, device: DeviceSpec, *, optimizer: OptimizerSpec
 ) -> ProgramMemory:
-    """The memory of one training step on the pipeline device that needs most.
+    """The memory of a training step on the pipeline device that needs most, for any ``device``."""
+    return fullest(device_memories(program, device, optimizer=optimizer))
 
-    ``device`` need not be of the kind that the program was lowered for.
-    """
-    plays = device_memories(program, device, optimizer=optimizer)
-    most = max(plays, key=lambda memory: memory.peak_bytes)
+
+def fullest(memories: Sequence[ProgramMemory]) -> ProgramMemory:
+    """The memory of the pipeline device that needs most; the limits of all of them."""
     return replace(
-        most,
-        device_bytes=max(memory.device_bytes for memory in plays),
-        gradient_bytes=max(memory.gradient_bytes for memory in plays),
+        max(memories, key=lambda memory: memory.peak_bytes),
+        device_bytes=max(memory.device_bytes for memory in memories),
+        gradient_bytes=max(memory.gradient_bytes for memory in memories),
     )
 
 
@@ -75,10 +76,8 @@ def device_memories(
     allocator = allocator_of(device)
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
     sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
-    return tuple(
-        _Play(program, route, kernels, sizes, optimizer, device).run()
-        for route in routes_of(program)
-    )
+    routes = (shortened(route, program) for route in routes_of(program))
+    return tuple(_Play(program, r, kernels, sizes, optimizer, device).run() for r in routes)
 
 
 class _Play:

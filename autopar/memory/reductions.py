@@ -33,6 +33,9 @@ class ReductionMemory:
         self, sizes: Sequence[ParameterBytes], fresh: Sequence[ParameterBytes], where: str
     ) -> None:
         """Reduce some gradients; ``fresh`` are those that are not in the dtype of sums yet."""
+        if not sizes:
+            self._tally.check(where, 0)
+            return
         self._cast([size for size in fresh if size.is_cast and not size.is_moved], where)
         cast = max((size.used for size in fresh if size.summed > size.used), default=0)
         copied = sum(size.summed for size in sizes if size.is_moved and size.is_whole)

@@ -15,6 +15,7 @@ class Tally:
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
         self.at: dict[str, int] = {}
+        self._peak_bytes = 0
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
 
@@ -25,9 +26,9 @@ class Tally:
 
     def check(self, where: str, working_bytes: int) -> None:
         """Note the peak if this moment, with the workspace of what runs, is one."""
-        now = self.live.copy()
-        now[Category.WORKSPACE] += working_bytes
-        total = sum(now.values())
-        self.at[where] = max(total, self.at.get(where, 0))
-        if total > sum(self.peak.values()):
-            self.peak, self.peak_at = now, where
+        total = sum(self.live.values()) + working_bytes
+        if total > self.at.get(where, -1):
+            self.at[where] = total
+        if total > self._peak_bytes:
+            self.peak, self.peak_at, self._peak_bytes = self.live.copy(), where, total
+            self.peak[Category.WORKSPACE] += working_bytes

@@ -36,6 +36,8 @@ from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
 
 MAX_MICROBATCHES_PER_DEVICE = 16
+KEPT_SHARE = 1 / 12
+"""The inputs of a block as a share of its activations; of transformer layers, a twelfth or less."""
 MAX_STAGE_RUNS = 4096
 """Limit on micro-batches times pipeline ranks: more are slow to simulate and save few bubbles."""
 
@@ -180,13 +182,7 @@ class Combinations:
                 gather = self.communication.estimate("all_gather", gathered, ranks)
                 time_s += num * gather.time_s
         activations = self.kept_bytes / parts / tensor
-        return time_s * self._without_memory(activations / self.budget_bytes, num_devices)
-
-    def _without_memory(self, excess: float, num_devices: int) -> float:
-        """Slowdown of a step whose activations take ``excess`` times the memory."""
-        if excess < 0.8:
-            return 1.0
-        return 4 / 3 if num_devices > 1 and excess < 0.8 * num_devices else 1 + excess
+        return time_s * _without_memory(activations / self.budget_bytes)
 
     def _slowest_share(self, num_devices: int) -> float:
         """Fraction of the FLOPs on the slowest pipeline rank, with one stage or two per rank."""
@@ -233,6 +229,16 @@ class Combinations:
             sides = (todo.forward, todo.input_grad, todo.weight_grad)
             num_kernels += count * sum(side.num_kernels for side in sides)
         return whole_s, num_kernels * self.cluster.device.kernel_launch_s
+
+
+def _without_memory(excess: float) -> float:
+    """Slowdown of a step whose activations take ``excess`` times the memory: a share of the forward
+    pass again, unless even the inputs of blocks take too much."""
+    if excess < 0.8:
+        return 1.0
+    if excess * KEPT_SHARE > 0.8:
+        return 1 + excess
+    return 1 + (1 - 0.8 / excess) / 3
 
 
 def _block_flops(analysis: Analysis) -> list[float]:

@@ -10,36 +10,40 @@ from autopar.ir.update import Update
 from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, program_memory
+from autopar.memory.program import ProgramMemory, device_memories, fullest
 from autopar.planning.setting import Setting
 from autopar.plans.parts import UpdatePlan
 
 
 def updated_as(
     setting: Setting, program: RankProgram
-) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
-    """The program with its updates; raises PlanError where the schedule excludes early ones."""
+) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
+    """The program with its updates, and the memory of each pipeline device.
+
+    Raises PlanError where the schedule excludes early updates.
+    """
     device, optimizer = setting.cluster.device, setting.optimizer
-    at_end = program_memory(program, device, optimizer=optimizer)
+    memories = device_memories(program, device, optimizer=optimizer)
+    at_end = fullest(memories)
     update = setting.update
     if update is None:
         is_needed = not setting.limit.fits(at_end)
         may_be_early = setting.may_update_early and not optimizer.is_joint
         is_early = is_needed and may_be_early and not has_late_updates(program)
         update = Update(when="early" if is_early else "at_end")
-    memory, tile_bytes = at_end, default_tile_bytes(program)
+    tile_bytes = default_tile_bytes(program)
     if update.is_early:
         program = with_early_update(program, update, tile_bytes=tile_bytes)
-        memory = program_memory(program, device, optimizer=optimizer)
+        memories = device_memories(program, device, optimizer=optimizer)
     return (
         program,
-        memory,
+        memories,
         UpdatePlan(
             when=update.when,  # type: ignore[arg-type]
             keep_gradients=update.keep_gradients,
             clipping=update.clipping,  # type: ignore[arg-type]
             tile_bytes=tile_bytes,
-            gradient_bytes=memory.gradient_bytes,
+            gradient_bytes=fullest(memories).gradient_bytes,
             gradient_bytes_at_end=at_end.gradient_bytes,
         ),
     )

@@ -32,7 +32,7 @@ from autopar.ir.update import Update
 from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, device_memories, program_memory
+from autopar.memory.program import ProgramMemory, fullest, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import updated_as
 from autopar.planning.movement import Moved, moved_to_fit
@@ -44,7 +44,7 @@ from autopar.planning.releases import (
     scattered_to_fit,
     with_scattered,
 )
-from autopar.planning.schedule_search import Option, Search
+from autopar.planning.schedule_search import Option, Search, with_form
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
 from autopar.planning.staging import pipeline_times
@@ -87,6 +87,7 @@ class Fit:
         self.heap: list[tuple[bool, tuple[object, ...], int, Option]] = []
         self.known: dict[int, Baselines] = {}
         self.tried: set[int] = set()
+        self.exact: set[str] = set()
         self.smallest: ProgramMemory | None = None
         self.least_moved_bytes: int | None = None
         """The least memory with which a program that was lowered runs if everything moves."""
@@ -110,7 +111,7 @@ class Fit:
                     continue
                 option = self._most_frugal(option)
             known = self.ratios.get(_key(option))
-            is_worth_lowering = option.is_settled or self._fits(option)
+            is_worth_lowering = option.is_settled or option.recomputes or self._fits(option)
             if known is not None and not is_worth_lowering and option.trial < self.max_trials:
                 fitted = self._corrected(option, CAUTION * self.setting.budget_bytes / known)
             else:
@@ -144,6 +145,13 @@ class Fit:
         fits = option.is_settled or self._fits(option)
         heapq.heappush(self.heap, (not fits, order, next(self.numbers), option))
 
+    def _note_time(self, decided: Option) -> None:
+        """Replace the estimated time of an option by that with what it recomputes."""
+        name, times_s = str(decided), self.search.times_s
+        known_s = times_s.get(name, math.inf) if name in self.exact else math.inf
+        times_s[name] = min(decided.time_s, known_s)
+        self.exact.add(name)
+
     def _refuse(self, option: Option, reason: str) -> None:
         name = str(option)
         self.search.times_s.pop(name, None)
@@ -163,14 +171,16 @@ class Fit:
 
     def _counted(self, option: Option) -> Fitted | None:
         if option.recomputes and not option.is_decided:
-            self._push(self._decided(option))
+            decided = self._decided(option)
+            self._push(decided)
+            self._note_time(decided)
             return None
         baselines = self._baselines(option)
         if option.trial == 0:
             option = self._or_rival(option, baselines)
         self.setting.progress(f"lower {option}, on mesh {option.best.mesh}")
-        program, memory, update = self._lower(option)
-        limit = self.setting.limit
+        program, memories, update = self._lower(option)
+        limit, memory = self.setting.limit, fullest(memories)
         needed, available = limit.tightest(memory)
         if needed <= available:
             fitted = Fitted(
@@ -238,13 +248,15 @@ class Fit:
             )
         )  # fmt: skip
 
-    def _lower(self, option: Option) -> tuple[RankProgram, ProgramMemory, UpdatePlan]:
+    def _lower(self, option: Option) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
         program = self._program(option)
         if option.movement is not None:
             at_end = replace(self.setting, update=Update(when="at_end"))
-            return program, self._noted(option.movement.memory), updated_as(at_end, program)[2]
-        program, memory, update = updated_as(self.setting, program)
-        return program, self._noted(memory), update
+            memories, update = option.movement.memories, updated_as(at_end, program)[2]
+        else:
+            program, memories, update = updated_as(self.setting, program)
+        self._noted(fullest(memories))
+        return program, memories, update
 
     def _program(self, option: Option) -> RankProgram:
         staged, best = option.staged, option.best
@@ -284,7 +296,7 @@ class Fit:
         setting, request = self.setting, self.search.space.recompute
         plain = replace(option, best=replace(option.best, recomputation=NOTHING))
         setting.progress(f"choose what {option} recomputes")
-        program, *_ = self._lower(replace(plain, is_decided=True))
+        program, memories, _ = self._lower(replace(plain, is_decided=True))
         recomputer = Recomputer(
             plain.best, program, self._traces_of(plain.best), setting.cluster.device
         )
@@ -292,10 +304,9 @@ class Fit:
             return self._with(plain, recomputer.fixed(request))
 
         def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...]:
-            made, memory, _ = self._lower(self._with(plain, recomputation))
-            if made.pipeline.num_devices == 1:
-                return (memory,)
-            return device_memories(made, setting.cluster.device, optimizer=setting.optimizer)
+            if not recomputation:
+                return memories
+            return self._lower(self._with(plain, recomputation))[1]
 
         found = recomputer.within_memory(setting.limit, counted)
         if found is None:
@@ -308,7 +319,10 @@ class Fit:
         if option.staged is None:
             return replace(decided, time_s=time_parts(best).step_s)
         staged = option.staged
-        times = pipeline_times(best, staged.stages, staged.schedule, self.setting.communication)
+        times = pipeline_times(
+            best, staged.stages, staged.schedule, self.setting.communication,
+            self.search.crossing(best),
+        )  # fmt: skip
         return replace(decided, staged=replace(staged, times=times), time_s=times.step_s)
 
     # --- the budget -----------------------------------------------------------------------------
@@ -322,7 +336,7 @@ class Fit:
         """
         search = self.search
         if option.trial == 0 and search.may_recompute(option):
-            self._push(self._decided(option))
+            self._push_recomputed(option)
         if option.trial >= self.max_trials:
             return self._rival(option, None)
         trial = option.trial + 1
@@ -348,6 +362,14 @@ class Fit:
             return self._rival(option, None)
         self._push_staged(option, found, trial)
         return None
+
+    def _push_recomputed(self, option: Option) -> None:
+        """Queue an option with blocks that recompute, as much and less kept from pass to pass."""
+        best = option.best
+        smaller = [with_form(best, **form) for form in self.search.smaller_forms(option)]
+        smaller = [each for each in smaller if each.estimated_bytes() < best.estimated_bytes()]
+        for candidate in (best, *smaller):
+            self._push_staged(replace(option, recomputes=True), (candidate,), 1)
 
     def _push_staged(self, option: Option, searched: tuple[Candidate, ...], trial: int) -> None:
         """Queue an option again with other results of the search."""
@@ -409,7 +431,8 @@ class Fit:
                 option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
                 is_decided=False, movement=None,
             )  # fmt: skip
-            program, memory, update = self._lower(other)
+            program, memories, update = self._lower(other)
+            memory = fullest(memories)
             if self.setting.limit.fits(memory):
                 return Fitted(
                     option=other, program=program, memory=memory, baselines=baselines, update=update

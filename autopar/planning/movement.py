@@ -48,11 +48,6 @@ class Moved:
     moved_bytes: int
     stall_s: float
 
-    @property
-    def memory(self) -> ProgramMemory:
-        """That of the pipeline rank that needs most."""
-        return max(self.memories, key=lambda memory: memory.peak_bytes)
-
 
 def host_link(device: DeviceSpec) -> HostLink:
     """The link between a device and its host; a CPU copies within its memory."""

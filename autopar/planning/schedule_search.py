@@ -6,8 +6,9 @@ others. A space that is not open has one option, over all its meshes.
 - The combinations of an open space (`autopar.planning.combinations`) are searched in the order of a
   guess of their time; those whose lower bound exceeds the best step so far are pruned.
 - The sharding of each is searched exactly, then every schedule is simulated over the stages'
-  prices. If the estimated memory is above the limit, the blocks recompute, and the sharding is
-  searched again within the limit. What exactly is recomputed is decided over the lowered program
+  prices. If the estimated memory is above the limit, parameters are released after each pass, or
+  blocks recompute (by `autopar.pricing.recompute_estimate`), or both, and the sharding is searched
+  again within the limit. What exactly is recomputed is decided over the lowered program
   (`autopar.planning.fit`).
 
 The search stops after `SEARCH_LIMIT_S` of processor time, which other load on the machine does not
@@ -38,12 +39,20 @@ from autopar.planning.sharding_search import (
     search_within,
 )
 from autopar.planning.space import PipelineChoice
-from autopar.planning.staging import Staged, recomputed_residence, residence_of, stage
+from autopar.planning.staging import (
+    Staged,
+    crossing_bytes,
+    recomputed_residence,
+    residence_of,
+    stage,
+)
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import WHOLE, Residence, price_graph
+from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
+from autopar.pricing.recompute_estimate import droppable, recomputed_to_fit
 from autopar.pricing.step_time import time_parts
 from autopar.schedules import Schedule, build
 from autopar.schedules.generators.build import ANY_STAGES, ONE_STAGE, TWO_STAGES
+from autopar.search import Solution
 
 SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
@@ -67,7 +76,8 @@ class Option:
     ``origin`` are the results of the search without a memory limit, on one mesh or several,
     ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
     often it was searched again within less memory because its counted memory did not fit.
-    ``recomputes``: blocks recompute, until ``is_decided`` as if each ran its forward pass again.
+    ``recomputes``: blocks recompute, until ``is_decided`` by an estimate that saves
+    ``saved_bytes``, or, if the user fixes what is recomputed, as if they ran whole forward passes.
     ``movement``: what moves to the host.
     """
 
@@ -82,6 +92,7 @@ class Option:
     trial: int = 0
     recomputes: bool = False
     is_decided: bool = False
+    saved_bytes: float | None = None
     movement: Moved | None = None
 
     @property
@@ -91,8 +102,22 @@ class Option:
 
     @property
     def estimated_bytes(self) -> float:
-        """Estimated memory of the device that holds most."""
+        """Estimated memory of the device that holds most, as a search within a budget counts it."""
         return self.best.estimated_bytes(self.residence)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Estimated memory with what it is estimated to recompute, if that is searched."""
+        if self.saved_bytes is None:
+            return self.estimated_bytes
+        return self.best.estimated_bytes(self.held) - self.saved_bytes
+
+    @property
+    def held(self) -> Residence:
+        """The fraction of the model that a pipeline rank holds if nothing is recomputed."""
+        if self.choice is None:
+            return WHOLE
+        return residence_of(self.choice.schedule, self.best.priced.pricing.analysis)
 
     def __str__(self) -> str:
         recomputed = ", recomputed" * self.recomputes
@@ -116,7 +141,9 @@ class Search:
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s = math.inf
-        self.alone_on: set[Mesh] = set()
+        self.droppable = functools.cache(droppable)
+        self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
+        self.alone_on: dict[Mesh, int] = {}
         self.left_out: dict[Mesh, list[Combination]] = {}
         self.times_s: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
@@ -161,27 +188,49 @@ class Search:
         """The option of some search results; raises AutoparError if they cannot be staged."""
         searched = origin if searched is None else searched
         found = [candidate for candidate in searched if candidate.is_found]
-        if recomputes:
-            found = [_recomputed(candidate) for candidate in found]
         residence = WHOLE
         if choice is not None:
             residence = residence_of(choice.schedule, found[0].priced.pricing.analysis)
+        saved: dict[Candidate, float | None] = dict.fromkeys(found)
         if recomputes:
+            saved = dict(self._recomputed(each, residence) for each in found)
+            found = list(saved)
             residence = recomputed_residence(residence, found[0].priced.pricing.graph)
+        staged: dict[Candidate, Staged] = {}
         if choice is None:
             best = cheapest(found)
-            return Option(
-                combination=combination, origin=origin, searched=searched, best=best,
-                time_s=time_parts(best).step_s, trial=trial, residence=residence,
-                recomputes=recomputes,
-            )  # fmt: skip
-        staged = {each: stage(each, choice, self.setting.communication) for each in found}
-        best = min(found, key=lambda each: ranked(staged[each].times.step_s, each.mesh))
+        else:
+            staged = {
+                each: stage(each, choice, self.setting.communication, self.crossing(each))
+                for each in found
+            }
+            best = min(found, key=lambda each: ranked(staged[each].times.step_s, each.mesh))
         return Option(
             combination=combination, origin=origin, searched=searched, best=best, choice=choice,
-            staged=staged[best], time_s=staged[best].times.step_s, trial=trial,
-            residence=residence, recomputes=recomputes,
+            staged=staged.get(best), trial=trial, residence=residence, recomputes=recomputes,
+            time_s=staged[best].times.step_s if staged else time_parts(best).step_s,
+            saved_bytes=saved[best],
         )  # fmt: skip
+
+    def crossing(self, candidate: Candidate) -> Sequence[int]:
+        """The candidate's `crossing_bytes`, which depend on its solution alone."""
+        key = candidate.priced, candidate.solution
+        if key not in self.crossings:
+            self.crossings[key] = crossing_bytes(candidate)
+        return self.crossings[key]
+
+    def _recomputed(
+        self, candidate: Candidate, residence: Residence
+    ) -> tuple[Candidate, float | None]:
+        """A candidate with an estimate of what it recomputes, and of the bytes that this saves.
+
+        If the user fixes what is recomputed, as if each block ran its forward pass again.
+        """
+        if self.space.recompute.is_fixed:
+            return _all_recomputed(candidate), None
+        excess = candidate.estimated_bytes(residence) - self.setting.budget_bytes
+        recomputation, saved = recomputed_to_fit(self.droppable(candidate), excess, residence)
+        return replace(candidate, recomputation=recomputation), saved
 
     def within(
         self,
@@ -210,7 +259,7 @@ class Search:
     def with_more_microbatches(self, option: Option) -> list[Option]:
         """The options left out because ``option``, which does not fit, was estimated to fit."""
         mesh, num_known = option.best.mesh, len(self.options)
-        self.alone_on.discard(mesh)
+        self.alone_on.pop(mesh, None)
         for combination in self.left_out.pop(mesh, []):
             self.reasons.pop(str(combination), None)
             self._consider(combination)
@@ -220,7 +269,8 @@ class Search:
         """Price a combination, or record the reason against it."""
         mesh = combination.mesh
         reason = self._reason_against(combination)
-        if reason is None and combination.num_devices == 1 and mesh in self.alone_on:
+        fewest = self.alone_on.get(mesh, math.inf) if combination.num_devices == 1 else math.inf
+        if reason is None and combination.num_microbatches > fewest:
             reason = "fewer micro-batches fit, and without a pipeline they are no slower"
             self.left_out.setdefault(mesh, []).append(combination)
         if reason is None:
@@ -230,7 +280,9 @@ class Search:
 
     def fits(self, option: Option, ratio: float = 1.0) -> bool:
         """Whether an option is estimated to fit; ``ratio``: counted to estimated memory."""
-        return option.estimated_bytes * ratio <= self.setting.budget_bytes
+        if option.saved_bytes is not None:
+            ratio = 1.0  # it recomputes more instead
+        return option.needed_bytes * ratio <= self.setting.budget_bytes * (1 + 1e-9)
 
     def _reason_against(self, combination: Combination) -> str | None:
         bound_s = self.setting.num_passes * self.combinations.bound_s(combination)
@@ -263,16 +315,37 @@ class Search:
         self.unrestricted.setdefault(key, []).append(found)
         always = self.space.recompute.is_fixed
         options = self._options(combination, (found,), recompute=always)
+        leaner = [other for option in options for other in self._leaner(option)]
         if options and not any(map(self.fits, options)):
-            self._within_memory(combination, min(options, key=lambda option: option.time_s))
+            tight = [min(options, key=lambda option: option.time_s)]
+            if leaner and not any(map(self.fits, leaner)):
+                tight.append(min(leaner, key=lambda option: option.time_s))
+            self._within_memory(combination, tight)
 
-    def _within_memory(self, combination: Combination, fastest: Option) -> None:
-        """Recompute and search again within the memory, if the result may still be the fastest."""
-        tight = [fastest]
-        if fastest.time_s < self.best_s and self.may_recompute(fastest):
-            again = self._options(combination, fastest.origin, recompute=True)
-            if again and not any(map(self.fits, again)):
-                tight.append(min(again, key=lambda option: option.time_s))
+    def _leaner(self, option: Option) -> list[Option]:
+        """An option that does not fit with less kept from pass to pass, with blocks that recompute,
+        and with both; not those that cannot be the fastest, because these only take longer."""
+        found: list[Option] = []
+        if self.fits(option) or option.time_s >= self.best_s:
+            return found
+        origins = [option.origin]
+        for form in self.smaller_forms(option):
+            origin = tuple(with_form(each, **form) for each in option.origin)
+            other = self._noted(option, origin, recomputes=option.recomputes)
+            if other.best.estimated_bytes(other.held) < option.best.estimated_bytes(option.held):
+                found.append(other)
+                origins.append(origin)
+        if self.may_recompute(option):
+            found += [self._noted(option, origin, recomputes=True) for origin in origins]
+        return found
+
+    def _noted(self, option: Option, origin: tuple[Candidate, ...], *, recomputes: bool) -> Option:
+        return self._note(
+            self.option(option.combination, origin, option.choice, recomputes=recomputes)
+        )
+
+    def _within_memory(self, combination: Combination, tight: Sequence[Option]) -> None:
+        """Search again within the memory, if the result may still be the fastest."""
         for option in tight:
             if option.time_s >= self.best_s or time.process_time() > self.deadline_s:
                 continue
@@ -351,13 +424,15 @@ class Search:
         if self.fits(option):
             self.best_s = min(self.best_s, option.time_s)
             self.times_s[name] = min(self.times_s.get(name, math.inf), option.time_s)
-            if option.choice is None:
-                self.alone_on.add(option.combination.mesh)
+            best, is_plain = option.best, option.choice is None and not option.recomputes
+            if is_plain and not best.released and not best.scattered:
+                mesh, num = option.combination.mesh, option.combination.num_microbatches
+                self.alone_on[mesh] = min(num, self.alone_on.get(mesh, num))
         else:
             self.reasons.setdefault(
                 name,
                 f"would take {format_seconds(option.time_s)}, but needs about "
-                f"{format_bytes(option.estimated_bytes)} of "
+                f"{format_bytes(option.needed_bytes)} of "
                 f"{format_bytes(self.setting.budget_bytes)}",
             )
         self.options.append(option)
@@ -395,7 +470,19 @@ class Search:
         )
 
 
-def _recomputed(candidate: Candidate) -> Candidate:
+def with_form(
+    candidate: Candidate, *, released: bool = False, scattered: bool = False
+) -> Candidate:
+    """A candidate in a form of `Search.smaller_forms`."""
+    every = candidate.priced.parameters()
+    return replace(
+        candidate,
+        released=every if released else candidate.released,
+        scattered=every if scattered else candidate.scattered,
+    )
+
+
+def _all_recomputed(candidate: Candidate) -> Candidate:
     """A candidate as if each block ran its forward pass again, without communication."""
     blocks = {
         name: BlockRecomputation(

@@ -19,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
+from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
 from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops
 from autopar.pricing.candidate import Candidate
@@ -30,9 +31,6 @@ from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.simulate.timeline import covered_by_device
 from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
-
-KEPT_SHARE = 1 / 12
-"""The inputs of a block as a share of its activations; of transformer layers, a twelfth or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +60,17 @@ class Staged:
 
 
 def stage(
-    candidate: Candidate, choice: PipelineChoice, communication: CommunicationModel
+    candidate: Candidate,
+    choice: PipelineChoice,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
 ) -> Staged:
     """Cut a strategy into stages and simulate the schedule; raises InputError.
 
-    Reverse-first-k is simulated for every k, and the fastest is taken.
+    ``crossing``: the candidate's `crossing_bytes`. Reverse-first-k is simulated for every k, and
+    the fastest is taken.
     """
-    stages = choose_stages(candidate, choice, communication)
+    stages = choose_stages(candidate, choice, communication, crossing)
     schedules = [choice.schedule]
     if choice.searches_k:
         num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
@@ -80,7 +82,7 @@ def stage(
         Staged(
             stages=stages,
             schedule=schedule,
-            times=pipeline_times(candidate, stages, schedule, communication),
+            times=pipeline_times(candidate, stages, schedule, communication, crossing),
         )
         for schedule in schedules
     ]
@@ -122,7 +124,10 @@ def recomputed_residence(residence: Residence, graph: Graph) -> Residence:
 
 
 def choose_stages(
-    candidate: Candidate, choice: PipelineChoice, communication: CommunicationModel
+    candidate: Candidate,
+    choice: PipelineChoice,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
 ) -> Stages:
     """The user's stages, or those whose slowest is fastest; raises InputError."""
     graph = candidate.priced.pricing.graph
@@ -145,13 +150,13 @@ def choose_stages(
         return Stages(first_blocks=tuple(names[start] for start in starts))
     traffic_s = [
         2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
-        for size_bytes in _crossing_bytes(candidate)
+        for size_bytes in crossing
     ]
     starts = cut_chain([times[name].total_s for name in names], traffic_s, num_stages)
     return Stages(first_blocks=tuple(names[start] for start in starts))
 
 
-def _crossing_bytes(candidate: Candidate) -> list[int]:
+def crossing_bytes(candidate: Candidate) -> list[int]:
     """Bytes that one rank sends across each possible cut, per micro-batch."""
     strategy, analysis = candidate.strategy(), candidate.priced.pricing.analysis
     graph, num = analysis.graph, candidate.num_microbatches
@@ -171,7 +176,11 @@ def _crossing_bytes(candidate: Candidate) -> list[int]:
 
 # --- the step -----------------------------------------------------------------------------------
 def pipeline_times(
-    candidate: Candidate, stages: Stages, schedule: Schedule, communication: CommunicationModel
+    candidate: Candidate,
+    stages: Stages,
+    schedule: Schedule,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
 ) -> PipelineTimes:
     """Simulate the schedule over the priced stages.
 
@@ -195,7 +204,7 @@ def pipeline_times(
     )
     is_late = any(item.lag for row in schedule.devices for item in row)
     num_iterations = STEADY_ITERATIONS if is_late else 1
-    links, messages = _links(candidate, stages, communication)
+    links, messages = _links(candidate, stages, communication, crossing)
     timeline = simulate(schedule, durations, links, num_iterations=num_iterations)
     num_devices = schedule.shape.num_devices
     last = max(range(num_devices), key=lambda d: own.move_after_s[d] + own.update_after_s[d])
@@ -237,11 +246,13 @@ def _spent(
 
 
 def _links(
-    candidate: Candidate, stages: Stages, communication: CommunicationModel
+    candidate: Candidate,
+    stages: Stages,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
 ) -> tuple[Links, Estimate | None]:
     """The link between neighbouring stages with its messages; the price of the largest, or None."""
     names = [block.name for block in staged_blocks(candidate.priced.pricing.graph)]
-    crossing = _crossing_bytes(candidate)
     sizes = [float(crossing[names.index(first) - 1]) for first in stages.first_blocks[1:]]
     largest = int(max(sizes, default=0.0))
     ranks = (0, candidate.mesh.num_devices)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Graph, Op, Value, ValueKind
-from autopar.ir.placement import State, local_shape
+from autopar.ir.placement import Placements, State, local_shape
 from autopar.pricing.moves import Array, PlacementTable
 from autopar.pricing.tables import OpTable, Pricing, ValueTable
 from autopar.rules.derivative import Operands
@@ -60,7 +60,7 @@ class NodeMemory:
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
-        self.reads = pricing.analysis.derived(_Reads)
+        self.reads = pricing.analysis.derived(Reads)
         self.values = pricing.graph.values
         self.known: dict[Any, NodeBytes] = {}
         self.num_blocks = max(1, len(pricing.graph.blocks))
@@ -124,11 +124,15 @@ class NodeMemory:
             )
         return self.known[key]
 
+    def size_bytes(self, value: Value, placements: Placements) -> float:
+        """Bytes of a value per micro-batch."""
+        num_elements = math.prod(local_shape(value.shape, placements, self.pricing.mesh))
+        return num_elements * value.dtype.itemsize / self.pricing.moves.num_parts(value)
+
     def _bytes(self, value: Value, table: PlacementTable) -> Array:
         """Bytes of a value per micro-batch under each choice."""
-        mesh, parts = self.pricing.mesh, self.pricing.moves.num_parts(value)
-        sizes = [math.prod(local_shape(value.shape, p, mesh)) / parts for p in table.distinct]
-        found: Array = np.array(sizes, dtype=float)[table.index] * value.dtype.itemsize
+        sizes = [self.size_bytes(value, placements) for placements in table.distinct]
+        found: Array = np.array(sizes, dtype=float)[table.index]
         return found
 
     def _partial_bytes(self, op: Op, table: OpTable) -> Array:
@@ -162,7 +166,7 @@ def gathered_share(analysis: Analysis) -> float:
 
 def kept_bytes(analysis: Analysis) -> float:
     """Bytes of all activations that derivatives read, for the whole batch, unsplit."""
-    values, reads = analysis.graph.values, analysis.derived(_Reads)
+    values, reads = analysis.graph.values, analysis.derived(Reads)
     total = float(sum(values[i].size_bytes for i in reads.relays))
     for op in analysis.graph.ops:
         kept = reads.kept[op.index]
@@ -195,7 +199,7 @@ def _is_weight(value: Value) -> bool:
     return is_parameter and value.differentiable and len(value.shape) >= 2
 
 
-class _Reads:
+class Reads:
     """The values that derivatives read, by op, and the relayed ones: a property of the graph."""
 
     def __init__(self, analysis: Analysis) -> None:
