@@ -109,27 +109,27 @@ def test_without_movement_the_cap_is_refused(groups: Groups) -> None:
         process_steps(running, case.captured, case.batches)
 
 
-def test_drawn_models_optimizers_and_movements(groups: Groups) -> None:
+@pytest.mark.parametrize("number", range(NUM_DRAWN))
+def test_drawn_models_optimizers_and_movements(number: int, groups: Groups) -> None:
     """Any set of gaps is a plan, and its worst case is a cap that it keeps."""
     kinds = ["mlp", "gpt2", "bert", "resnet", "lstm", "llama", "vit", "t5", "dlrm", "odd_llama"]
-    for number in range(NUM_DRAWN):
-        generator = random.Random(number)
-        case = case_of(generator.choice(kinds), num_steps=2)
-        make = generator.choice(OPTIMIZERS)
-        program = lower(unsplit(case.analysis))
-        step = step_of(case, program, make)
-        movable = step.movable()
-        share = generator.random()
-        plan = movement_plan(movable, [g for g in gaps_of(movable) if generator.random() < share])
-        capacity = max(worst_case_bytes(plan, movable))
-        movement = step.execution(plan, capacity)
-        running = capped(case, groups, program, (movement,), int(NEAR * capacity), make)
-        got = process_steps(running, case.captured, case.batches)
-        alone = runner_of(groups(1), case.captured, program, case.model, optimizer=make)
-        expected = process_steps(alone, case.captured, case.batches)
-        assert got.losses == expected.losses, number
-        for name, weight in expected.weights.items():
-            assert torch.equal(got.weights[name], weight), (number, name)
+    generator = random.Random(number)
+    case = case_of(generator.choice(kinds), num_steps=2)
+    make = generator.choice(OPTIMIZERS)
+    program = lower(unsplit(case.analysis))
+    step = step_of(case, program, make)
+    movable = step.movable()
+    share = generator.random()
+    plan = movement_plan(movable, [g for g in gaps_of(movable) if generator.random() < share])
+    capacity = max(worst_case_bytes(plan, movable))
+    movement = step.execution(plan, capacity)
+    running = capped(case, groups, program, (movement,), int(NEAR * capacity), make)
+    got = process_steps(running, case.captured, case.batches)
+    alone = runner_of(groups(1), case.captured, program, case.model, optimizer=make)
+    expected = process_steps(alone, case.captured, case.batches)
+    assert got.losses == expected.losses
+    for name, weight in expected.weights.items():
+        assert torch.equal(got.weights[name], weight), name
 
 
 # --- as users ask for it ------------------------------------------------------------------------
