@@ -36,6 +36,10 @@ def test_training_equals_eager_on_every_rank(tmp_path: Path, how: str) -> None:
     assert torch.tensor(losses).isfinite().all()
 
 
+def test_compiling_again_joins_a_new_process_group() -> None:
+    torchrun(2, "tests.runtime.torchrun_again")
+
+
 def test_a_process_group_without_a_backend_for_the_devices_is_refused() -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

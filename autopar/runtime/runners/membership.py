@@ -7,6 +7,7 @@ which all of them share. A process group that the user made is left to the user.
 from __future__ import annotations
 
 import datetime
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class _Membership:
 
 
 _MEMBERSHIP = _Membership()
+_NUMBERS = itertools.count()
+"""Of the process groups joined here; the same on all ranks, which join together."""
 
 
 def join(device: torch.device, timeout_s: float) -> Watch:
@@ -56,6 +59,8 @@ def _watch(device: torch.device, timeout_s: float) -> Watch:
     timeout, joins = datetime.timedelta(seconds=timeout_s), not dist.is_initialized()
     if joins:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+        # A group that was closed has left its addresses in the store.
+        store = dist.PrefixStore(f"autopar/group/{next(_NUMBERS)}", store)
     else:
         _check_backend(device)
         store, rank, num_ranks = default_store(), dist.get_rank(), dist.get_world_size()
