@@ -98,9 +98,17 @@ class ProbedService(RankService):
 
     memory: CappedMemory | None = None
 
+    left_bytes = 0
+    """What earlier tests' programs left in this process, such as constants of compiled code."""
+
     def prepare(self, program: bytes) -> None:
-        self.memory = None
+        self.memory = self.runtime = None
+        self._state, self.program = {}, None  # type: ignore[assignment]
+        self.left_bytes = self._tensor_bytes(resizable=True)
         super().prepare(program)
+
+    def counted_tensor_bytes(self) -> int:
+        return super().counted_tensor_bytes() - self.left_bytes
 
     def cap_memory(self, cap_bytes: int | None) -> None:
         """From now on training steps run in a memory with a cap."""
@@ -121,10 +129,15 @@ class ProbedService(RankService):
 
     def mapped_bytes(self) -> int:
         """Bytes of memory that this process's tensors map and do not own: those of transports."""
+        return self._tensor_bytes(resizable=False)
+
+    def _tensor_bytes(self, *, resizable: bool) -> int:
         gc.collect()
-        tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.layout is torch.strided]
-        storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
-        return sum({s.data_ptr(): s.nbytes() for s in storages if not s.resizable()}.values())
+        plain = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+        on_cpu = [t for t in plain if t.layout is torch.strided and t.device.type == "cpu"]
+        storages = [t.untyped_storage() for t in on_cpu]
+        found = {s.data_ptr(): s.nbytes() for s in storages if s.resizable() is resizable}
+        return sum(found.values())
 
     def local_step(self, parts: Sequence[Tensor]) -> Tensor:
         return self.running.train_step(parts, local=True)
