@@ -45,7 +45,7 @@ from autopar.runtime.deferred import Deferred
 from autopar.runtime.measure.collective_times import collective_times
 from autopar.runtime.measure.kernel_choice import with_kernels
 from autopar.runtime.measure.op_times import op_times
-from autopar.runtime.options import check_early, may_be_early
+from autopar.runtime.options import check_early, check_offloaded, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
 from autopar.runtime.state.model_options import ArrayOptions
@@ -384,10 +384,11 @@ class _Compiler:
     def _precision(self, replayed: Plan | None) -> Precision | None:
         """The precision asked for, or the plan's; raises InputError where options contradict it."""
         given, update = self.planning.precision, self.planning.update
+        running = self.options.running
         if replayed is not None:
             given = agreed_precision(given, replayed.graph.precision)
             update = replayed.update.update
-        running = self.options.running
+            check_offloaded(running, is_offloaded=replayed.offload is not None)
         check_scaled(given, running.nonfinite)
         check_early(update, running, given)
         return given
@@ -484,7 +485,7 @@ class _Compiler:
         )
 
     def _movement(self, chosen: Plan, program: RankProgram) -> tuple[Movement, ...]:
-        """What moves to the host, by pipeline rank; raises PlanError where the plan is wrong."""
+        """The movement of each pipeline rank; raises PlanError where the plan's is wrong."""
         running = self.options.running
         if chosen.offload is None or running.optimizer is None:
             return ()

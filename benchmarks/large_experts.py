@@ -88,7 +88,8 @@ def _fsdp_tp(dp: int, tp: int, **options: Any) -> dict[str, Any]:
 
 
 def _selective(num_layers: int) -> list[str]:
-    """What torchtitan's selective policy recomputes: every other product, norms, activations."""
+    """The modules that torchtitan's selective policy recomputes: every other matrix product, norms,
+    activation functions."""
     modules = (
         "input_layernorm", "post_attention_layernorm", "mlp.act_fn", "self_attn.k_proj",
         "self_attn.o_proj", "mlp.up_proj",

@@ -87,15 +87,20 @@ def _infiniband(adapters: int, gigabits_per_s: float, devices: int, source: str)
     )
 
 
-def _host_link(generation: int) -> float:
-    """Bytes per second of a device's link to its host, each way: PCI Express with 16 lanes."""
-    return 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8 * _PCIE_EFFICIENCY
+def pcie_bytes_per_s(generation: int) -> float:
+    """Bytes per second that copies over PCI Express with 16 lanes reach, each way."""
+    return _pcie_link(generation) * _PCIE_EFFICIENCY
+
+
+def _pcie_link(generation: int) -> float:
+    # 16 lanes at 8 GT/s in generation 3, with 128b/130b coding; each later one doubles the rate.
+    return 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8
 
 
 def _pcie3(source: str) -> Level:
-    # 16 lanes at 8 GT/s with 128b/130b coding. Consumer cards communicate through the host, whose
-    # two sockets have one root port per four cards: four links in total.
-    link = 16 * 8e9 * 128 / 130 / 8
+    # Consumer cards communicate through the host, whose two sockets have one root port per four
+    # cards: four links in total.
+    link = _pcie_link(3)
     return Level(
         name="pcie3",
         size=8,
@@ -126,7 +131,7 @@ def _v100() -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=80,
         cache_bytes=6 * _MIB,
-        host_bandwidth_bytes_per_s=_host_link(3),
+        host_bandwidth_bytes_per_s=pcie_bytes_per_s(3),
         source="NVIDIA V100 datasheet (SXM2, 32 GB); 80 SMs and 6 MB L2 from the Volta whitepaper",
     )
     return _Preset(
@@ -153,7 +158,7 @@ def _a100(memory_bytes: int, bandwidth: float, name: str) -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=108,
         cache_bytes=40 * _MIB,
-        host_bandwidth_bytes_per_s=_host_link(4),
+        host_bandwidth_bytes_per_s=pcie_bytes_per_s(4),
         source="NVIDIA A100 datasheet (SXM4); 108 SMs and 40 MB L2 from the Ampere whitepaper",
     )
     return _Preset(
@@ -186,7 +191,7 @@ def _hopper(name: str, memory_bytes: int, bandwidth: float, node: str, sheet: st
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=132,
         cache_bytes=50 * _MIB,
-        host_bandwidth_bytes_per_s=_host_link(5),
+        host_bandwidth_bytes_per_s=pcie_bytes_per_s(5),
         source=f"{sheet}; dense rates, 132 SMs and 50 MB L2 from the Hopper whitepaper",
     )
     return _Preset(
@@ -214,7 +219,7 @@ def _b200() -> _Preset:
         kernel_launch_s=_CUDA_LAUNCH_S,
         num_units=148,
         cache_bytes=126 * _MIB,
-        host_bandwidth_bytes_per_s=_host_link(5),
+        host_bandwidth_bytes_per_s=pcie_bytes_per_s(5),
         source=(
             "NVIDIA DGX B200 datasheet (1,440 GB, 64 TB/s and 72 PFLOPS of sparse FP8 for 8) and "
             "HGX B200 specifications; 148 SMs and 126 MB L2 as the driver reports"
@@ -315,7 +320,7 @@ def _card(card: _Card, inner: Level) -> _Preset:
 
 
 def _pcie4(source: str) -> Level:
-    link = 16 * 16e9 * 128 / 130 / 8
+    link = _pcie_link(4)
     return structs.replace(
         _pcie3(source), name="pcie4", bandwidth_bytes_per_s=link,
         total_bandwidth_bytes_per_s=4 * link, source=f"PCI Express 4.0, 16 lanes; {source}",

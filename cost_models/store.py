@@ -22,7 +22,7 @@ import sqlite3
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,8 +86,7 @@ class OpTime:
     def is_sane(self) -> bool:
         """Whether every number is plausible; the forward time is positive."""
         times = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.spread)
-        are_times = all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
-        return are_times and self.forward_s > 0
+        return _are_plausible(times) and self.forward_s > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +100,8 @@ class CollectiveTime:
 
     def is_sane(self) -> bool:
         """Whether every number is plausible."""
-        numbers = (self.size_bytes, self.time_s, self.spread)
-        are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
-        return are_numbers and self.size_bytes > 0 and self.time_s > 0 and self.spread >= 0
+        are_plausible = _are_plausible((self.size_bytes, self.time_s, self.spread))
+        return are_plausible and self.size_bytes > 0 and self.time_s > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +115,8 @@ class RegionTime:
 
     def is_sane(self) -> bool:
         """Whether every number is plausible."""
-        numbers = (self.eager_s, self.compiled_s, self.spread)
-        are_numbers = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
-        return are_numbers and self.eager_s > 0 and self.compiled_s > 0 and self.spread >= 0
+        are_plausible = _are_plausible((self.eager_s, self.compiled_s, self.spread))
+        return are_plausible and self.eager_s > 0 and self.compiled_s > 0
 
 
 class _NotOurs(Exception):
@@ -358,6 +355,11 @@ def _products(device: DeviceSpec) -> str:
     }
     names = [name for name, is_allowed in allowed.items() if is_allowed]
     return f", TF32 in {' and '.join(names)}" if names else ""
+
+
+def _are_plausible(numbers: Iterable[object]) -> bool:
+    """Whether all are finite numbers that are not negative."""
+    return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers)
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a rank needs to execute a movement plan: where it meets each operation and each tensor.
+"""Movement plans as a rank executes them: where it meets each operation and each tensor.
 
 The operations of a plan that the runtime announces are the runs of blocks' graphs and the updates;
 the others (gathers, sums, reductions) happen in between. So a tensor is `movable` if it is a result
@@ -67,7 +67,11 @@ class ProgramStep:
         return replace(tensor, movable=is_known and is_met)
 
     def execution(self, plan: MovementPlan, capacity_bytes: int) -> Movement:
-        """What the runtime executes of a plan for this step; raises MovementError."""
+        """The plan with its places in the runtime.
+
+        Raises MovementError if it is not for this step, exceeds the capacity, or moves a tensor
+        that the runtime cannot.
+        """
         step = self.movable()
         verify(plan, step, capacity_bytes)
         names = {*plan.starts_on_host, *(transfer.tensor for transfer in plan.transfers)}

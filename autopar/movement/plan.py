@@ -110,13 +110,8 @@ class MovementPlan:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON, also written to ``path`` if given."""
-        document = _Document(
-            schema_version=SCHEMA_VERSION,
-            num_ops=self.num_ops,
-            starts_on_host=self.starts_on_host,
-            transfers=tuple(map(str, self.transfers)),
-        )
-        text = json.dumps(msgspec.to_builtins(document), indent=1) + "\n"
+        fields = msgspec.to_builtins(MovementFields.of(self))
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=1) + "\n"
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -133,18 +128,35 @@ class MovementPlan:
                 f"movement plan of schema version {document.schema_version}: this release reads "
                 f"version {SCHEMA_VERSION}; plan again"
             )
-        return MovementPlan(
-            num_ops=document.num_ops,
-            starts_on_host=document.starts_on_host,
-            transfers=tuple(map(parse_transfer, document.transfers)),
-        )
+        return document.plan()
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    schema_version: int
+class MovementFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The fields of a movement plan in JSON, its transfers as text."""
+
     num_ops: int
     starts_on_host: tuple[str, ...]
     transfers: tuple[str, ...]
+
+    @staticmethod
+    def of(plan: MovementPlan) -> MovementFields:
+        return MovementFields(
+            num_ops=plan.num_ops,
+            starts_on_host=plan.starts_on_host,
+            transfers=tuple(map(str, plan.transfers)),
+        )
+
+    def plan(self) -> MovementPlan:
+        """The plan; raises MovementError for text that is no transfer."""
+        return MovementPlan(
+            num_ops=self.num_ops,
+            starts_on_host=self.starts_on_host,
+            transfers=tuple(map(parse_transfer, self.transfers)),
+        )
+
+
+class _Document(MovementFields, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    schema_version: int
 
 
 def format_plan(plan: MovementPlan) -> str:

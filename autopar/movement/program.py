@@ -61,7 +61,7 @@ def step_of_program(
             "the program updates parameters within the backward pass, by rows of their gradients, "
             "which no movement plan covers; lower it with update='at_end'"
         )
-    if any(p.released and p.kernel is not None for p in program.parameters):
+    if any(p.released for p in program.parameters):
         raise MovementError(
             "the program releases gathered parameters after forward and gathers them again, which "
             "no movement plan covers; plan it with reshard_after_forward=False"

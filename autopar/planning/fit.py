@@ -5,11 +5,11 @@ In: the options of `autopar.planning.schedule_search`. Out: the plan of the fast
 The search estimates memory node by node; for a lowered program it is counted by liveness, which is
 exact. Options are lowered in order of their time. One that does not fit is queued again with its
 gathered parameters released after each pass, or its gradients reduce-scattered in every
-micro-batch, as few as necessary; with a sharding searched within a
-smaller budget, corrected by the ratio of count to estimate; and, if recomputation is open, with
-what it must recompute to fit (`autopar.planning.recomputation`), priced exactly. The ratio is
-reused for other options with the same schedule. A known strategy replaces an option that is slower
-than it, or that was not found.
+micro-batch, as few as necessary; with a sharding searched within a smaller budget, corrected by the
+ratio of count to estimate; if recomputation is open, with what it must recompute to fit
+(`autopar.planning.recomputation`), priced exactly; and, if tensors may be offloaded, with those
+that must be (`autopar.planning.movement`). The ratio is reused for other options with the same
+schedule. A known strategy replaces an option that is slower than it, or that was not found.
 
 In an open space, lowering stops after `LOWER_LIMIT_S` of processor time. If nothing has fit by
 then, a few of the options with the least memory are still tried. The report lists those not tried.
@@ -195,7 +195,8 @@ class Fit:
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
             f"{format_bytes(available)}",
         )
-        self._push_moved(option)
+        if self.search.space.offload and option.movement is None:
+            self._push_moved(option, program if program.early is None else self._program(option))
         is_smaller = self._push_smaller(option, program)
         return self._corrected(option, CAUTION * within, is_smaller=is_smaller)
 
@@ -223,15 +224,15 @@ class Fit:
     def _is_small(self, program: RankProgram) -> bool:
         return self.setting.limit.fits(self._count(program))
 
-    def _push_moved(self, option: Option) -> None:
-        """Queue the option with what must move to the host to fit, if that is possible."""
+    def _push_moved(self, option: Option, program: RankProgram) -> None:
+        """Queue the option with what must move to the host to fit, if that is possible.
+
+        ``program``: as it updates at the end, since nothing moves under early updates.
+        """
         setting = self.setting
-        if not self.search.space.offload or option.movement is not None:
-            return
         if setting.update is not None and setting.update.is_early:
             return
         setting.progress(f"choose what {option} moves to the host")
-        program = self._program(option)
         try:
             moved = moved_to_fit(
                 program, option.best, setting.cluster.device, setting.optimizer, setting.limit

@@ -1,4 +1,4 @@
-"""What moves to the host so that a lowered program fits the memory, and what that costs.
+"""Offloading: the tensors that move to the host so that a program fits the memory, and its cost.
 
 In: a program whose memory does not fit, and its prices. Out: for each pipeline rank the movement
 plan of least traffic within the memory (`autopar.movement.residency`), and by how much the
@@ -7,7 +7,7 @@ simulated step is longer than its operations.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,28 +15,26 @@ from autopar.base.documents import path_of
 from autopar.base.errors import MovementError
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, device_bytes
+from autopar.cost_models.presets import pcie_bytes_per_s
 from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.route import routes_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
-from autopar.movement.execution import Movement, ProgramStep, Run, Update
-from autopar.movement.plan import MovementPlan
+from autopar.movement.execution import Movement, OpPlace, ProgramStep, Update
+from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.movement.program import step_of_program
 from autopar.movement.residency import least_traffic
 from autopar.movement.simulate import HostLink, simulate
 from autopar.movement.verify import resident, worst_case_bytes
 from autopar.planning.setting import MemoryLimit
 from autopar.plans.document import Plan
+from autopar.plans.parts import OffloadPlan
 from autopar.plans.refusals import refused
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.step_time import time_parts
-from autopar.pricing.tables import OpTable
 from autopar.schedules.action import Kind
 
 RELATIVE_GAP, TIME_LIMIT_S = 0.01, 5.0
 """How near to the least traffic a plan must be proved, and the time for that, per rank."""
-_USUAL_LINK_BYTES_PER_S = 12e9
-"""The host link of a device whose own is not known: PCI Express 3.0 with 16 lanes, as measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +46,22 @@ class Moved:
     moved_bytes: int
     stall_s: float
 
+    def plan(self) -> OffloadPlan:
+        """What a plan says of it."""
+        return OffloadPlan(
+            ranks=tuple(map(MovementFields.of, self.plans)),
+            moved_bytes=self.moved_bytes,
+            stall_s=self.stall_s,
+        )
+
 
 def host_link(device: DeviceSpec) -> HostLink:
-    """The link between a device and its host; a CPU copies within its memory."""
-    bandwidth = device.host_bandwidth_bytes_per_s
+    """The link between a device and its host, PCI Express 3.0 if it is not known; a CPU copies
+    within its memory."""
+    bandwidth = device.host_bandwidth_bytes_per_s or pcie_bytes_per_s(3)
     if device.kind == "cpu":
         bandwidth = device.memory_bandwidth_bytes_per_s / 2
-    return HostLink(bandwidth_bytes_per_s=bandwidth or _USUAL_LINK_BYTES_PER_S)
+    return HostLink(bandwidth_bytes_per_s=bandwidth)
 
 
 def moved_to_fit(
@@ -78,8 +85,10 @@ def moved_to_fit(
 
 
 def movement_of(plan: Plan, program: RankProgram, optimizer: OptimizerSpec) -> tuple[Movement, ...]:
-    """What each pipeline rank executes of a plan's offloading; raises PlanError where it is not
-    for this program, or takes more memory than the plan says."""
+    """The movement of each pipeline rank, as its runtime executes a plan's offloading.
+
+    Raises PlanError where it is not for this program, or takes more memory than the plan says.
+    """
     if plan.offload is None:
         return ()
     capacity, found = sum(plan.prediction.memory_bytes.values()), []
@@ -158,32 +167,18 @@ def memory_of(step: ProgramStep, plan: MovementPlan, device: DeviceSpec) -> Prog
 
 def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> list[float]:
     """Seconds of each operation: graphs of blocks and updates at their prices, others free."""
-    graph = candidate.priced.pricing.graph
-    num, block_of = candidate.num_microbatches, {b.name: b for b in graph.blocks}
-    seconds: dict[int, tuple[float, float, float]] = {}
-    priced_nodes = zip(
-        candidate.priced.nodes, candidate.priced.tables, candidate.solution.assignment
-    )
-    for node, table, pick in priced_nodes:
-        if isinstance(table, OpTable):
-            e = table.estimates[pick]
-            seconds[node.index] = e.forward_s / num, e.input_grad_s / num, e.weight_grad_s / num
-    of_block: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for position, block in enumerate(program.blocks):
-        found = block_of.get(block.name)
-        if found is None:
-            continue
-        for op in range(found.start, found.stop):
-            for phase, time_s in enumerate(seconds.get(op, ())):
-                of_block[position][phase] += time_s
-    num_updates = sum(isinstance(place, Update) for place in step.places)
-    update_s = time_parts(candidate).update_s / max(num_updates, 1)
-    return [
-        of_block[place.block]["FIW".index(place.graph)]
-        if isinstance(place, Run)
-        else (0.0 if place is None else update_s)
-        for place in step.places
-    ]
+    times = candidate.times
+
+    def seconds(place: OpPlace) -> float:
+        if isinstance(place, Update):
+            return sum(times.update_s.get(value, 0.0) for value in place.values)
+        block = None if place is None else times.blocks.get(program.blocks[place.block].name)
+        if place is None or block is None:
+            return 0.0
+        of_graph = {"F": block.forward_s, "I": block.input_grad_s, "W": block.weight_grad_s}
+        return of_graph[place.graph]
+
+    return [seconds(place) for place in step.places]
 
 
 def _capacity(peak_bytes: int, limit: MemoryLimit, device: DeviceSpec) -> int:

@@ -31,7 +31,6 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
-from autopar.plans.parts import OffloadPlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.local_calls import calls_of
@@ -187,6 +186,6 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         schedule,
         fitted.update,
         best.recomputation,
-        None if moved is None else OffloadPlan.of(moved.plans, moved.moved_bytes, moved.stall_s),
+        None if moved is None else moved.plan(),
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -1,4 +1,4 @@
-"""What is done in every pass of a step instead of once, so that a program fits the memory.
+"""Communication that a program repeats in every pass of a step, so that it fits the memory.
 
 In: a lowered program that keeps its gathered parameters from their first use in a step to the last,
 and accumulates whole gradients over the micro-batches, and a test of its memory. Out: the

@@ -374,7 +374,7 @@ class Search:
         return is_asked and option.choice is None and option.combination.num_microbatches > 1
 
     def smaller_forms(self, option: Option) -> list[dict[str, bool]]:
-        """What may be done in every pass of an option to hold less, from more memory to less."""
+        """The forms of an option that do more in every pass and hold less, largest first."""
         forms = [{"released": True}] if self.may_release(option) else []
         if self.may_scatter(option):
             forms += [{"scattered": True}, *({**form, "scattered": True} for form in forms)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -15,7 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.ir.update import Update
-from autopar.movement.plan import MovementPlan, Transfer, parse_transfer
+from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
 
@@ -236,59 +235,28 @@ class KernelPlan(_Struct, frozen=True):
     failures: dict[str, str] = {}
 
 
-class RankMovement(_Struct, frozen=True):
-    """The movement plan of a pipeline rank; see `autopar.movement.plan`."""
-
-    num_ops: int
-    starts_on_host: tuple[str, ...]
-    transfers: tuple[str, ...]
-
-
 class OffloadPlan(_Struct, frozen=True):
-    """What moves to the host and back, by pipeline rank.
+    """The movement of tensors to the host and back, by pipeline rank.
 
     ``moved_bytes``: bytes copied in a step, both ways, on the rank that copies most. ``stall_s``:
     how much longer the simulated step is for it.
     """
 
-    ranks: tuple[RankMovement, ...]
+    ranks: tuple[MovementFields, ...]
     moved_bytes: int
     stall_s: float
 
-    @staticmethod
-    def of(plans: Sequence[MovementPlan], moved_bytes: int, stall_s: float) -> OffloadPlan:
-        return OffloadPlan(
-            ranks=tuple(
-                RankMovement(
-                    num_ops=plan.num_ops,
-                    starts_on_host=plan.starts_on_host,
-                    transfers=tuple(map(str, plan.transfers)),
-                )
-                for plan in plans
-            ),
-            moved_bytes=moved_bytes,
-            stall_s=stall_s,
-        )
-
     def plans(self) -> tuple[MovementPlan, ...]:
-        """The plans of the ranks; raises PlanError with the JSON path of a line that is none."""
-        return tuple(
-            MovementPlan(
-                num_ops=rank.num_ops,
-                starts_on_host=rank.starts_on_host,
-                transfers=tuple(_transfers(rank, number)),
-            )
-            for number, rank in enumerate(self.ranks)
-        )
+        """The plans of the ranks; raises PlanError with the JSON path of one that is none."""
+        return tuple(_plan(rank, number) for number, rank in enumerate(self.ranks))
 
 
-def _transfers(rank: RankMovement, number: int) -> Iterator[Transfer]:
-    for line, text in enumerate(rank.transfers):
-        try:
-            yield parse_transfer(text)
-        except MovementError as error:
-            place = path_of(("offload", "ranks", number, "transfers", line))
-            raise refused(str(error), place) from error
+def _plan(rank: MovementFields, number: int) -> MovementPlan:
+    try:
+        return rank.plan()
+    except MovementError as error:
+        place = path_of(("offload", "ranks", number, "transfers"))
+        raise refused(str(error), place) from error
 
 
 class PlanFields(_Struct, frozen=True):

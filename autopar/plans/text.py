@@ -223,7 +223,7 @@ def _named(blocks: Sequence[str]) -> str:
 
 
 def _offload(offload: OffloadPlan) -> Rows:
-    """What moves to the host, and the time that computation waits for it."""
+    """Bytes and tensors that move to the host, and the time that computation waits for them."""
     plans = offload.plans()
     tensors = [{t.tensor for t in plan.transfers} for plan in plans]
     resident = max(len(plan.starts_on_host) for plan in plans)

@@ -42,7 +42,7 @@ def droppable(candidate: Candidate) -> tuple[Droppable, ...]:
 def recomputed_to_fit(
     values: tuple[Droppable, ...], excess_bytes: float, residence: Residence
 ) -> tuple[Recomputation, float]:
-    """What saves ``excess_bytes`` on the fullest device in the least time, and what it saves.
+    """The fastest recomputation that saves ``excess_bytes`` on the fullest device, and its savings.
 
     If the values do not suffice, all of them are recomputed.
     """

@@ -84,6 +84,15 @@ def check_early(update: Update | None, options: RunOptions, precision: Precision
         raise InputError(f"update='early' with {reason}, or update='at_end'")
 
 
+def check_offloaded(options: RunOptions, *, is_offloaded: bool) -> None:
+    """Raise InputError where a plan moves tensors to the host and the run cannot."""
+    if is_offloaded and options.array is not None:
+        raise InputError(
+            "the plan moves tensors to the host, which an array of models does not; make one "
+            "without offload"
+        )
+
+
 def _why_not_early(
     options: RunOptions, precision: Precision | None, clipping: str | None = None
 ) -> str | None:

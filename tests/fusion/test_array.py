@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,3 +269,21 @@ def test_what_cannot_be_an_array_is_refused(groups: Groups) -> None:
     array = array_of(groups, models_of(2), batch, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0])
     with pytest.raises(InputError, match="compiled for one batch that all models share"):
         array.train_step([batch, batch])
+
+
+def test_an_array_refuses_a_plan_that_moves_tensors(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "example_inputs": batches_of(1)[0], "loss_fn": nn.functional.cross_entropy,
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1), "profile_limit_s": 0,
+    }  # fmt: skip
+    with autopar.compile(models_of(2), 1, **given) as array:
+        document = json.loads(array.plan.to_json())
+    document["offload"] = {
+        "ranks": [{"num_ops": 0, "starts_on_host": [], "transfers": []}],
+        "moved_bytes": 0,
+        "stall_s": 0.0,
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="an array of models does not"):
+        autopar.compile(models_of(2), 1, plan=path, **given)

@@ -187,6 +187,13 @@ class ProbedService(RankService):
         return all(torch.equal(after[n], before[n]) for n in before)
 
 
+def counted_bytes(compiled: Any) -> int:
+    """The predicted bytes of a device's tensors, but for the batch, which workers read from the
+    caller's memory."""
+    counted: dict[str, int] = compiled.plan.prediction.memory_bytes
+    return sum(counted.values()) - counted["inputs"]
+
+
 def runner_of(
     group: WorkerGroup,
     captured: Captured,

@@ -64,7 +64,7 @@ def to(port: int) -> Callable[[float], socket.socket]:
 
 
 def held() -> set[str | threading.Thread]:
-    """What is open, by descriptor and what it is of, and the threads that run."""
+    """The open descriptors, each with its target, and the running threads."""
     found: set[str | threading.Thread] = set(threading.enumerate())
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of this listing

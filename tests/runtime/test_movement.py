@@ -14,7 +14,14 @@ import pytest
 import torch
 
 import autopar
-from autopar.base.errors import ConstraintError, InputError, NonFiniteError, PlanError, WorkerError
+from autopar.base.errors import (
+    ConstraintError,
+    InputError,
+    NonFiniteError,
+    OptimizerError,
+    PlanError,
+    WorkerError,
+)
 from autopar.comm.transports.sockets import WHOLE_BYTES
 from autopar.cost_models import Cluster
 from autopar.lowering.program import lower
@@ -26,7 +33,8 @@ from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.verify import worst_case_bytes
 from autopar.plans.document import Plan
 from autopar.runtime.runners.local import LocalRunner
-from autopar.runtime.state.optimizers import optimizer_spec
+from autopar.runtime.state.optimizers import is_elementwise, optimizer_spec
+from autopar.runtime.step.moving import mover_of
 from autopar.sharding.strategy import unsplit
 from tests.equality.case import Case
 from tests.models.zoo import build
@@ -282,6 +290,21 @@ def test_a_plan_that_was_edited_is_refused(planned: Plan, change: Any, message: 
     with pytest.raises(PlanError, match=message) as error:
         compiled_for(plan=Plan.from_json(json.dumps(document)))
     assert "$.offload.ranks[0]" in str(error.value)
+
+
+def test_an_optimizer_that_combines_parameters_needs_a_plan_of_its_own() -> None:
+    """A step of it updates all parameters, and the plan has an update for each."""
+
+    class Combined(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert not is_elementwise(Combined([parameter]))
+    step = step_of(case_of("mlp"), lower(unsplit(case_of("mlp").analysis)), adamw)
+    movement = moved(step, between(step, 0.0))
+    with pytest.raises(OptimizerError, match=r"groups of parameters one after the other.*Combined"):
+        mover_of(movement, torch.device("cpu"), {}, Combined([parameter]))
 
 
 def test_offload_is_true_or_false() -> None:

@@ -16,6 +16,7 @@ from autopar.base.errors import InputError, PlanError
 from autopar.plans.document import Plan
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import Trained, assert_same, reference_steps, to_double
+from tests.runtime.processes import counted_bytes
 from tests.runtime.test_counted_memory import Branches, images
 
 NUM_STEPS = 5
@@ -51,9 +52,7 @@ def check_counted(compiled: Any, batch: dict[str, Tensor], tolerance: float = 0.
     The workers are reused: what an earlier program left may be released in the first step.
     """
     held = min(max(compiled.peak_tensor_bytes(**batch)) for _ in range(2))
-    counted = compiled.plan.prediction.memory_bytes
-    own = sum(counted.values()) - counted["inputs"]  # workers read the caller's batch
-    assert own == pytest.approx(held, rel=tolerance)
+    assert counted_bytes(compiled) == pytest.approx(held, rel=tolerance)
 
 
 def check(kind: str, compiled: Any) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from autopar.base.errors import OptimizerError
 from autopar.movement.execution import PARAMETER, Movement
 from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.process import ProcessMachine
-from autopar.runtime.state.optimizers import is_like_parameter
+from autopar.runtime.state.optimizers import is_elementwise, is_like_parameter
 
 
 def mover_of(
@@ -20,7 +21,10 @@ def mover_of(
     parameters: Mapping[int, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
 ) -> Mover | None:
-    """The mover of a rank's parameters, by value, and their optimizer states."""
+    """The mover of a rank's parameters, by value, and their optimizer states.
+
+    Raises OptimizerError where the optimizer cannot update them in the groups of the plan.
+    """
     if movement is None:
         return None
 
@@ -33,7 +37,14 @@ def mover_of(
         states = [state for state in entries.values() if is_like_parameter(state, parameter)]
         return states[number] if number < len(states) else None
 
-    return Mover(movement, device, stored)
+    mover = Mover(movement, device, stored)
+    if optimizer is not None and not is_elementwise(optimizer) and len(mover.updates) > 1:
+        raise OptimizerError(
+            f"the movement plan updates {len(mover.updates)} groups of parameters one after the "
+            f"other, and {type(optimizer).__name__} may combine them; plan again with this "
+            "optimizer, or without offload"
+        )
+    return mover
 
 
 @contextlib.contextmanager

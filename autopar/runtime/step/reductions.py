@@ -3,8 +3,8 @@
 In: gradients in the placement in which blocks use their parameters, once they are complete. Out:
 gradients in stored placement, equal on all devices that hold a parameter: tied parameters of
 several stages and the replicas of a stage have one sum. Those that are scattered in every
-micro-batch are added up as they arrive. Reductions overlap with the computation
-that follows, and whoever needs a gradient waits for its round, perhaps in the next training step.
+micro-batch are added up as they arrive. Reductions overlap with the computation that follows, and
+whoever needs a gradient waits for its round, perhaps in the next training step.
 """
 
 from __future__ import annotations

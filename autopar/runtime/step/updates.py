@@ -317,7 +317,7 @@ class Updates:
         }
 
     def _multiplier(self) -> Tensor | float | None:
-        """What every gradient is multiplied by before it is used; None for 1."""
+        """The factor of gradients before use, from clipping and the loss scale; None for 1."""
         if self.clipping is not None and self.clipping.factor is not None:
             return self.clipping.factor / self._scaled_by
         return None if self._scaled_by == 1 else 1 / self._scaled_by
