@@ -21,14 +21,14 @@ test: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
 
 exhaustive: $(VENV)/.installed
-	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q tests/models/test_drawn_programs.py
-	AUTOPAR_TEST_DRAWS=20 $(BIN)/python -m pytest -q -n 2 --dist=loadgroup tests/equality
-	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q tests/runtime/test_training.py \
+	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q --timeout=7200 tests/models/test_drawn_programs.py
+	AUTOPAR_TEST_DRAWS=20 $(BIN)/python -m pytest -q --timeout=7200 -n 2 --dist=loadgroup tests/equality
+	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_training.py \
 		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
 		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py
-	AUTOPAR_TEST_MOVEMENT=500 $(BIN)/python -m pytest -q tests/runtime/test_movement.py
-	AUTOPAR_TEST_CHECKPOINTS=5000 $(BIN)/python -m pytest -q tests/runtime/test_checkpoints.py
-	AUTOPAR_TEST_PLANS=100000 $(BIN)/python -m pytest -q tests/test_untrusted_plans.py
+	AUTOPAR_TEST_MOVEMENT=500 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_movement.py
+	AUTOPAR_TEST_CHECKPOINTS=5000 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_checkpoints.py
+	AUTOPAR_TEST_PLANS=100000 $(BIN)/python -m pytest -q --timeout=7200 tests/test_untrusted_plans.py
 
 # A thousand drawn faults in running jobs; one alone: python -m tests.faults.run --numbers 17
 NUMBERS ?= 0-999

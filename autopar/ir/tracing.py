@@ -18,12 +18,16 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
     Annotations of ``torch.fx.traceback.annotate`` are kept on the nodes. Where an operator's own
     decomposition writes in place (circular padding does), the trace is functionalized, so that
     nodes may be reordered and dropped by their results alone. oneDNN's LSTM is recorded as
-    `autopar.ir.fused_lstm.lstm_layer`.
+    `autopar.ir.fused_lstm.lstm_layer`, and gradients that are zero as ordinary zeros: tensors
+    without storage lose their device where fake ones are added to them.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
-    instead = {torch.ops.aten.mkldnn_rnn_layer.default: lstm_layer}
+    instead: dict[Any, Any] = {
+        torch.ops.aten.mkldnn_rnn_layer.default: lstm_layer,
+        torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default,
+    }
     with mode, preserve_node_meta():
         traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
         module = traced(operands, cotangents)

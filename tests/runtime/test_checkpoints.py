@@ -11,6 +11,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from autopar.runtime.state.checkpoint_format import Chunk, StoredTensor, is_cove
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.plain import from_plain, to_plain
 from autopar.runtime.workers.group import WorkerGroup
+from tests.runtime import killed_saves
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import ProbedService, runner_of
 from tests.runtime.test_state import (
@@ -45,6 +48,7 @@ from tests.runtime.test_state import (
     train,
 )
 
+ROOT = Path(__file__).parents[2]
 NUM_DAMAGED = int(os.environ.get("AUTOPAR_TEST_CHECKPOINTS", "120"))
 
 
@@ -283,6 +287,30 @@ class TestFailedSaves:
         names = {file.name for file in tmp_path.iterdir()}
         assert not names & (left - {"autopar.json"})
         assert all(name.endswith(".safetensors") or name == "autopar.json" for name in names)
+
+    def test_the_death_of_the_first_rank_loses_no_checkpoint(self, tmp_path: Path) -> None:
+        """Whatever the first rank did last, the folder has the old checkpoint or the new one."""
+        with (tmp_path / "log").open("wb") as log:
+            command = [sys.executable, "-m", killed_saves.__name__, str(tmp_path / "jobs")]
+            (tmp_path / "jobs").mkdir()
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=240, check=True)
+        jobs = sorted((tmp_path / "jobs").iterdir(), key=lambda job: int(job.name))
+        compiled, _ = killed_saves.compiled_for(1)
+        states = []
+        for job in jobs:
+            compiled.load(job / "saved")
+            state = compiled.full_state_dict()
+            states.append(
+                [
+                    name
+                    for name in ("before", "after")
+                    if differing(state, torch.load(job / name, weights_only=True)) == []
+                ]
+            )
+            assert (job / "told").exists() == (job is not jobs[-1])
+        compiled.close()
+        assert states == [["before"], *(["after"] for _ in jobs[1:])]
+        assert len(jobs) >= 6  # the manifest; old and new files; the guard
 
 
 class Killed(ProbedService):

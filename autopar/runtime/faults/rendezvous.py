@@ -110,10 +110,17 @@ class Rendezvous:
         return next((rank for rank in range(self.num_ranks) if rank not in self._found), None)
 
     def _check_peers(self) -> None:
-        """Raise WorkerError if a rank on this host is stopped or gone."""
+        """Raise WorkerError if a rank on this host is stopped or gone.
+
+        One that is stopped is killed, as no other rank's error reaches it.
+        """
         fault = self.peers.fault()
-        if fault is not None:
-            raise self._error(*fault)
+        if fault is None:
+            return
+        error = self._error(*fault)
+        if fault[0] in self.peers.stopped():
+            self.peers.kill(fault[0])
+        raise error
 
     def _error(self, rank: int | None, what: str) -> WorkerError:
         # The thread may stay in its collective, and threads of the process group with it.

@@ -158,10 +158,11 @@ class CheckpointWriter(StorageWriter):
         os.unlink(os.path.join(self.folder, guard))
 
     def discard(self) -> None:
-        """Remove the files of a save that failed."""
-        if self._place is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.folder, self._place.name + UNFINISHED))
+        """Remove the files of a save that failed, on the first rank.
+
+        Another rank cannot know whether the first one, which may be dead by now, has made its file
+        part of the checkpoint; what such a rank leaves goes with the next save.
+        """
         if self._is_coordinator:
             self._remove_strays()
             for folder in reversed(self._made):
@@ -186,6 +187,9 @@ def _write(
             assert isinstance(held, Tensor)
             _write_tensor(file, held, digest)
         os.fsync(file)
+    except BaseException:
+        os.unlink(os.path.join(folder, name + UNFINISHED))
+        raise
     finally:
         os.close(file)
     record = FileRecord(name=name, size_bytes=at, sha256=digest.hexdigest())

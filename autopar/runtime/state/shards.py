@@ -87,7 +87,10 @@ def _join(parts: list[Tensor], placement: Placement) -> Tensor:
 
 def reduced(parts: Sequence[Tensor]) -> Tensor:
     """The sum of the shards in their own dtype."""
-    return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+    stacked = torch.stack(list(parts))
+    if stacked.is_complex():  # torch cannot add up complex32
+        return torch.view_as_complex(torch.view_as_real(stacked).sum(0))
+    return stacked.sum(0).to(parts[0].dtype)
 
 
 def holder(placements: Placements, mesh: Mesh, rank: int) -> int:
