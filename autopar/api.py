@@ -454,15 +454,11 @@ class _Compiler:
         strategy = strategy_of(chosen, captured, num_devices)
         kind = self.devices[0].type
         program = lower_training(
-            strategy,
-            chosen.schedule.num_microbatches,
-            pipeline=chosen.schedule.pipeline(),
-            device_type=kind,
-            update=chosen.update.update,
-            tile_bytes=chosen.update.tile_bytes,
-            recomputation=chosen.recomputed,
+            strategy, chosen.schedule.num_microbatches, pipeline=chosen.schedule.pipeline(),
+            device_type=kind, update=chosen.update.update, tile_bytes=chosen.update.tile_bytes,
+            in_steps=chosen.offload is None, recomputation=chosen.recomputed,
             compiled=chosen.compiled,
-        )
+        )  # fmt: skip
 
         def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
             analysis = prepare(forward, chosen.graph.batch_norm).analysis

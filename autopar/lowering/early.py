@@ -47,12 +47,17 @@ _ALL_REDUCE_ONLY = (ALL_REDUCE, torch.ops.aten._to_copy.default)
 
 
 def with_early_update(
-    program: RankProgram, update: Update = DEFAULT, *, tile_bytes: int | None = None
+    program: RankProgram,
+    update: Update = DEFAULT,
+    *,
+    tile_bytes: int | None = None,
+    in_steps: bool = True,
 ) -> RankProgram:
     """The program with parameters updated within the backward pass.
 
     Gradients are cut into rows of `default_tile_bytes` unless ``tile_bytes`` is given. Kept
-    gradients are whole. Raises PlanError for a schedule that updates in the next step.
+    gradients are whole. Unless ``in_steps``, W is not cut: each block makes all its gradients at
+    once. Raises PlanError for a schedule that updates in the next step.
     """
     if has_late_updates(program):
         name = program.pipeline.schedule.name
@@ -68,7 +73,7 @@ def with_early_update(
     for index, kernel in enumerate(kernels):
         places = [i for i, block in enumerate(program.blocks) if block.kernel == index]
         users = [program.blocks[place].interface for place in places]
-        if kernel.backward_weight is None or not kernel.cotangents or not users:
+        if kernel.backward_weight is None or not kernel.cotangents or not users or not in_steps:
             continue
         sizes, in_rows = {}, set[int]()
         for operand in kernel.weight_grads:

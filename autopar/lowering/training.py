@@ -27,15 +27,16 @@ def lower_training(
     device_type: str = "cpu",
     update: Update | None = None,
     tile_bytes: int | None = None,
+    in_steps: bool = True,
     recomputation: Recomputation = NOTHING,
     traces: Traces | None = None,
     compiled: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RankProgram:
     """The training program of a strategy, with micro-batches one after the other.
 
-    An early ``update`` cuts gradients larger than ``tile_bytes`` into rows. With a ``pipeline``,
-    the strategy applies within each of its devices, and the schedule runs the stages that the
-    program is cut into. ``traces``: see `autopar.lowering.program.lower`;
+    An early ``update`` cuts W if ``in_steps``, and gradients larger than ``tile_bytes`` into rows.
+    With a ``pipeline``, the strategy applies within each of its devices, and the schedule runs the
+    stages that the program is cut into. ``traces``: see `autopar.lowering.program.lower`;
     ``compiled``: `autopar.lowering.regions.with_compiled`. Raises PlanError and
     ScheduleError where they do not fit together.
     """
@@ -52,5 +53,5 @@ def lower_training(
         stages, schedule = pipeline
         program = with_pipeline(program, stages.of(strategy.graph), schedule)
     if update is not None and update.is_early:
-        program = with_early_update(program, update, tile_bytes=tile_bytes)
+        program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
     return with_compiled(program, compiled)

@@ -390,8 +390,12 @@ class _Play:
         self.tally.check(where, memory.workspace["W"])
         self._sum(values, where)
         self._release_arguments(position, microbatch)
-        if kernel.cotangents:
-            self._reduce(values, f"G {block.name}")
+        if not kernel.cotangents:
+            return
+        self._reduce(values, f"G {block.name}")
+        if self.early is not None:
+            self.early.reads.end(position)
+            self.early.advance(f"G {block.name}")
 
     def _weight_in_steps(self, position: int, microbatch: int) -> None:
         """Play W step by step: each gradient is updated with before the next is computed."""

@@ -30,6 +30,8 @@ def step_of_drafts(
     places: Sequence[OpPlace],
     workspace_bytes: Sequence[int],
     drafts: Sequence[Draft],
+    *,
+    keeps_gradients: bool,
 ) -> ProgramStep:
     """Persistent tensors that nothing uses are part of every operation's workspace."""
     idle = sum(t.size_bytes for t in drafts if t.persistent and not t.uses)
@@ -62,4 +64,6 @@ def step_of_drafts(
         tensors=tuple(found),
         workspace_bytes=tuple(size + idle for size in workspace_bytes),
     )
-    return ProgramStep(step=step, places=tuple(places), made=made, stored=stored)
+    return ProgramStep(
+        step=step, places=tuple(places), made=made, stored=stored, keeps_gradients=keeps_gradients
+    )

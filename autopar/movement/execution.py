@@ -45,23 +45,25 @@ class ProgramStep:
 
     ``places`` has one entry for each operation. ``made``: by tensor, its number among the results
     of the forward graph that its first use runs. ``stored``: by persistent tensor, the parameter
-    and the number of its optimizer state, or `PARAMETER`.
+    and the number of its optimizer state, or `PARAMETER`. Unless the step ``keeps_gradients`` until
+    its end, their updates release them.
     """
 
     step: StepLifetimes
     places: tuple[OpPlace, ...]
     made: Mapping[str, int]
     stored: Mapping[str, tuple[int, int]]
+    keeps_gradients: bool
 
     def movable(self) -> StepLifetimes:
-        """The lifetimes as the runtime has them: gradients stay until the step ends, and tensors
-        that it can move are marked as such."""
+        """The lifetimes as the runtime has them: with gradients as long as it keeps them, and with
+        the tensors marked that it can move."""
         return replace(self.step, tensors=tuple(map(self._in_runtime, self.step.tensors)))
 
     def _in_runtime(self, tensor: Lifetime) -> Lifetime:
         if isinstance(self.places[tensor.last], Update) and not tensor.persistent:
-            uses = tuple(sorted({*tensor.uses, self.step.num_ops - 1}))
-            return replace(tensor, uses=uses, movable=False)
+            last = self.step.num_ops - 1 if self.keeps_gradients else tensor.last
+            return replace(tensor, uses=tuple(sorted({*tensor.uses, last})), movable=False)
         is_known = tensor.name in self.made or tensor.name in self.stored
         is_met = all(self.places[op] is not None for op in tensor.uses)
         return replace(tensor, movable=is_known and is_met)

@@ -3,9 +3,10 @@
 The actions of the route are played in order, as in `autopar.memory.program`, which counts bytes;
 here every run of an F, I or W graph is an operation, and every storage that crosses its border is a
 tensor with the operations that use it. What lives within one graph is that operation's workspace.
-Sums of gradients, gathers, reductions and updates of parameters are operations too. Programs of
-single-op blocks (`autopar.movement.single_ops`) have the lifetimes of single layers. The result
-also says where the runtime finds operations and tensors.
+Sums of gradients, gathers, reductions and updates of parameters are operations too; early updates
+follow the W that completes a gradient. Programs of single-op blocks (`autopar.movement.single_ops`)
+have the lifetimes of single layers. The result also says where the runtime finds operations and
+tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.base.errors import MovementError
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, allocator_of
 from autopar.cost_models.update import OptimizerSpec
@@ -25,7 +25,9 @@ from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import BlockProgram, Kernel, ParameterProgram, RankProgram, Role
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
+from autopar.movement.coverable import check_coverable
 from autopar.movement.drafts import Draft, step_of_drafts
+from autopar.movement.early import EarlyArrivals
 from autopar.movement.execution import PARAMETER, OpPlace, ProgramStep, Run, Update
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.schedules.action import Kind
@@ -46,31 +48,10 @@ def step_of_program(
 ) -> ProgramStep:
     """One training step on a pipeline rank: its lifetimes, and where the runtime finds them.
 
-    Raises MovementError for updates within the backward pass, for parameters that are released
-    after forward or whose gradients are reduced in every micro-batch, and for schedules whose
-    updates use the gradients of the step before.
+    Raises MovementError for what no movement plan covers (`autopar.movement.coverable`).
     """
     route = list(routes_of(program))[pipeline_rank]
-    if route.late_updates:
-        raise MovementError(
-            f"schedule {program.pipeline.schedule.name!r} updates weights with the gradients of "
-            "the step before, which no movement plan covers; choose another schedule"
-        )
-    if program.early is not None:
-        raise MovementError(
-            "the program updates parameters within the backward pass, by rows of their gradients, "
-            "which no movement plan covers; lower it with update='at_end'"
-        )
-    if any(p.released for p in program.parameters):
-        raise MovementError(
-            "the program releases gathered parameters after forward and gathers them again, which "
-            "no movement plan covers; plan it with reshard_after_forward=False"
-        )
-    if any(p.scattered for p in program.parameters):
-        raise MovementError(
-            "the program reduces gradients in every micro-batch, which no movement plan covers; "
-            "plan it with reduce_every_microbatch=False"
-        )
+    check_coverable(program, route)
     return _Walk(program, route, device, optimizer).run()
 
 
@@ -115,6 +96,7 @@ class _Walk:
         self.states: dict[int, list[int]] = {}
         self.sent = {v for boundary in program.pipeline.boundaries for v in boundary.values}
         self.updated: set[int] = set()
+        self.arrivals = EarlyArrivals(program, route, device)
 
     # --- tensors and operations ---------------------------------------------------------------
     def _tensor(
@@ -185,11 +167,16 @@ class _Walk:
                 self._run_alone(block)
         for action in self.route.actions:
             self._act(action.stage, action.kind, action.microbatch)
+        self._update_early(is_last=True)
         self._update([v for values in self.route.parameters.values() for v in values])
-        return step_of_drafts(self.ops, self.places, self.workspace, self.tensors)
+        early = self.program.early
+        return step_of_drafts(
+            self.ops, self.places, self.workspace, self.tensors,
+            keeps_gradients=early is None or early.keeps_gradients,
+        )  # fmt: skip
 
     def _act(self, stage: int, kind: Kind, microbatch: int | None) -> None:
-        if kind is Kind.U and not self.optimizer.is_joint:
+        if kind is Kind.U and not self.optimizer.is_joint and self.program.early is None:
             self._update([v for v in self.route.parameters[stage] if not self.remaining[v]])
         if microbatch is None:
             return
@@ -334,6 +321,7 @@ class _Walk:
 
     # --- backward -----------------------------------------------------------------------------
     def _input(self, position: int, microbatch: int) -> None:
+        self.arrivals.reads.end(position)
         block = self.program.blocks[position]
         kernel, memory = self.program.kernels[block.kernel], self.memory[block.kernel]
         name = self._name("I", block.name, microbatch)
@@ -401,18 +389,21 @@ class _Walk:
         kernel, place = self.program.kernels[block.kernel], (microbatch, position)
         if kernel.backward_weight is not None and kernel.cotangents:
             taken, handed = self.cotangents[place]
+            arguments = self._arguments(kernel.weight_sources, place, taken, handed)
             results = self._run(
                 self._name("W", block.name, microbatch),
                 kernel.backward_weight,
-                self._arguments(kernel.weight_sources, place, taken, handed),
+                arguments,
                 Category.GRADIENTS,
                 self.memory[block.kernel].workspace["W"],
                 Run("W", position, microbatch),
             )
-            first = len(block.interface.inputs)
-            for operand, result in zip(kernel.weight_grads, results):
-                if result is not None:
-                    self._contribute(block.interface.parameters[operand - first], result)
+            parameters = block.interface.parameters
+            graded = [parameters[o - len(block.interface.inputs)] for o in kernel.weight_grads]
+            made = [(value, new) for value, new in zip(graded, results) if new is not None]
+            self._contribute(made, arguments)
+            self.arrivals.reads.end(position)
+            self._update_early(graded)
         self.cotangents.pop(place, None)
         self.kept.pop(place, None)
         for value in block.interface.parameters:
@@ -422,7 +413,22 @@ class _Walk:
                 if not holders:
                     self.fetched.pop(value, None)
 
-    def _contribute(self, value: int, new: int) -> None:
+    def _contribute(self, made: Sequence[tuple[int, int]], read: Sequence[int | None]) -> None:
+        """Add what W made to gradients, and reduce those that are complete.
+
+        All that W made and ``read`` is held until everything has been added.
+        """
+        num_ops = len(self.ops)
+        for value, new in made:
+            self._add(value, new)
+        for held in (*read, *(new for _, new in made)):
+            if held is not None and len(self.ops) > num_ops:
+                self.tensors[held].uses.append(len(self.ops) - 1)
+        for value, _ in made:
+            if not self.remaining[value] and self.parameters[value].kernel is not None:
+                self._reduce(self.parameters[value])
+
+    def _add(self, value: int, new: int) -> None:
         """Add to a parameter's gradient: a second contribution makes a new tensor, further ones
         are added in place."""
         p, known = self.parameters[value], self.sums.get(value)
@@ -436,8 +442,6 @@ class _Walk:
         else:
             self._op(f"sum {p.name}", [known, new], [known])
         self.remaining[value] -= 1
-        if not self.remaining[value] and p.kernel is not None:
-            self._reduce(p)
 
     def _reduce(self, p: ParameterProgram) -> None:
         assert p.kernel is not None
@@ -455,7 +459,15 @@ class _Walk:
             assert found is not None
             self.sums[p.value] = found
 
-    # --- the end of the step ------------------------------------------------------------------
+    # --- updates ------------------------------------------------------------------------------
+    def _update_early(self, values: Sequence[int] = (), *, is_last: bool = False) -> None:
+        """Update early what has arrived, now that these gradients are complete, and is read no
+        more: one parameter after the other."""
+        if self.program.early is not None:
+            complete = [v for v in values if not self.remaining[v]]
+            for value in self.arrivals.free(complete, is_last=is_last):
+                self._update([value])
+
     def _update(self, values: Sequence[int]) -> None:
         """Update parameters one by one, or together if the optimizer is joint."""
         here = (v for v in dict.fromkeys(values) if v in self.sums and v not in self.updated)
@@ -466,5 +478,14 @@ class _Walk:
             written = [t for v in group for t in (self.stored[v], *self.states.get(v, ()))]
             names = "+".join(self.parameters[v].name for v in group[:3])
             workspace = self.optimizer.workspace_bytes([self.bytes[v].stored for v in group])
+            workspace += self._clipped_bytes(group)
             gradients = [self.sums[v] for v in group]
             self._op(f"update {names}", gradients, written, workspace, Update(tuple(group)))
+
+    def _clipped_bytes(self, values: Sequence[int]) -> int:
+        """Bytes of copies while gradients are clipped for an early update, one after the other;
+        those that were cast are clipped in place."""
+        if self.program.early is None or self.program.early.clipping is None:
+            return 0
+        sizes = [self.bytes[v] for v in values]
+        return max((size.stored for size in sizes if not size.is_cast), default=0)

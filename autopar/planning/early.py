@@ -15,25 +15,30 @@ from autopar.planning.setting import Setting
 from autopar.plans.parts import UpdatePlan
 
 
+def may_choose_early(setting: Setting, program: RankProgram) -> bool:
+    """Whether the planner may choose early updates of a program by itself."""
+    is_possible = not setting.optimizer.is_joint and not has_late_updates(program)
+    return setting.may_update_early and is_possible
+
+
 def updated_as(
-    setting: Setting, program: RankProgram
+    setting: Setting, program: RankProgram, *, in_steps: bool = True
 ) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
     """The program with its updates, and the memory of each pipeline device.
 
-    Raises PlanError where the schedule excludes early updates.
+    Early ones use gradients by rows if ``in_steps``, else all that a block makes at once. Raises
+    PlanError where the schedule excludes early updates.
     """
     device, optimizer = setting.cluster.device, setting.optimizer
     memories = device_memories(program, device, optimizer=optimizer)
     at_end = fullest(memories)
     update = setting.update
     if update is None:
-        is_needed = not setting.limit.fits(at_end)
-        may_be_early = setting.may_update_early and not optimizer.is_joint
-        is_early = is_needed and may_be_early and not has_late_updates(program)
+        is_early = not setting.limit.fits(at_end) and may_choose_early(setting, program)
         update = Update(when="early" if is_early else "at_end")
     tile_bytes = default_tile_bytes(program)
     if update.is_early:
-        program = with_early_update(program, update, tile_bytes=tile_bytes)
+        program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
         memories = device_memories(program, device, optimizer=optimizer)
     return (
         program,

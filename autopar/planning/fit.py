@@ -34,7 +34,7 @@ from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, fullest, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
-from autopar.planning.early import updated_as
+from autopar.planning.early import may_choose_early, updated_as
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
@@ -196,7 +196,7 @@ class Fit:
             f"{format_bytes(available)}",
         )
         if self.search.space.offload and option.movement is None:
-            self._push_moved(option, program if program.early is None else self._program(option))
+            self._push_moved(option)
         is_smaller = self._push_smaller(option, program)
         return self._corrected(option, CAUTION * within, is_smaller=is_smaller)
 
@@ -224,36 +224,50 @@ class Fit:
     def _is_small(self, program: RankProgram) -> bool:
         return self.setting.limit.fits(self._count(program))
 
-    def _push_moved(self, option: Option, program: RankProgram) -> None:
+    def _push_moved(self, option: Option) -> None:
         """Queue the option with what must move to the host to fit, if that is possible.
 
-        ``program``: as it updates at the end, since nothing moves under early updates.
+        Where the planner chooses when to update, it is the way that waits less.
         """
-        setting = self.setting
-        if setting.update is not None and setting.update.is_early:
-            return
+        setting, found = self.setting, list[Moved]()
         setting.progress(f"choose what {option} moves to the host")
-        try:
-            moved = moved_to_fit(
-                program, option.best, setting.cluster.device, setting.optimizer, setting.limit
-            )
-        except MovementError as error:
-            self.search.reasons.setdefault(f"{option}, offloaded", str(error))
-            found = [b for b in (error.least_bytes, self.least_moved_bytes) if b is not None]
-            self.least_moved_bytes = min(found, default=None)
-            return
-        self._push(
-            replace(
-                option, movement=moved, time_s=option.time_s + moved.stall_s,
-                trial=max(1, option.trial),
-            )
-        )  # fmt: skip
+        program = self._program(option)
+        for update in self._updates_beside_movement(program):
+            try:
+                updated, _, _ = updated_as(replace(setting, update=update), program, in_steps=False)
+                found.append(
+                    moved_to_fit(
+                        updated, option.best, setting.cluster.device, setting.optimizer,
+                        setting.limit, update,
+                    )
+                )  # fmt: skip
+            except MovementError as error:
+                self.search.reasons.setdefault(f"{option}, offloaded", str(error))
+                least = [b for b in (error.least_bytes, self.least_moved_bytes) if b is not None]
+                self.least_moved_bytes = min(least, default=None)
+        if found:
+            moved = min(found, key=lambda each: (each.stall_s, each.moved_bytes))
+            self._push(
+                replace(
+                    option, movement=moved, time_s=option.time_s + moved.stall_s,
+                    trial=max(1, option.trial),
+                )
+            )  # fmt: skip
+
+    def _updates_beside_movement(self, program: RankProgram) -> list[Update]:
+        """The update that is asked for, or those between which the planner chooses."""
+        setting = self.setting
+        if setting.update is not None:
+            return [setting.update]
+        at_end, early = Update(when="at_end"), Update(when="early")
+        return [at_end, early] if may_choose_early(setting, program) else [at_end]
 
     def _lower(self, option: Option) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
         program = self._program(option)
         if option.movement is not None:
-            at_end = replace(self.setting, update=Update(when="at_end"))
-            memories, update = option.movement.memories, updated_as(at_end, program)[2]
+            asked = replace(self.setting, update=option.movement.update)
+            program, _, update = updated_as(asked, program, in_steps=False)
+            memories = option.movement.memories
         else:
             program, memories, update = updated_as(self.setting, program)
         self._noted(fullest(memories))

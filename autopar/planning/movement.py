@@ -17,6 +17,7 @@ from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, device_bytes
 from autopar.cost_models.presets import pcie_bytes_per_s
 from autopar.cost_models.update import OptimizerSpec
+from autopar.ir.update import Update as When
 from autopar.lowering.route import routes_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
@@ -39,12 +40,14 @@ RELATIVE_GAP, TIME_LIMIT_S = 0.01, 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """The movement of each pipeline rank, and the time that it adds to a step."""
+    """The movement of each pipeline rank, and the time that it adds to a step, which updates its
+    parameters as ``update`` says."""
 
     plans: tuple[MovementPlan, ...]
     memories: tuple[ProgramMemory, ...]
     moved_bytes: int
     stall_s: float
+    update: When
 
     def plan(self) -> OffloadPlan:
         """What a plan says of it."""
@@ -70,8 +73,12 @@ def moved_to_fit(
     device: DeviceSpec,
     optimizer: OptimizerSpec,
     limit: MemoryLimit,
+    update: When,
 ) -> Moved:
-    """The movement with which a program fits a limit; raises MovementError if there is none."""
+    """The movement with which a program that updates so fits a limit.
+
+    Raises MovementError if there is none.
+    """
     steps = steps_of(program, device, optimizer)
     plans = []
     for step in steps:
@@ -81,7 +88,7 @@ def moved_to_fit(
             time_limit_s=TIME_LIMIT_S,
         )  # fmt: skip
         plans.append(found.plan(movable))
-    return priced(steps, plans, program, candidate, device)
+    return priced(steps, plans, program, candidate, device, update)
 
 
 def movement_of(plan: Plan, program: RankProgram, optimizer: OptimizerSpec) -> tuple[Movement, ...]:
@@ -125,6 +132,7 @@ def priced(
     program: RankProgram,
     candidate: Candidate,
     device: DeviceSpec,
+    update: When,
 ) -> Moved:
     """Movement plans with their memory and their cost."""
     link, stalls, moved = host_link(device), [], []
@@ -138,6 +146,7 @@ def priced(
         memories=tuple(memory_of(s, p, device) for s, p in zip(steps, plans)),
         moved_bytes=max(moved),
         stall_s=max(stalls),
+        update=update,
     )
 
 

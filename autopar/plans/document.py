@@ -23,6 +23,7 @@ from autopar.ir.graph import Graph, ValueKind
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import Placements, format_placements, parse_placement
 from autopar.ir.recomputation import NOTHING, Recomputation
+from autopar.ir.update import Clipping
 from autopar.passes.batch_norm import batch_norm_of
 from autopar.passes.prepare import prepare
 from autopar.plans.parts import (
@@ -131,8 +132,8 @@ def _check_offload(plan: Plan, offload: OffloadPlan) -> None:
             f"{found} movement plans for {wanted} pipeline ranks; give each its own",
             "$.offload.ranks",
         )
-    if plan.update.when == "early":
-        raise refused("nothing moves under early updates; plan again", "$.offload")
+    if plan.update.clipping == Clipping.SECOND_PASS:
+        raise refused("nothing moves where each step runs twice; plan again", "$.offload")
     if not 0 <= offload.stall_s < math.inf:
         raise refused("it cannot be negative", "$.offload.stall_s")
 

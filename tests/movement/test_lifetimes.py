@@ -14,12 +14,13 @@ from autopar.base.errors import MovementError
 from autopar.cost_models import Cluster
 from autopar.cost_models.update import FUSED_ADAMW
 from autopar.frontend.capture import capture
+from autopar.ir.update import Clipping, Update
 from autopar.lowering.early import with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
 from autopar.memory.program import program_memory
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
-from autopar.movement.program import lifetimes_of
+from autopar.movement.program import lifetimes_of, step_of_program
 from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.simulate import HostLink, simulate
 from autopar.movement.single_ops import single_op_blocks
@@ -52,6 +53,15 @@ def counted(program) -> int:
 def test_the_peak_of_the_lifetimes_is_that_of_the_program(name: str):
     program = lower(unsplit(analysis_of(name)))
     assert lifetimes(program).peak_bytes == counted(program)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_early_updates_release_gradients_where_the_program_does(name: str, keeps: bool):
+    update = Update(when="early", keep_gradients=keeps)
+    program = with_early_update(lower(unsplit(analysis_of(name))), update, in_steps=False)
+    found = step_of_program(program, DEVICE, optimizer=FUSED_ADAMW)
+    assert found.movable().peak_bytes == counted(program)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
@@ -166,8 +176,11 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_refused():
 
 def test_updates_that_no_plan_covers_are_refused():
     program = lower(unsplit(analysis_of("mlp")))
-    with pytest.raises(MovementError, match="update='at_end'"):
+    with pytest.raises(MovementError, match="in_steps=False"):
         lifetimes(with_early_update(program))
+    twice = Update(when="early", clipping=Clipping.SECOND_PASS)
+    with pytest.raises(MovementError, match="clipping='last_norm'"):
+        lifetimes(with_early_update(program, twice, in_steps=False))
     schedule = schedules.build("conventional", num_stages=1, num_microbatches=1, reduces=True)
     late = with_pipeline(program, {block.name: 0 for block in program.blocks}, schedule)
     with pytest.raises(MovementError, match="the step before"):

@@ -167,7 +167,18 @@ def losses(compiled: Any) -> list[float]:
     return [compiled.train_step(**batch).item() for batch in gpt2()[1]]
 
 
+class MeanSquare(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(x).square().mean()
+        return loss
+
+
 PLAIN: dict[str, Any] = {"recompute": "none", "update": "at_end"}
+EARLY: dict[str, Any] = {"recompute": "none", "update": "early"}
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (1, {**PLAIN, "max_grad_norm": 0.5}),
     (1, {**PLAIN, "recompute": "full"}),
@@ -178,10 +189,17 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
     (2, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}),
     (2, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "zb_h1"}),
     (4, {**PLAIN, "num_stages": 2, "num_microbatches": 2, "schedule": "chimera"}),
+    (1, EARLY),
+    (1, {**EARLY, "update": autopar.Update(when="early", clipping="last_norm"),
+         "max_grad_norm": 0.5}),
+    (1, {**EARLY, "update": autopar.Update(when="early", keep_gradients=True)}),
+    (1, {**EARLY, "recompute": "full", "num_microbatches": 2}),
+    (2, {**EARLY, "mesh": {"dp": 2}, "constraints": [autopar.Force("data_parallel")]}),
+    (2, {**EARLY, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}),
 ]  # fmt: skip
 
 
-SOME = [WAYS[i] for i in (0, 1, 3, 5)]
+SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 12)]
 
 
 @pytest.mark.usefixtures("reused_workers")
@@ -208,6 +226,23 @@ def test_offloading_fits_what_did_not_and_trains_the_same(
     replayed = compiled_for(num_devices, plan=tmp_path / "plan.json", **running)
     assert replayed.plan == compiled.plan
     assert losses(replayed) == pytest.approx(expected, abs=1e-12)
+
+
+def test_updates_are_early_where_no_movement_at_the_end_fits() -> None:
+    """Of ten wide layers, one's gradients are in memory at a time instead of all."""
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(10)]
+    model = MeanSquare(torch.nn.Sequential(*layers))
+    needed = 10 * 256 * 256 * 4
+    options: dict[str, Any] = {
+        "example_inputs": (torch.zeros(4, 256),), "optimizer": adamw, "offload": True,
+        "recompute": "none", "constraints": autopar.MemoryBudget(needed),
+    }  # fmt: skip
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=1)
+    with pytest.raises(ConstraintError, match="Even if every tensor moves"):
+        autopar.plan(model, cluster, update="at_end", **options)
+    chosen = autopar.plan(model, cluster, **options)
+    assert chosen.update.when == "early"
+    assert chosen.offload is not None
 
 
 @pytest.fixture(scope="module")

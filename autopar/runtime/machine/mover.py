@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of
+from autopar.base.torch_private import returns_views
 from autopar.movement.execution import Movement, OpPlace, Update
 from autopar.movement.plan import START, Transfer, Way
 
@@ -85,7 +86,7 @@ class Mover:
         read = self._read.get(module)
         if read is None:
             given = [node for node in module.graph.nodes if node.op == "placeholder"]
-            read = self._read[module] = [i for i, node in enumerate(given) if node.users]
+            read = self._read[module] = [i for i, node in enumerate(given) if _is_read(node)]
         self.check_present(arguments[i] for i in read)
 
     def check_present(self, tensors: Iterable[Tensor]) -> None:
@@ -275,6 +276,12 @@ def _nothing() -> None:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether the contents of a tensor are read, not only handed on or viewed."""
+    users = (user for user in node.users if user.op != "output")
+    return any(not returns_views(user.target) or _is_read(user) for user in users)
 
 
 def _following(places: Sequence[OpPlace]) -> Mapping[int, int]:

@@ -10,7 +10,7 @@ whoever reads parameters must call `settle`, which waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,21 +174,50 @@ class Updates:
                 self._is_refused = self.agreement.verdict is Verdict.NONFINITE
         if self._is_refused or self._partial is None:
             return
-        if self.agreement is not None:
-            found = [rows.gradient for rows in arrived.rows]
-            for gradient in (*arrived.gradients.values(), *found):
-                self.agreement.inspect_sum(gradient)
+        self._inspect_sums(arrived)
         if self.clipping is not None:
             self.clipping.add(arrived)
-        self._apply(arrived.gradients)
+        self._apply_early(arrived.gradients)
         factor = self._multiplier()
         for rows in arrived.rows:
             gradient = rows.gradient if factor is None else rows.gradient.mul_(factor)
             self._partial.step_rows(self.trained[rows.value], rows.first, rows.end, gradient)
+
+    def _inspect_sums(self, arrived: Arrived[Tensor]) -> None:
+        if self.agreement is not None:
+            for gradient in (*arrived.gradients.values(), *(r.gradient for r in arrived.rows)):
+                self.agreement.inspect_sum(gradient)
+
+    def _apply_early(self, gradients: dict[int, Tensor]) -> None:
+        """Update these parameters alone and release their gradients, which are taken from the
+        dictionary; one after the other if tensors move."""
+        assert self.early is not None
+        if self.mover is not None:
+            for value in tuple(gradients):
+                self.mover.before(Update((value,)))
+                self.mover.check_present(self._updated([value]))
+                self._apply({value: gradients.pop(value)})
+                self._release([value])
+                self.mover.after()
+            return
+        self._apply(gradients)
+        self._release(gradients)
+        gradients.clear()
+
+    def _release(self, values: Iterable[int]) -> None:
+        """Release gradients after an early update, unless they are kept."""
         assert self.early is not None
         if not self.early.keeps_gradients:
-            for value in arrived.gradients:
+            for value in values:
                 self.trained[value].grad = None
+
+    def _updated(self, values: Iterable[int]) -> Iterator[Tensor]:
+        """The parameters and the optimizer states that an update of these parameters changes."""
+        for value in values:
+            parameter = self.trained[value]
+            yield parameter
+            state = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
+            yield from (s for s in state.values() if isinstance(s, Tensor))
 
     def update_last(self, values: Sequence[int]) -> None:
         """U of the previous step, whose gradients nobody can read any more."""
@@ -243,10 +272,7 @@ class Updates:
         if self.clipping is not None:
             self.clipping.add(Arrived(gradients=rest, rows=[]))
             self.grad_norm = self.clipping.end_step(self.grad_norm)
-        self._apply(rest)
-        if not self.early.keeps_gradients:
-            for value in rest:
-                self.trained[value].grad = None
+        self._apply_early(rest)
         self._step_scheduler(loss)
         return True
 
@@ -290,8 +316,7 @@ class Updates:
         for values in mover.updates:
             parameters = [self.trained[value] for value in values]
             mover.before(Update(values))
-            states = [s for p in parameters for s in self.optimizer.state.get(p, {}).values()]
-            mover.check_present([*parameters, *(s for s in states if isinstance(s, Tensor))])
+            mover.check_present(self._updated(values))
             if is_elementwise(self.optimizer):
                 self._partial.step(parameters)
             else:
