@@ -55,6 +55,7 @@ __all__ = [
     "overloads_named",
     "pytree",
     "without_generated_code",
+    "without_patched_modules",
     "without_vmap_loops",
     "written_arguments",
 ]
@@ -93,6 +94,25 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
 
     made: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
     return made
+
+
+# torch.fx._symbolic_trace._Patcher (2.11 to 2.13): fx.Tracer.trace patches two methods of nn.Module
+# and then their originals back. Each change invalidates the caches of all subclasses, and every
+# fx.GraphModule is one, so that a trace takes the longer the more graphs there are.
+@contextlib.contextmanager
+def without_patched_modules() -> Iterator[None]:
+    """Trace by ``make_fx`` without patching ``nn.Module``, whose methods it does not record."""
+    from torch.fx._symbolic_trace import _Patcher
+
+    def leave(patcher: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        assert cls is nn.Module, f"torch.fx patches {cls}"
+
+    patch_method = _Patcher.patch_method
+    _Patcher.patch_method = leave  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _Patcher.patch_method = patch_method  # type: ignore[method-assign]
 
 
 def written_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

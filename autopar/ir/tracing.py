@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from autopar.base.exclusive import in_turn
-from autopar.base.torch_private import FakeTensorMode
+from autopar.base.torch_private import (
+    FakeTensorMode,
+    without_generated_code,
+    without_patched_modules,
+)
 from autopar.ir.fused_lstm import lstm_layer
 
 
@@ -28,7 +32,7 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
         torch.ops.aten.mkldnn_rnn_layer.default: lstm_layer,
         torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default,
     }
-    with mode, preserve_node_meta():
+    with mode, preserve_node_meta(), without_generated_code(), without_patched_modules():
         traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
         module = traced(operands, cotangents)
         if _writes(module):

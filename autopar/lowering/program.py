@@ -8,24 +8,23 @@ distinct parameter redistribution, and lists of the blocks and parameters that u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from autopar.base.errors import PlanError
 from autopar.base.spelling import did_you_mean
-from autopar.comm.ops import move, with_gradient_of
 from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
-from autopar.lowering.accumulate import accumulated, before_sums, spans_microbatches
+from autopar.lowering.accumulate import before_sums, spans_microbatches
 from autopar.lowering.differentiate import trace_joint
 from autopar.lowering.joint import Joint
 from autopar.lowering.pipeline import forward_schedule, serial_pipeline, serial_schedule
 from autopar.lowering.printing import collective_nodes, operator_name
+from autopar.lowering.redistribution import Redistribution, redistribution_kernel
 from autopar.lowering.shard import block_function, block_interface, block_signature, last_uses
 from autopar.lowering.types import (
     BlockInterface,
@@ -92,6 +91,7 @@ class _Lowering:
         self.training = training
         self.kernels: list[Kernel] = []
         self.known: dict[str, int] = {}
+        self.moves: dict[Redistribution, int] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
         self.totals: list[OutputProgram] = []
         self.kept = kept
@@ -248,56 +248,28 @@ class _Lowering:
         """The kernel of one redistribution outside blocks, or None if the placements are equal."""
         if source == target:
             return None
-        shape, mesh = value.shape, self.strategy.mesh
-        key = f"move {shape} {value.dtype} {source} {target} {differentiable}"
-        local = TensorMeta.contiguous(local_shape(shape, source, mesh), value.dtype)
-
-        def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            moved = move(operands[0], source, target, shape, mesh)
-            return (moved.contiguous(),)  # as the kernels of blocks expect it
-
-        return self._redistribution(key, value.name, function, local, differentiable=differentiable)
+        wanted = Redistribution.of(
+            value, source, target, self.strategy.mesh, differentiable=differentiable
+        )
+        return self._redistribution(wanted, value.name)
 
     def _fetch_kernel(self, value: Value, source: Placements, target: Placements) -> int | None:
-        """The kernel that brings a parameter from its store to the blocks, and its gradient back.
+        """The kernel that brings a parameter from its store to the blocks, and its gradient back;
+        None if it is used as it is stored."""
+        if source == target and value.mixed is None:
+            return None
+        wanted = Redistribution.of(
+            value, source, target, self.strategy.mesh,
+            differentiable=value.differentiable, mixed=value.mixed,
+        )  # fmt: skip
+        return self._redistribution(wanted, value.name)
 
-        A shard is cast before it is moved, so that the low precision is sent; gradients are summed
-        in a dtype of their own.
-        """
-        if value.mixed is None:
-            return self._move_kernel(value, source, target, differentiable=value.differentiable)
-        mixed, shape, mesh = value.mixed, value.shape, self.strategy.mesh
-        differentiable = value.differentiable
-        key = f"fetch {shape} {value.dtype} {mixed} {source} {target} {differentiable}"
-        local = TensorMeta.contiguous(local_shape(shape, source, mesh), mixed.stored)
-
-        def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            low = move(operands[0].detach().to(value.dtype), source, target, shape, mesh)
-            if not differentiable:
-                return (low.contiguous(),)
-            wide = move(operands[0].to(mixed.reduced), source, target, shape, mesh)
-            return (with_gradient_of(low.contiguous(), wide.contiguous()),)
-
-        return self._redistribution(key, value.name, function, local, differentiable=differentiable)
-
-    def _redistribution(
-        self,
-        key: str,
-        name: str,
-        function: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-        local: TensorMeta,
-        *,
-        differentiable: bool,
-    ) -> int:
-        """The kernel of a function of one local shard, traced once per key."""
-        if key not in self.known:
-            joint = trace_joint(
-                function, [local], [differentiable], [False], self.device, training=self.training
-            )
-            kernel = accumulated(joint.kernel(), self.strategy.mesh.num_microbatches)
+    def _redistribution(self, wanted: Redistribution, name: str) -> int:
+        if wanted not in self.moves:
+            kernel = redistribution_kernel(wanted, self.device, training=self.training)
             self._check_microbatches(name, kernel)
-            self.known[key] = self._add(kernel)
-        return self.known[key]
+            self.moves[wanted] = self._add(kernel)
+        return self.moves[wanted]
 
     def _parameter(self, value: Value, blocks: Sequence[BlockProgram]) -> ParameterProgram:
         stored = self.strategy.supply(value)
