@@ -2,8 +2,9 @@
 
 A kind besides the CPU is an accelerator: ``torch.get_device_module`` (``torch.cuda`` and the like)
 counts and selects its devices and tells their memory, and one of torch's backends communicates
-between them. Other files name a kind only where the user's request is read
-(`autopar.runtime.host.devices`) or where torch itself makes an exception for one.
+between them. The runtime names a kind only where the user's request is read
+(`autopar.runtime.host.devices`) or where torch itself makes an exception for one. Prices exist for
+CPUs and CUDA devices: `autopar.cost_models` measures, detects and describes no other kind.
 """
 
 from __future__ import annotations
