@@ -7,8 +7,14 @@ variables one by one.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +62,53 @@ class LinearResult:
     infeasible: bool
 
 
+class Stdout:
+    """The process's standard output, where HiGHS prints a debugging line of its own whenever it
+    repairs a solution, whatever its options; a user may have a pipe there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._saved: int | None = None
+
+    @contextlib.contextmanager
+    def on_stderr(self) -> Iterator[None]:
+        """Write to standard error instead, until the last thread leaves."""
+        with self._lock:
+            if self._num_users == 0:
+                self._saved = self._redirected()
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0 and self._saved is not None:
+                    ctypes.CDLL(None).fflush(None)  # C's own buffer
+                    os.dup2(self._saved, 1)
+                    os.close(self._saved)
+                    self._saved = None
+
+    def _redirected(self) -> int | None:
+        """A copy of the descriptor that was replaced, or None if one of both is closed."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        try:
+            saved = os.dup(1)
+        except OSError:
+            return None
+        try:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(2, 1)
+        except OSError:
+            os.close(saved)
+            return None
+        return saved
+
+
+STDOUT = Stdout()
+
+
 def solve_linear(
     program: LinearProgram,
     *,
@@ -83,12 +136,13 @@ def solve_linear(
         solution_hints=[] if hint is None else [_hint(model, hint)],
     )
     try:
-        result = mathopt.solve(
-            model,
-            mathopt.SolverType.GLOP if small else mathopt.SolverType.HIGHS,
-            params=parameters,
-            model_params=model_parameters,
-        )
+        with STDOUT.on_stderr():
+            result = mathopt.solve(
+                model,
+                mathopt.SolverType.GLOP if small else mathopt.SolverType.HIGHS,
+                params=parameters,
+                model_params=model_parameters,
+            )
     except (RuntimeError, ValueError, AttributeError) as error:
         # ortools 9.15 raises an AttributeError in its wrapper for some failures of the solvers
         raise LinearSolverError(
