@@ -20,7 +20,7 @@ from autopar.planning.recompute_request import Recompute, RecomputeOption
 from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
 from autopar.runtime.measure.kernel_choice import check_kernels
-from autopar.runtime.options import RunOptions
+from autopar.runtime.options import RunOptions, is_seconds
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, check_makes_optimizer
 from autopar.schedules import Schedule
@@ -164,6 +164,11 @@ class CompileOptions:
         if not isinstance(self.check_gradients, bool):
             raise InputError(
                 f"check_gradients is {self.check_gradients!r}; it must be True or False"
+            )
+        if not is_seconds(self.profile_limit_s):
+            raise InputError(
+                f"profile_limit_s is {self.profile_limit_s!r}; it must be a number of seconds, at "
+                "least 0, such as profile_limit_s=60.0, or 0 to measure nothing"
             )
         if not isinstance(self.plan, Plan | str | Path | None):
             raise PlanError(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import os
 import pathlib
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 import autopar
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.runners.local import LocalRunner
 from tests.models.zoo import build, vector_batch
 
 
@@ -239,11 +245,62 @@ def test_a_models_own_loss_that_is_a_vector():
         ({"lr_scheduler": print}, autopar.OptimizerError, "with optimizer=None"),
         ({"seed": "x"}, autopar.InputError, "seed is 'x'"),
         ({"plan": 3}, autopar.PlanError, "plan is 3"),
+        *(
+            ({name: value}, autopar.InputError, rf"{name} is {value!r}; .*{name}=\d+")
+            for name in ("profile_limit_s", "start_timeout_s", "call_timeout_s")
+            for value in ("x", None, True, -1, math.nan)
+        ),
+        *(
+            ({name: value}, autopar.InputError, f"{name} is {value!r}; it must be a positive fin")
+            for name in ("start_timeout_s", "call_timeout_s")
+            for value in (0, math.inf)
+        ),
     ],
+    ids=str,
 )
 def test_options_of_the_wrong_kind(options, error, message):
     with pytest.raises(error, match=message):
         autopar.compile(build("mlp")[0], 2, **options)
+
+
+@pytest.mark.parametrize("limit_s", [0, 0.5, math.inf])
+def test_measuring_may_take_any_time(limit_s):
+    autopar.compile(build("mlp")[0], 2, profile_limit_s=limit_s)
+
+
+class Steps:
+    def step(self):
+        """A scheduler without state, which could not be saved."""
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+@pytest.mark.parametrize(
+    "made", [lambda _: None, lambda optimizer: optimizer, lambda _: Steps(), lambda _: StepLR]
+)
+def test_lr_scheduler_that_returns_no_scheduler(made, is_array, monkeypatch):
+    monkeypatch.setattr(LocalRunner, "start_workers", None)  # refused before any worker starts
+    model, make_batch = build("mlp")
+    with pytest.raises(autopar.InputError, match=r"returned a .*step, state_dict.*lr_scheduler="):
+        autopar.compile(
+            [model, copy.deepcopy(model)] if is_array else model, 1,
+            example_inputs=make_batch(0), profile_limit_s=0, check_gradients=False,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            lr_scheduler=[None, made] if is_array else made,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "must be a torch.nn.Module, got NoneType"),
+        (nn.Linear(2, 2), "(?s)the Linear given to copy_to is not .*Missing.*copy_to"),
+    ],
+)
+def test_copying_to_another_model(given, message):
+    compiled = Compiled.__new__(Compiled)
+    compiled.full_state_dict = build("mlp")[0].state_dict
+    with pytest.raises(autopar.InputError, match=message):
+        compiled.copy_to(given)
 
 
 @pytest.mark.parametrize("options", [{"mesh": {"a": "2"}}, {"constraints": None}], ids=str)

@@ -32,6 +32,7 @@ from autopar.base.torch_private import (
     pytree,
     without_generated_code,
 )
+from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line
 from autopar.frontend.copies import copy_with
@@ -236,11 +237,14 @@ class Step(nn.Module):
         target_kwargs: dict[str, Any] = {}
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
+        held = HeldTensors(self)
         with self.within():
             output = call_model(self.model, args, kwargs, self.precision)
             loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if torch.compiler.is_exporting():
+            tensors = held.write_assigned(tensors)
         kept = iter(range(len(tensors)))
         self.output.leaves = tuple(
             _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves

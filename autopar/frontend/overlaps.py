@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from autopar.ir.graph import Graph
 
 
 def refuse_overlaps(
-    model: nn.Module, loss_fn: Any, graph: Graph, constants: Collection[str]
+    model: nn.Module, loss_fn: Any, graph: Graph, constants: Mapping[str, Any]
 ) -> None:
     """Raise CaptureError if a tensor that a step changes shares memory with another one.
 
-    ``constants``: the attributes that the graph holds as constants, such as ``model.layer.scale``.
+    ``constants``: the tensors that the graph holds as constants, by attribute where they are one,
+    such as ``model.layer.scale``.
     """
     changed = {v.target for v in graph.parameters if v.differentiable}
     changed |= {graph.values[buffer].target for buffer, _ in graph.mutations}
@@ -43,6 +44,15 @@ def refuse_overlaps(
                     "model keeps each in memory of its own. To tie them, use one tensor in both "
                     "places (a.weight = b.weight); otherwise give one its own, by clone()"
                 )
+    for tensor in constants.values():
+        if isinstance(tensor, Tensor) and _has_memory(tensor):
+            for name, _ in by_storage[tensor.untyped_storage().data_ptr()]:
+                if name in changed:
+                    raise CaptureError(
+                        f"the call reads {name!r} past the model, as a loss function does that "
+                        "holds the model, and would see its value of now in every step. Read it in "
+                        "the model's forward(), or use a copy if that is meant: clone()"
+                    )
 
 
 def _named(model: nn.Module, loss_fn: Any, constants: Collection[str]) -> Iterator[tuple[str, Any]]:

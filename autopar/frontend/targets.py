@@ -21,7 +21,16 @@ LossFn = Callable[..., Tensor]
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raise InputError for a loss that cannot be called with an output and its targets."""
+    """Raise InputError for a loss that cannot be called with an output and its targets, or that
+    has parameters to train."""
+    if isinstance(loss_fn, nn.Module):
+        for name, parameter in loss_fn.named_parameters():
+            if parameter.requires_grad:
+                raise InputError(
+                    f"loss_fn has the trainable parameter {name!r}, and only the model's are "
+                    "trained: make loss_fn a part of the model, whose forward() then returns the "
+                    "loss, or freeze it by loss_fn.requires_grad_(False)"
+                )
     if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type)):
         return
     if isinstance(loss_fn, type):

@@ -19,7 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import CaptureError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
-from autopar.base.torch_private import has_backward_hooks, has_gradient_hooks
+from autopar.base.torch_private import (
+    FakeTensor,
+    has_backward_hooks,
+    has_gradient_hooks,
+    pytree,
+)
 from autopar.frontend.low_precision import BATCH_NORMS
 from autopar.ir.graph import Graph
 
@@ -53,7 +58,32 @@ class UntracedCalls(TorchFunctionMode):
                 "reads or computes gradients in its forward pass",
                 "Leave the backward pass to train_step, and write a derivative out as operators",
             )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and _is_exported_directly():
+            _refuse_unregistered((args, kwargs), result)
+        return result
+
+
+def _is_exported_directly() -> bool:
+    """Whether the model is traced by ``torch.export`` itself, not by Dynamo for an operator with
+    functions (``torch.cond``), whose tensors are none."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def _refuse_unregistered(given: Any, result: Any) -> None:
+    """Refuse gradients of tensors that are no parameters of the model: a trace has fake tensors in
+    place of those, and takes any other one for a constant."""
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+        return
+    for x in pytree.tree_leaves(given):
+        if isinstance(x, Tensor) and x.requires_grad and not isinstance(x, FakeTensor):
+            _refuse(
+                f"computes with a tensor of shape {tuple(x.shape)} that needs a gradient and is no "
+                "parameter of the model",
+                "To train it, register it as a parameter of the model: self.x = nn.Parameter(x), "
+                "with the loss computed in forward() if it is the loss that needs it. Otherwise "
+                "detach it, or x.requires_grad_(False)",
+            )
 
 
 @contextlib.contextmanager

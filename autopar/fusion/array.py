@@ -8,7 +8,7 @@ a smaller array.
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError, NonFiniteError
 from autopar.frontend.capture import Captured, Step, capture, check_model, split_inputs
+from autopar.frontend.copies import copy_with
 from autopar.frontend.targets import LossFn, find_targets
 from autopar.fusion.fuse import LOSSES, Fused, fuse
 from autopar.fusion.stacked import StackedModels, rows_of, state_of
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.options import RunOptions
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
+from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.array import LOSS, NORM, UPDATED
 
 LEAVE = "leave"
@@ -128,7 +131,7 @@ class Array(Closing):
                         if not s.is_parameter
                     ),
                     optimizer=member.optimizer,
-                    lr_scheduler=member.lr_scheduler,
+                    lr_scheduler=checked_scheduler(member.lr_scheduler),
                     max_grad_norm=member.max_grad_norm,
                     seed=member.seed,
                 )
@@ -205,8 +208,7 @@ class Array(Closing):
         The memory of the removed models is freed: the rest are compiled as a smaller array. Raises
         InputError for a model that is not active.
         """
-        for index in numbers:
-            self._check_active(index)
+        numbers = tuple(self._active_number(index) for index in numbers)
         states = {i: self._state(i) for i in self.active}
         training = dict(zip(self.active, self._compiled.model_states()))
         for index in numbers:
@@ -230,7 +232,7 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        self._check(index)
+        index = self._number(index)
         state = self._state(index) if index in self.active else self._states[index]
         aliases = dict(self._captures[index].graph.aliases)
         own = self.members[index].model.state_dict()
@@ -241,8 +243,9 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
+        index = self._number(index)
         state = self.state_dict(index)
-        model = copy.deepcopy(self.members[index].model)
+        model = copy_with(lambda x: x.detach().clone(), self.members[index].model, {})
         model.load_state_dict(state)
         return model
 
@@ -251,7 +254,7 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        self._check(index)
+        index = self._number(index)
         if index in self.active:
             training = self._compiled.model_states()[self.active.index(index)]
         else:
@@ -263,7 +266,7 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        self._check(index)
+        index = self._number(index)
         if index not in self.active:
             return Snapshot(state=self._states[index], training=self._training[index])
         training = self._compiled.model_states()[self.active.index(index)]
@@ -275,11 +278,11 @@ class Array(Closing):
         Raises InputError for a model that is not active, and for a snapshot of a model with other
         tensors.
         """
-        for index in snapshots:
-            self._check_active(index)
+        _check_snapshots(snapshots)
+        wanted = {self._active_number(index): given for index, given in snapshots.items()}
         held = self._compiled.full_state_dict()
         training = self._compiled.model_states()
-        for index, given in snapshots.items():
+        for index, given in wanted.items():
             place = self.active.index(index)
             rows = rows_of(self.fused.slices[place], held)
             for name, tensor in rows.items():
@@ -293,18 +296,28 @@ class Array(Closing):
         self._compiled.load_state_dict(held)
         self._compiled.load_model_states(training)
 
-    def _check_active(self, index: int) -> None:
+    def _active_number(self, index: int) -> int:
+        """`_number`, of a model that still trains."""
+        index = self._number(index)
         if index not in self.active:
             raise InputError(
                 f"model {index} does not train in this array any more; those that do are "
                 f"{list(self.active)}"
             )
+        return index
 
-    def _check(self, index: int) -> None:
-        if not 0 <= index < len(self.members):
+    def _number(self, index: int) -> int:
+        """The index as an int; raises InputError where no model has it."""
+        try:
+            number = operator.index(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < len(self.members):
             raise InputError(
-                f"there is no model {index} in an array of {len(self.members)}; numbers begin at 0"
+                f"there is no model {index!r} in an array of {len(self.members)}; pass a number "
+                f"from 0 to {len(self.members) - 1}, such as array.state_dict(0)"
             )
+        return number
 
     @property
     def num_models(self) -> int:
@@ -328,6 +341,17 @@ class Array(Closing):
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""
         self._compiled.close()
+
+
+def _check_snapshots(given: object) -> None:
+    """Raise InputError unless it is a mapping to snapshots."""
+    held = given.values() if isinstance(given, Mapping) else [given]
+    wrong = [type(each).__name__ for each in held if not isinstance(each, Snapshot)]
+    if wrong or not isinstance(given, Mapping):
+        raise InputError(
+            f"restore is given a {(wrong or ['Snapshot'])[0]}; pass a mapping from models' numbers "
+            "to what snapshot returned: array.restore({0: array.snapshot(0)})"
+        )
 
 
 def _step_of(member: Member, inputs: Any) -> Step:
@@ -383,12 +407,12 @@ def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[st
             "with a batch for each"
         )
     for name, given in keywords.items():
-        is_given = given is not None and given is not False and given != 1
-        if name not in _OF_ARRAYS and is_given:
+        is_one = type(given) is int and given == 1  # one stage, one micro-batch: as by default
+        if name not in _OF_ARRAYS and not (given is None or given is False or is_one):
             raise InputError(
                 f"{name}={given!r} is not for an array of models, which has no pipeline, no "
-                "micro-batches and no precision but its models' own; leave it out, or compile the "
-                "models one by one"
+                "micro-batches, no offloading and no precision but its models' own; leave it out, "
+                "or compile the models one by one"
             )
 
 
@@ -404,7 +428,7 @@ def members_of(
     """The members of an array; an option given as a list has one entry per model.
 
     An option that is not a list applies to all models. Raises InputError for lists of another
-    length and for a missing optimizer.
+    length and for a missing optimizer, and the errors of RunOptions.
     """
     num = len(models)
     default_seed = torch.initial_seed() & (2**63 - 1)
@@ -425,6 +449,7 @@ def members_of(
                 "or a list with one for each, such as "
                 "[functools.partial(torch.optim.AdamW, lr=lr) for lr in (1e-3, 3e-4)]"
             )
+        RunOptions(**given)  # refuses what a model alone refuses
         number = given.pop("seed")
         seed_ = default_seed if number is None else number & (2**63 - 1)
         members.append(Member(model=model, seed=seed_, **given))

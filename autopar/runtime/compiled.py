@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError
 from autopar.frontend.autocast import refuse_autocast
-from autopar.frontend.capture import Captured
+from autopar.frontend.capture import Captured, check_model
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
@@ -25,6 +25,7 @@ from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
+from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
@@ -138,7 +139,7 @@ class Compiled(Closing):
         ranks = RankOptions(
             keys=state_keys(model, captured, program),
             optimizer=options.optimizer,
-            lr_scheduler=options.lr_scheduler,
+            lr_scheduler=checked_scheduler(options.lr_scheduler),
             seed=seed & (2**63 - 1),
             max_grad_norm=options.max_grad_norm,
             nonfinite=NonFinite(options.nonfinite),
@@ -323,8 +324,19 @@ class Compiled(Closing):
         self._runner.load_state_dict(state)
 
     def copy_to(self, model: nn.Module) -> None:
-        """Copy the present weights and buffers into the plain model."""
-        model.load_state_dict(self.full_state_dict())
+        """Copy the present weights and buffers into the plain model.
+
+        Raises InputError for anything but the model that was compiled, or a copy of it.
+        """
+        check_model(model)
+        state = self.full_state_dict()
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise InputError(
+                f"the {type(model).__name__} given to copy_to is not the model that was compiled: "
+                f"{error}\nPass that model or a copy of it: compiled.copy_to(model)"
+            ) from error
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """``{"state": {parameter name: {...}}, "param_groups": [...]}``."""

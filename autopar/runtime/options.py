@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
-from autopar.base.errors import InputError, OptimizerError
+from autopar.base.errors import InputError
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
 from autopar.ir.update import Clipping, Update
@@ -14,6 +17,7 @@ from autopar.runtime.state.optimizers import (
     MakeScheduler,
     check_makes_optimizer,
 )
+from autopar.runtime.state.schedulers import check_makes_scheduler
 from autopar.runtime.step.agreement import NonFinite, check_nonfinite
 from autopar.runtime.step.clipping import check_max_grad_norm
 
@@ -22,7 +26,7 @@ from autopar.runtime.step.clipping import check_max_grad_norm
 class RunOptions:
     """How a compiled model trains; checked when it is made.
 
-    * ``loss_fn``: a loss function; its own parameters are trained too.
+    * ``loss_fn``: a loss function, without parameters to train.
     * ``optimizer``: a callable from a list of parameters to a ``torch.optim.Optimizer``;
       ``lr_scheduler``: one from the optimizer to a scheduler, stepped after each step.
     * ``max_grad_norm``: gradients are clipped to this global 2-norm before each update.
@@ -50,19 +54,27 @@ class RunOptions:
         check_max_grad_norm(self.max_grad_norm)
         check_nonfinite(self.nonfinite)
         check_makes_optimizer(self.optimizer)
-        if self.lr_scheduler is not None and (
-            self.optimizer is None or not callable(self.lr_scheduler)
-        ):
-            raise OptimizerError(
-                f"lr_scheduler is {self.lr_scheduler!r}, with optimizer={self.optimizer!r}; pass a "
-                "callable that makes a scheduler from the optimizer, and the optimizer: "
-                "lr_scheduler=functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, "
-                "T_max=100)"
-            )
+        check_makes_scheduler(self.lr_scheduler, self.optimizer)
+        _check_timeout("start_timeout_s", self.start_timeout_s)
+        _check_timeout("call_timeout_s", self.call_timeout_s)
         if self.seed is not None and (
             isinstance(self.seed, bool) or not isinstance(self.seed, int)
         ):
             raise InputError(f"seed is {self.seed!r}; it must be an int, such as seed=0, or None")
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether ``value`` is a number of seconds, at least 0: no bool, no NaN."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and value >= 0
+
+
+def _check_timeout(name: str, value: object) -> None:
+    if not is_seconds(value) or value in (0, math.inf):
+        raise InputError(
+            f"{name} is {value!r}; it must be a positive finite number of seconds, such as "
+            f"{name}=600.0"
+        )
 
 
 def may_be_early(options: RunOptions, precision: Precision | None) -> bool:

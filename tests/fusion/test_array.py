@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.base.errors import InputError, NonFiniteError
-from autopar.fusion.array import members_of
+from autopar.base.errors import InputError, NonFiniteError, OptimizerError
+from autopar.fusion.array import Array, Snapshot, members_of
+from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.step.agreement import NonFinite
 from tests.fusion.arrays import Alone, alone_of, array_of, assert_state, check_array, doubled
 from tests.runtime.conftest import Groups
@@ -263,12 +265,71 @@ def test_what_cannot_be_an_array_is_refused(groups: Groups) -> None:
         )  # fmt: skip
     with pytest.raises(InputError, match="no scalar loss"):
         array_of(groups, models_of(2), (batch[0],), optimizer=OPTIMIZERS[0])
-    for own in ({"num_stages": 2}, {"schedule": "1f1b"}, {"num_microbatches": 4}):
-        with pytest.raises(InputError, match=r"is not for an array of models"):
-            autopar.compile(models_of(2), 1, example_inputs=batch, optimizer=OPTIMIZERS[0], **own)
     array = array_of(groups, models_of(2), batch, loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0])
     with pytest.raises(InputError, match="compiled for one batch that all models share"):
         array.train_step([batch, batch])
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"num_stages": 2}, "is not for an array of models"),
+        ({"schedule": "1f1b"}, "is not for an array of models"),
+        ({"num_microbatches": 4}, "is not for an array of models"),
+        ({"num_microbatches": True}, "is not for an array of models"),
+        ({"offload": True}, "offload=True is not for an array of models.* no offloading"),
+        ({"reshard_after_forward": True}, "is not for an array of models"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1; .*positive finite"),
+        ({"max_grad_norm": [1.0, math.nan]}, "max_grad_norm is nan; .*positive finite"),
+        ({"max_grad_norm": ["x", None]}, "max_grad_norm is 'x'; .*positive finite"),
+        ({"seed": "a"}, "seed is 'a'; it must be an int"),
+        ({"seed": [1.5, 2]}, "seed is 1.5; it must be an int"),
+        ({"lr_scheduler": ["x", None]}, "lr_scheduler is 'x', .*pass a callable"),
+        ({"optimizer": [OPTIMIZERS[0], "x"]}, "optimizer is a str"),
+        ({"optimizer": [OPTIMIZERS[0], lambda _: None]}, "returned a NoneType; pass a callable"),
+    ],
+)
+def test_a_wrong_keyword_of_an_array_is_refused(
+    own: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRunner, "start_workers", None)  # refused before any worker starts
+    given: dict[str, Any] = {
+        "example_inputs": batches_of(1)[0], "loss_fn": F.cross_entropy,
+        "optimizer": OPTIMIZERS[0], "profile_limit_s": 0,
+    }  # fmt: skip
+    with pytest.raises((InputError, OptimizerError), match=message):
+        autopar.compile(models_of(2), 1, **{**given, **own})
+
+
+def unstarted(num: int) -> Array:
+    """An array without workers."""
+    members = members_of(
+        models_of(num), loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0], lr_scheduler=None,
+        max_grad_norm=None, seed=None,
+    )  # fmt: skip
+    return Array(members, batches_of(1)[0], lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", ["a", None, 0.5, -1, 2, [1]], ids=str)
+@pytest.mark.parametrize(
+    "method", ["state_dict", "model", "optimizer_state_dict", "snapshot", "leave"]
+)
+def test_a_number_of_no_model_is_refused(method: str, number: Any) -> None:
+    with pytest.raises(InputError, match=r"there is no model .*from 0 to 1, such as"):
+        getattr(unstarted(2), method)(number)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "message"),
+    [
+        ([1], r"given a list; pass a mapping"),
+        ({1: None}, r"given a NoneType; pass a mapping"),
+        ({2: Snapshot(state={}, training=None)}, r"no model 2"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_snapshot_is_refused(snapshots: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        unstarted(2).restore(snapshots)
 
 
 def test_an_array_refuses_a_plan_that_moves_tensors(tmp_path: Path) -> None:

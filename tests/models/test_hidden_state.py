@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,104 @@ def test_a_counter_that_changes_no_result_yet_is_warned_about() -> None:
 
     with pytest.warns(UserWarning, match=r"changes a number that it keeps in Python.*'num'"):
         checked(Model(warming_up, set_to(num=0)))
+
+
+def test_data_assigned_to_a_buffer_in_the_first_call_alone_is_refused() -> None:
+    def first_mean(model: Any, x: Tensor) -> Tensor:
+        hidden = model.first(x)
+        if not model.is_initialized:
+            model.mean = hidden.detach().mean(0)
+            model.is_initialized = True
+        return (hidden - model.mean).square().mean()
+
+    with pytest.raises(GradientError, match=r"keeps state outside.*'is_initialized'"):
+        checked(Model(first_mean, STATEFUL["a flag"][1]))
+
+
+ASSIGNED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "another shape": (
+        lambda m: setattr(m.part, "all", torch.cat([m.part.all, m.part.all])),
+        r"shape \(8,\) and torch.float32 to buffer 'part.all', which is a tensor of shape \(4,\)"
+        r"(.|\n)*self.all.copy_\(",
+    ),
+    "another dtype": (
+        lambda m: setattr(m.part, "all", m.part.all.double()),
+        r"torch.float64 to buffer 'part.all', which is a tensor of shape \(4,\) and torch.float32",
+    ),
+    "none": (lambda m: setattr(m.part, "all", None), "None or a parameter to buffer 'part.all'"),
+    "a tied buffer": (
+        lambda m: setattr(m.part, "all", m.part.all + 1),
+        "buffer 'part.all', which shares its tensor with 'tied'",
+    ),
+    "a parameter": (
+        lambda m: setattr(m.first, "weight", nn.Parameter(m.first.weight * 0.9)),
+        "parameter 'first.weight', which only the optimizer changes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_an_assignment_that_is_no_write_is_refused(name: str) -> None:
+    assign, text = ASSIGNED[name]
+
+    def add(model: Any) -> None:
+        model.part = nn.Module()
+        model.part.register_buffer("all", torch.zeros(4))
+        if name == "a tied buffer":
+            model.register_buffer("tied", model.part.all)
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        assign(model)
+        return model.first(x).square().mean()
+
+    with pytest.raises(CaptureError, match=f"its forward pass assigns .*{text}"):
+        capture(Model(body, add), torch.randn(8, 4))
+
+
+class Keeping:
+    """A forward hook that keeps the output."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept["output"] = output
+
+
+NOT_COPIED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a lock": (
+        lambda m: setattr(m.second, "lock", threading.Lock()),
+        "its attribute 'second.lock' of type lock: TypeError: cannot pickle",
+    ),
+    "a generator": (
+        lambda m: setattr(m, "steps", (i for i in range(3))),
+        "its attribute 'steps' of type generator",
+    ),
+    "a hook with a tensor": (
+        lambda m: m.first.register_forward_hook(Keeping()),
+        r"a hook in _forward_hooks of its module 'first'(.|\n)*detach\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COPIED)
+def test_what_cannot_be_copied_is_named(name: str) -> None:
+    add, text = NOT_COPIED[name]
+    model = Model(two, add)
+    model(torch.randn(8, 4))
+    with pytest.raises(CaptureError, match=rf"deepcopy\(\) of Model fails at {text}"):
+        capture(model, torch.randn(8, 4))
+
+
+def test_containers_may_keep_what_an_earlier_call_computed() -> None:
+    def keeping(model: Any, x: Tensor) -> Tensor:
+        hidden = model.first(x)
+        model.cache, model.named["hidden"] = [hidden], hidden
+        return hidden.square().mean()
+
+    model = Model(keeping, lambda m: set_to(cache=[], named={})(m))
+    model(torch.randn(8, 4))
+    checked(model)
 
 
 def two(model: Any, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.base.errors import CaptureError
 from autopar.frontend.capture import capture
+from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
 from autopar.sharding.strategy import Analysis, Strategy
@@ -58,6 +59,21 @@ def in_place(model: Odd, x: Tensor) -> Tensor:
     y.view(-1)[2:5].mul_(2)
     model.seen.add_(y.detach().mean(0))
     return (y * model.seen).sum()
+
+
+def assigned(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    with torch.no_grad():
+        model.seen = model.seen * 0.9 + y.mean(0)
+    return (y * model.seen).sum()
+
+
+def assigned_after_a_write(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    model.seen.add_(1)
+    before = model.seen
+    model.seen = (before + y.detach()[0]).sin()
+    return (y * before * model.seen).sum()
 
 
 def mapped(model: Odd, x: Tensor) -> Tensor:
@@ -229,7 +245,7 @@ BODIES = [
     looked_up_by_frequency,
     written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
-    used_again,
+    used_again, assigned, assigned_after_a_write,
 ]  # fmt: skip
 
 
@@ -316,6 +332,24 @@ def test_a_module_may_keep_what_it_computed():
     model(torch.randn(4, 4))
     assert capture(model, (torch.randn(4, 4),)).graph.loss is not None
     assert model.kept.requires_grad
+
+
+def test_a_buffer_returned_and_then_assigned_is_returned_as_it_was():
+    class Swapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = Odd(lambda model, x: model.linear(x))
+            self.register_buffer("other", torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            seen = self.odd.seen
+            self.other, self.odd.seen = seen, self.other
+            return self.odd(x * self.odd.seen).mean(), seen
+
+    captured = capture(Swapping(), torch.randn(4, 4))
+    graph = captured.graph
+    assert {graph.values[old].target for old, _ in graph.mutations} == {"other", "odd.seen"}
+    compare_with_eager(captured, Swapping(), torch.randn(4, 4))
 
 
 def test_a_gathered_parameter_is_contiguous():

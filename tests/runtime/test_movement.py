@@ -200,18 +200,24 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 
 
 SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 12)]
+TWO_PASSES = WAYS[10]
 
 
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize(
-    ("num_devices", "options"), WAYS if "AUTOPAR_TEST_MOVEMENT" in os.environ else SOME, ids=str
+    ("num_devices", "options", "share"),
+    [
+        *((*way, 0.85) for way in (WAYS if "AUTOPAR_TEST_MOVEMENT" in os.environ else SOME)),
+        (*TWO_PASSES, 0.6),
+    ],
+    ids=str,
 )
 def test_offloading_fits_what_did_not_and_trains_the_same(
-    num_devices: int, options: dict[str, Any], groups: Groups, tmp_path: Path
+    num_devices: int, options: dict[str, Any], share: float, groups: Groups, tmp_path: Path
 ) -> None:
     whole = compiled_for(num_devices, **options)
     needed, expected = needed_bytes(whole), losses(whole)
-    budget = autopar.MemoryBudget(int(0.85 * needed))
+    budget = autopar.MemoryBudget(int(share * needed))
     given = {**options, "constraints": [*options.get("constraints", ()), budget]}
     compiled = compiled_for(num_devices, offload=True, **given)
     assert compiled.plan.offload is not None

@@ -201,6 +201,22 @@ def test_operands_in_another_layout_are_computed_right() -> None:
         torch.testing.assert_close(function.run(layouts[-1])[0], (layouts[-1] * 2).cos() + 1)
 
 
+def test_norms_keep_statistics_in_float32() -> None:
+    """Inductor would round those of a batch norm in bfloat16."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
+    x, labels = torch.randn(8, 16), torch.arange(8) % 4
+    losses: dict[str, list[float]] = {}
+    for kernels in ("eager", "compiled"):
+        with autopar.compile(
+            model, ["cpu"], example_inputs=(x, labels), kernels=kernels, precision="bf16",
+            loss_fn=nn.functional.cross_entropy, optimizer=sgd, profile_limit_s=0,
+        ) as compiled:  # fmt: skip
+            losses[kernels] = [compiled.train_step(x, labels).item() for _ in range(3)]
+            if kernels == "compiled":
+                assert "rounds the statistics" in compiled.report()
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-2)
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(InputError, match=r"kernels is 'compild'; .*did you mean 'compiled'"):
         compiled_model("compild")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.base.accelerators import kept_generators
 from autopar.base.torch_private import pytree
+from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.capture import Arguments, Captured, Step
 from autopar.frontend.checking.draws import FixedDraws
 from autopar.frontend.checking.evaluation import Watch, evaluate
@@ -101,7 +102,7 @@ class Trial:
         """
         with self._set_up():
             step, args, kwargs = self._step(self._copied)
-            buffers = _buffers_of(step)
+            held, buffers = HeldTensors(step), _buffers_of(step)
             kept = {name: buffer.clone() for name, buffer in buffers.items()}
             attributes = _plain_attributes(step)
             _seed_elsewhere(self.num_runs)
@@ -111,6 +112,7 @@ class Trial:
             except Exception:  # the rows have an order, as sequences sorted by length
                 step(*args, **kwargs)
             changed = [n for n, x in _plain_attributes(step).items() if attributes.get(n, x) != x]
+            held.put_back()
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(kept[name])

@@ -112,6 +112,13 @@ class Mover:
         self._issue(op, loads=False)
         self._finish(self._following[op] - 1)
 
+    def begin_again(self) -> None:
+        """Begin the step's second pass, behind one that updated nothing: what the plan moves
+        around updates and later moves first."""
+        self._issue(len(self.movement.places))
+        self.end_step()
+        self.begin_step()
+
     def end_step(self) -> None:
         """Finish what is in flight; after a step that was broken off everything comes back."""
         is_whole = self._num_issued == len(self.movement.plan.transfers)

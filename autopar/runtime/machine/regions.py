@@ -1,8 +1,8 @@
 """Regions of graphs as functions that Inductor compiles, on this process's device.
 
 In: a graph and the operands of its regions. Out: a function for each region. It is compiled before
-the first step for the strides that the trace has, and again for others when they appear. Processes
-that compile the same region share its code through Inductor's cache on disk.
+the first step for the strides and dtypes of the trace, and again for others when they appear.
+Processes that compile the same region share its code through Inductor's cache on disk.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from autopar.base.torch_private import compile_graph, returns_views
 from autopar.lowering.types import TensorMeta
 from autopar.runtime.machine.direct_calls import DIRECT
 
 MAX_VARIANTS = 4
-"""A region is compiled for at most so many strides of its operands; for others it runs op by op."""
+"""A region is compiled for at most so many layouts of its operands; for others it runs op by op."""
 
-Strides = tuple[tuple[int, ...], ...]
+_NORMS = ("batch", "layer", "group")
+
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Strides and dtype of each operand. Fake kernels sometimes give another dtype than real ones."""
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -33,7 +37,7 @@ class RegionFunction:
         self.where = where
         self._device = device
         self._module = module
-        self._variants: dict[Strides, Function] = {}
+        self._variants: dict[Layout, Function] = {}
 
     def compile(self, operands: Sequence[TensorMeta]) -> None:
         """Compile for operands with these shapes and strides; raises what Inductor raises."""
@@ -41,17 +45,17 @@ class RegionFunction:
             torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=self._device)
             for m in operands
         ]
-        self._variants[tuple(m.stride for m in operands)] = self._compiled(made)
+        self._variants[tuple((m.stride, m.dtype) for m in operands)] = self._compiled(made)
 
     def run(self, *operands: Tensor) -> Sequence[Tensor]:
-        strides = tuple([operand.stride() for operand in operands])
-        function = self._variants.get(strides)
+        layout = tuple([(operand.stride(), operand.dtype) for operand in operands])
+        function = self._variants.get(layout)
         if function is None:
-            function = self._variants[strides] = self._another(operands)
+            function = self._variants[layout] = self._another(operands)
         return function(*operands)
 
     def _another(self, operands: Sequence[Tensor]) -> Function:
-        """The function for strides that no variant was compiled for."""
+        """The function for a layout that no variant was compiled for."""
         reason: object = f"its operands come in more than {MAX_VARIANTS} layouts"
         if len(self._variants) < MAX_VARIANTS:
             try:
@@ -63,6 +67,8 @@ class RegionFunction:
         return function
 
     def _compiled(self, operands: Sequence[Tensor]) -> Function:
+        if self._device.type == "cpu":
+            _refuse_rounded_statistics(self._module, operands)
         function = compile_graph(self._module, operands)
         roots = _roots(self._module)
         shared: list[int] | None = None
@@ -77,6 +83,22 @@ class RegionFunction:
             return results
 
         return run
+
+
+def _refuse_rounded_statistics(module: fx.GraphModule, operands: Sequence[Tensor]) -> None:
+    """Raise RuntimeError for a norm whose statistics Inductor would round to low precision.
+
+    ATen keeps them in float32 where the input is in low precision and the weights are not, and the
+    kernels of the backward pass read them so.
+    """
+    propagated = FakeTensorProp(module)
+    propagated.propagate(*operands)
+    for node in module.graph.nodes:
+        name = str(node.target)
+        if any(f"{kind}_norm" in name for kind in _NORMS) and "backward" not in name:
+            dtypes = [n.meta["val"].dtype for n in node.all_input_nodes]
+            if dtypes[0].itemsize < 4 and ("batch_norm" in name or len(set(dtypes)) > 1):
+                raise RuntimeError(f"Inductor rounds the statistics of {name} to {dtypes[0]}")
 
 
 def op_by_op(module: fx.GraphModule) -> fx.GraphModule:

@@ -28,7 +28,7 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
-from autopar.runtime.state.model_optimizers import ModelState
+from autopar.runtime.state.model_optimizers import ModelState, check_models
 from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
 from autopar.runtime.state.shards import gather, holder, local_part
 from autopar.runtime.state.wire import pack, unpack
@@ -378,7 +378,7 @@ class LocalRunner:
 
 
 def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
-    """Refuse an optimizer before anything is sent, by building it over unwritten memory."""
+    """Refuse optimizers before anything is sent, by building them over unwritten memory."""
     if options.optimizer is None:
         return
     parameters = {
@@ -391,6 +391,8 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
     optimizer = make_optimizer(options.optimizer, parameters, program.parameters, program.mesh)
     if options.lr_scheduler is not None:
         options.lr_scheduler(optimizer)
+    if options.array is not None:
+        check_models(options.array, program.parameters, program.mesh)
 
 
 def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.comm.groups import Communicator
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, State
 from autopar.lowering.types import ParameterProgram
 from autopar.runtime.state.dtensors import DTensorConverter
@@ -67,7 +68,7 @@ class ModelOptimizers:
         for model, own in enumerate(options.models):
             rows = self._rows(model, own)
             self.rows.append(rows)
-            optimizer = self._made(own, rows)
+            optimizer = _make_own(own, rows, programs, communicator.mesh)
             self.optimizers.append(optimizer)
             self.group_places.append(_places(own, self.programs))
             make = own.lr_scheduler
@@ -89,15 +90,6 @@ class ModelOptimizers:
             return 0
         rows = self.models_of[ref.name]
         return rows.index(ref.row) if ref.row in rows else None
-
-    def _made(self, own: ModelOptions, rows: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
-        programs = [
-            replace(_program_of_row(self.programs[ref.name], ref), name=str(place))
-            for place, ref in enumerate(own.trained)
-        ]
-        named = {str(place): row for place, row in rows.items()}
-        mesh = self.communicator.mesh
-        return make_optimizer(own.optimizer, named, programs, mesh, may_be_elsewhere=True)
 
     def set_gradients(self, model: int, factor: Tensor | None) -> None:
         """Set the gradients of a model's rows, scaled if they are clipped."""
@@ -200,6 +192,30 @@ class ModelOptimizers:
                     optimizer.state[row][key] = value
             if self.schedulers[model] is not None and given.scheduler is not None:
                 self.schedulers[model].load_state_dict(given.scheduler)
+
+
+def check_models(options: ArrayOptions, programs: Sequence[ParameterProgram], mesh: Mesh) -> None:
+    """Raise the error of a model whose optimizer or scheduler is wrong, by making both."""
+    by_name = {program.name: program for program in programs}
+    for own in options.models:
+        optimizer = _make_own(own, {}, by_name, mesh)
+        if own.lr_scheduler is not None:
+            own.lr_scheduler(optimizer)
+
+
+def _make_own(
+    own: ModelOptions,
+    rows: Mapping[int, nn.Parameter],
+    programs: Mapping[str, ParameterProgram],
+    mesh: Mesh,
+) -> torch.optim.Optimizer:
+    """A model's optimizer over its ``rows`` that are here, by their index."""
+    of_rows = [
+        replace(_program_of_row(programs[ref.name], ref), name=str(place))
+        for place, ref in enumerate(own.trained)
+    ]
+    named = {str(place): row for place, row in rows.items()}
+    return make_optimizer(own.optimizer, named, of_rows, mesh, may_be_elsewhere=True)
 
 
 def _device_of(key: str, row: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:

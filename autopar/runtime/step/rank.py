@@ -254,6 +254,8 @@ class RankRuntime:
             if not self.updates.end_norm_pass(norm_pass, result.reductions, result.loss):
                 return result, False
             del result
+            if self.mover is not None:
+                self.mover.begin_again()
         return self._pass(batches, self.updates), True
 
     def _pass(
