@@ -86,7 +86,8 @@ def plan(
     * ``cluster``: the devices and links to plan for; none of them need to be present.
     * ``example_inputs``: a tuple (positional), a mapping (keyword) or one tensor: a *global* batch.
     * ``loss_fn``: ``loss_fn(output, *targets)`` for a model that does not return a loss; the
-      targets are the last positional inputs, or the keyword inputs named like its parameters.
+      targets are the last positional inputs, or the keyword inputs named like its parameters. Only
+      the model is trained: gradients of other tensors that it uses are refused.
     * ``mesh``: axis names and sizes, outermost first. By default every factorisation is tried;
       sizes that are None are searched: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of
       each pipeline rank.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.base.errors import InputError
 from autopar.base.exclusive import in_turn
+from autopar.base.torch_private import without_patched_modules
 from autopar.cost_models import Cluster
 
 CLUSTER = Cluster.preset("cpu", nodes=1, devices_per_node=4)
@@ -105,3 +106,11 @@ def test_under_torchrun_the_second_thread_is_refused(monkeypatch: pytest.MonkeyP
         )
         with pytest.raises(InputError, match=r"under torchrun .* call it from one thread"):
             refused.result(WAIT_S)
+
+
+def test_another_thread_traces_modules_while_a_plan_is_made() -> None:
+    """Tracing for a plan leaves out torch.fx's patches of nn.Module, in its own thread alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with without_patched_modules(), ThreadPoolExecutor(1) as pool:
+        traced = pool.submit(torch.fx.symbolic_trace, model).result(WAIT_S)
+    assert [n.op for n in traced.graph.nodes].count("call_module") == 2

@@ -6,6 +6,7 @@ No other module imports a name with a leading underscore from torch.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -101,13 +102,18 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
 # fx.GraphModule is one, so that a trace takes the longer the more graphs there are.
 @contextlib.contextmanager
 def without_patched_modules() -> Iterator[None]:
-    """Trace by ``make_fx`` without patching ``nn.Module``, whose methods it does not record."""
+    """Trace by ``make_fx`` without patching ``nn.Module``, whose methods it does not record.
+
+    It applies to this thread alone: another one may trace modules.
+    """
     from torch.fx._symbolic_trace import _Patcher
 
-    def leave(patcher: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True) -> None:
-        assert cls is nn.Module, f"torch.fx patches {cls}"
+    here, patch_method = threading.get_ident(), _Patcher.patch_method
 
-    patch_method = _Patcher.patch_method
+    def leave(patcher: Any, cls: type, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        if threading.get_ident() != here:
+            patch_method(patcher, cls, name, new_fn, deduplicate)
+
     _Patcher.patch_method = leave  # type: ignore[method-assign, assignment]
     try:
         yield
