@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import CaptureError
+from autopar.base.torch_private import FakeTensor
 from autopar.frontend.reader import loss_fn_name
 from autopar.ir.graph import Graph
 
@@ -69,7 +70,9 @@ def _named(model: nn.Module, loss_fn: Any, constants: Collection[str]) -> Iterat
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return False
+    return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
