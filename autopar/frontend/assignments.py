@@ -67,7 +67,7 @@ class HeldTensors:
             slot.tensors[slot.name] = slot.held
 
     def _checked(self, slot: _Slot) -> Tensor:
-        """What is assigned to a buffer; raises CaptureError where it cannot be written into it."""
+        """The new value of a buffer; raises CaptureError where it cannot be written into it."""
         held, value = slot.held, slot.tensors.get(slot.name)
         fix = f"Write into it, self.{slot.name}.copy_(...), with a value of its shape and dtype"
         if value is None:

@@ -237,13 +237,13 @@ class Step(nn.Module):
         target_kwargs: dict[str, Any] = {}
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
-        held = HeldTensors(self)
+        held = HeldTensors(self) if torch.compiler.is_exporting() else None
         with self.within():
             output = call_model(self.model, args, kwargs, self.precision)
             loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if torch.compiler.is_exporting():
+        if held is not None:
             tensors = held.write_assigned(tensors)
         kept = iter(range(len(tensors)))
         self.output.leaves = tuple(

@@ -59,7 +59,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _at_attribute(module: nn.Module, memo: dict[int, Any]) -> str:
-    """`` at its attribute 'block.lock', a lock``: the first one that cannot be copied."""
+    """The first attribute or hook that cannot be copied, for an error; empty if none is found."""
     memo |= {id(part): part for part in module.modules()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():

@@ -46,14 +46,15 @@ def refuse_overlaps(
                     "places (a.weight = b.weight); otherwise give one its own, by clone()"
                 )
     for tensor in constants.values():
-        if isinstance(tensor, Tensor) and _has_memory(tensor):
-            for name, _ in by_storage[tensor.untyped_storage().data_ptr()]:
-                if name in changed:
-                    raise CaptureError(
-                        f"the call reads {name!r} past the model, as a loss function does that "
-                        "holds the model, and would see its value of now in every step. Read it in "
-                        "the model's forward(), or use a copy if that is meant: clone()"
-                    )
+        if not isinstance(tensor, Tensor) or not _has_memory(tensor):
+            continue
+        names = [name for name, _ in by_storage.get(tensor.untyped_storage().data_ptr(), ())]
+        for name in filter(changed.__contains__, names):
+            raise CaptureError(
+                f"the call reads {name!r} past the model, as a loss function does that holds the "
+                "model, and would see its present value in every step. Read it in the model's "
+                "forward(), or use a copy if that is meant: clone()"
+            )
 
 
 def _named(model: nn.Module, loss_fn: Any, constants: Collection[str]) -> Iterator[tuple[str, Any]]:

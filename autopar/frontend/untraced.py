@@ -65,8 +65,8 @@ class UntracedCalls(TorchFunctionMode):
 
 
 def _is_exported_directly() -> bool:
-    """Whether the model is traced by ``torch.export`` itself, not by Dynamo for an operator with
-    functions (``torch.cond``), whose tensors are none."""
+    """Whether ``torch.export`` itself traces the model. For operators that take functions
+    (``torch.cond``) it calls Dynamo, which traces with tensors of its own."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 

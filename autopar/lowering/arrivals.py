@@ -8,8 +8,8 @@ ask here.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
 from autopar.comm.transports.registry import traits_of
 from autopar.lowering.route import Route
@@ -63,6 +63,39 @@ class Reads:
         early = self._program.early
         assert early is not None
         return [v for v in values if v not in early.at_end and not self._left[v]]
+
+
+class Arrivals:
+    """The gradients of one device on their way to early updates, as the runtime hands them over.
+
+    ``reads`` is told which backward graphs have run.
+    """
+
+    def __init__(self, program: RankProgram, route: Route, device_kind: str) -> None:
+        self.reads = Reads(program, route)
+        self.num_in_flight = rounds_in_flight(device_kind, program.mesh.num_devices)
+        self._rounds: deque[Sequence[int]] = deque()
+        self._arrived: list[int] = []
+
+    def complete(self, values: Iterable[int], communicated: Sequence[int]) -> None:
+        """These gradients are complete; some are reduced, as one round."""
+        self._arrived += [v for v in values if v not in communicated]
+        if communicated:
+            self._rounds.append(communicated)
+
+    def end_rounds(self, *, is_last: bool = False) -> int:
+        """End the rounds of reductions that do not stay in flight, all of them if this ``is_last``;
+        returns how many."""
+        num = max(0, len(self._rounds) - (0 if is_last else self.num_in_flight))
+        for _ in range(num):
+            self._arrived += self._rounds.popleft()
+        return num
+
+    def free(self) -> list[int]:
+        """The parameters to update now: their gradients have arrived and no graph reads them."""
+        free = self.reads.free(self._arrived)
+        self._arrived = [v for v in self._arrived if v not in free]
+        return free
 
 
 def _released(interface: BlockInterface, step: WeightStep) -> list[int]:

@@ -12,12 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.cost_models.memory import Category
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
-from autopar.lowering.arrivals import Reads, rounds_in_flight
+from autopar.lowering.arrivals import Arrivals
 from autopar.lowering.route import Route
-from autopar.lowering.types import RankProgram
+from autopar.lowering.types import EarlyUpdate, RankProgram
 from autopar.memory.parameters import ParameterBytes
 from autopar.memory.reductions import ReductionMemory
 from autopar.memory.tally import Tally
+
+
+def clipped_bytes(early: EarlyUpdate | None, sizes: Iterable[ParameterBytes]) -> int:
+    """Bytes of copies while gradients are clipped for early updates, one after the other; those
+    that were cast are clipped in place, as rows are."""
+    if early is None or early.clipping is None:
+        return 0
+    return max((size.stored for size in sizes if not size.is_cast), default=0)
 
 
 class EarlyUpdates:
@@ -36,24 +44,22 @@ class EarlyUpdates:
         assert program.early is not None
         self.program = program
         self.at_end = program.early.at_end
-        self.reads = Reads(program, route)
+        self._arrivals = Arrivals(program, route, device_kind)
+        self.reads = self._arrivals.reads
         self._keeps = program.early.keeps_gradients
-        self._clipping = program.early.clipping
         self._tally = tally
         self._reductions = reductions
         self._optimizer = optimizer
         self._sizes = sizes
-        self._num_in_flight = rounds_in_flight(device_kind, program.mesh.num_devices)
-        self._rounds: deque[tuple[list[int], int]] = deque()
+        self._scatters: deque[int] = deque()
         self._rows: deque[int] = deque()
-        self._ready: list[int] = []
         self._parameter_of = {p.value: p for p in program.parameters}
 
     def complete(self, values: Sequence[int], communicated: Sequence[int]) -> None:
         """These gradients are complete; some are reduced, as one round."""
-        self._ready += [v for v in values if v not in communicated]
+        self._arrivals.complete(values, communicated)
         if communicated:
-            self._rounds.append((list(communicated), self._reductions.num_started))
+            self._scatters.append(self._reductions.num_started)
 
     def update_rows(self, value: int, rows: tuple[int, int], where: str) -> None:
         """Reduce rows of a gradient."""
@@ -69,12 +75,8 @@ class EarlyUpdates:
         self._rows.append(round(size.stored * part))
 
     def clipped_bytes(self, values: Iterable[int]) -> int:
-        """Bytes of copies while gradients of these parameters are clipped, one after the other;
-        those that were cast are clipped in place, as rows are."""
-        if self._clipping is None:
-            return 0
-        sizes = [self._sizes[v] for v in values]
-        return max((size.stored for size in sizes if not size.is_cast), default=0)
+        """`clipped_bytes` of these parameters."""
+        return clipped_bytes(self.program.early, (self._sizes[v] for v in values))
 
     def is_last(self, value: int, rows: tuple[int, int]) -> bool:
         """Whether these are the last rows of a gradient."""
@@ -86,16 +88,13 @@ class EarlyUpdates:
 
     def advance(self, where: str, *, is_last: bool = False) -> None:
         """Update what has arrived and is read no more."""
-        num = 0 if is_last else self._num_in_flight
+        num = 0 if is_last else self._arrivals.num_in_flight
         rows = []
         while len(self._rows) > num:
             rows.append(self._rows.popleft())
-        while len(self._rounds) > num:
-            values, num_scatters = self._rounds.popleft()
-            self._reductions.finish(num_scatters, where)
-            self._ready += values
-        free = self.reads.free(self._ready)
-        self._ready = [v for v in self._ready if v not in free]
+        for _ in range(self._arrivals.end_rounds(is_last=is_last)):
+            self._reductions.finish(self._scatters.popleft(), where)
+        free = self._arrivals.free()
         sizes = [self._sizes[v].stored for v in free]
         live = self._tally.live
         if free:

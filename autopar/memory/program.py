@@ -390,10 +390,9 @@ class _Play:
         self.tally.check(where, memory.workspace["W"])
         self._sum(values, where)
         self._release_arguments(position, microbatch)
-        if not kernel.cotangents:
-            return
-        self._reduce(values, f"G {block.name}")
-        if self.early is not None:
+        if kernel.cotangents:
+            self._reduce(values, f"G {block.name}")
+        if kernel.cotangents and self.early is not None:
             self.early.reads.end(position)
             self.early.advance(f"G {block.name}")
 

@@ -21,13 +21,14 @@ from torch import Tensor, fx
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import Category, allocator_of
 from autopar.cost_models.update import OptimizerSpec
+from autopar.lowering.arrivals import Arrivals
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import BlockProgram, Kernel, ParameterProgram, RankProgram, Role
+from autopar.memory.early import clipped_bytes
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
 from autopar.movement.coverable import check_coverable
 from autopar.movement.drafts import Draft, step_of_drafts
-from autopar.movement.early import EarlyArrivals
 from autopar.movement.execution import PARAMETER, OpPlace, ProgramStep, Run, Update
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.schedules.action import Kind
@@ -96,7 +97,7 @@ class _Walk:
         self.states: dict[int, list[int]] = {}
         self.sent = {v for boundary in program.pipeline.boundaries for v in boundary.values}
         self.updated: set[int] = set()
-        self.arrivals = EarlyArrivals(program, route, device)
+        self.arrivals = Arrivals(program, route, device.kind)
 
     # --- tensors and operations ---------------------------------------------------------------
     def _tensor(
@@ -465,7 +466,10 @@ class _Walk:
         more: one parameter after the other."""
         if self.program.early is not None:
             complete = [v for v in values if not self.remaining[v]]
-            for value in self.arrivals.free(complete, is_last=is_last):
+            communicated = [v for v in complete if self.parameters[v].kernel is not None]
+            self.arrivals.complete(complete, communicated)
+            self.arrivals.end_rounds(is_last=is_last)
+            for value in self.arrivals.free():
                 self._update([value])
 
     def _update(self, values: Sequence[int]) -> None:
@@ -478,14 +482,6 @@ class _Walk:
             written = [t for v in group for t in (self.stored[v], *self.states.get(v, ()))]
             names = "+".join(self.parameters[v].name for v in group[:3])
             workspace = self.optimizer.workspace_bytes([self.bytes[v].stored for v in group])
-            workspace += self._clipped_bytes(group)
+            workspace += clipped_bytes(self.program.early, (self.bytes[v] for v in group))
             gradients = [self.sums[v] for v in group]
             self._op(f"update {names}", gradients, written, workspace, Update(tuple(group)))
-
-    def _clipped_bytes(self, values: Sequence[int]) -> int:
-        """Bytes of copies while gradients are clipped for an early update, one after the other;
-        those that were cast are clipped in place."""
-        if self.program.early is None or self.program.early.clipping is None:
-            return 0
-        sizes = [self.bytes[v] for v in values]
-        return max((size.stored for size in sizes if not size.is_cast), default=0)

@@ -50,7 +50,7 @@ class Moved:
     update: When
 
     def plan(self) -> OffloadPlan:
-        """What a plan says of it."""
+        """The movement as plans record it, with its traffic and stall."""
         return OffloadPlan(
             ranks=tuple(map(MovementFields.of, self.plans)),
             moved_bytes=self.moved_bytes,

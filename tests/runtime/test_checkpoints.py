@@ -289,7 +289,7 @@ class TestFailedSaves:
         assert all(name.endswith(".safetensors") or name == "autopar.json" for name in names)
 
     def test_the_death_of_the_first_rank_loses_no_checkpoint(self, tmp_path: Path) -> None:
-        """Whatever the first rank did last, the folder has the old checkpoint or the new one."""
+        """The folder then has the old checkpoint or the new one, whole."""
         with (tmp_path / "log").open("wb") as log:
             command = [sys.executable, "-m", killed_saves.__name__, str(tmp_path / "jobs")]
             (tmp_path / "jobs").mkdir()

@@ -235,7 +235,7 @@ def test_offloading_fits_what_did_not_and_trains_the_same(
 
 
 def test_updates_are_early_where_no_movement_at_the_end_fits() -> None:
-    """Of ten wide layers, one's gradients are in memory at a time instead of all."""
+    """Gradients of ten wide layers are in memory layer by layer instead of all at once."""
     layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(10)]
     model = MeanSquare(torch.nn.Sequential(*layers))
     needed = 10 * 256 * 256 * 4

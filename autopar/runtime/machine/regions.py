@@ -91,14 +91,15 @@ def _refuse_rounded_statistics(module: fx.GraphModule, operands: Sequence[Tensor
     ATen keeps them in float32 where the input is in low precision and the weights are not, and the
     kernels of the backward pass read them so.
     """
-    propagated = FakeTensorProp(module)
-    propagated.propagate(*operands)
-    for node in module.graph.nodes:
-        name = str(node.target)
-        if any(f"{kind}_norm" in name for kind in _NORMS) and "backward" not in name:
-            dtypes = [n.meta["val"].dtype for n in node.all_input_nodes]
-            if dtypes[0].itemsize < 4 and ("batch_norm" in name or len(set(dtypes)) > 1):
-                raise RuntimeError(f"Inductor rounds the statistics of {name} to {dtypes[0]}")
+    names = {node: str(node.target) for node in module.graph.nodes}
+    norms = [n for n, name in names.items() if any(f"{kind}_norm" in name for kind in _NORMS)]
+    if norms:
+        FakeTensorProp(module).propagate(*operands)
+    for node in norms:
+        name, dtypes = names[node], [n.meta["val"].dtype for n in node.all_input_nodes]
+        is_rounded = dtypes[0].itemsize < 4 and ("batch_norm" in name or len(set(dtypes)) > 1)
+        if is_rounded and "backward" not in name:
+            raise RuntimeError(f"Inductor rounds the statistics of {name} to {dtypes[0]}")
 
 
 def op_by_op(module: fx.GraphModule) -> fx.GraphModule:
