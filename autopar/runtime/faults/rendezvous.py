@@ -8,12 +8,16 @@ stopped.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import itertools
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from types import FrameType
 from typing import TypeVar
 
 import msgspec
@@ -52,6 +56,7 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.peers = HostPeers(own)
         self._found = {rank: own}
+        self._end_at_s: float | None = None
         prefix, is_over = f"autopar/join/{next(_NUMBERS)}", threading.Event()
         try:
             self.supervised(lambda: self._publish_and_read(store, prefix, is_over))
@@ -77,6 +82,10 @@ class Rendezvous:
 
     def supervised(self, collective: Callable[[], T]) -> T:
         """Run a collective and return its result; in a thread, as nothing can interrupt it."""
+        with self._naming_before_termination():
+            return self._supervised(collective)
+
+    def _supervised(self, collective: Callable[[], T]) -> T:
         result: Future[T] = Future()
 
         def run() -> None:
@@ -91,6 +100,7 @@ class Rendezvous:
         deadline_s = time.monotonic() + self.timeout_s
         while not wait([result], _POLL_S).done:
             self._check_peers()
+            self._end_if_told()
             if time.monotonic() > deadline_s:
                 raise self._error(self._absent(), f"did not join within {self.timeout_s:g} s")
         error = result.exception()
@@ -103,7 +113,39 @@ class Rendezvous:
             # Where no launcher holds the store, rank 0 does, and takes it with it.
             what = f"had not joined when the job's store broke off ({error})"
             raise self._error(absent, what) from error
+        self._end_if_told()
         return result.result()
+
+    @contextlib.contextmanager
+    def _naming_before_termination(self) -> Iterator[None]:
+        """Let SIGTERM, which a launcher sends as soon as one rank has ended, be followed by
+        `_end_if_told`."""
+
+        def note(_number: int, _frame: FrameType | None) -> None:
+            self._end_at_s = time.monotonic() + _SETTLE_S
+
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end_if_told(self) -> None:
+        """After SIGTERM look for the rank for whose sake it came, and end as SIGTERM does if none
+        is found."""
+        if self._end_at_s is None:
+            return
+        while time.monotonic() < self._end_at_s:
+            self._check_peers()
+            time.sleep(_POLL_S)
+        if (absent := self._absent()) is not None:
+            raise self._error(absent, "had not joined when SIGTERM ended this process")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _absent(self) -> int | None:
         """The first rank that has not published its location."""

@@ -75,6 +75,7 @@ class Watch:
             os.register_at_fork(after_in_child=self._in_child)
             self._watcher.start()
         self._was_raised = False
+        self._interrupt: Interrupt | None = None
         self._hook = sys.excepthook
         if self._watcher is not None:
             sys.excepthook = self._on_uncaught
@@ -112,8 +113,11 @@ class Watch:
             except Interrupt:
                 raise
             except BaseException as error:
-                self._judge(error)
-                raise
+                if self._interrupt is None:
+                    self._judge(error)
+                    raise
+            if self._interrupt is not None:  # code that it left made another error of it, or none
+                raise self._interrupt
         except Interrupt as interrupt:  # also of the judgement
             raise interrupt.error from None
         finally:
@@ -177,7 +181,9 @@ class Watch:
         if diagnosis is not None and diagnosis.rank != self.own_rank.rank:
             error, call = self._raised(diagnosis), self.own_rank.call
             in_call = call is not None and call.thread == threading.get_ident()
-            raise Interrupt(error) if in_call else error
+            if in_call:
+                self._interrupt = Interrupt(error)
+            raise self._interrupt or error
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
