@@ -51,6 +51,7 @@ from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, 
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.runtime.step.loss_scale import check_scaled
+from autopar.runtime.workers import fork_server
 from autopar.schedules import Schedule
 from autopar.sharding.strategy import Strategy
 
@@ -358,6 +359,8 @@ class _Compiler:
             watched_compile(self.devices[0].type, limit_s),
             show_progress(self.progress) as say,
         ):
+            if not is_spmd():
+                fork_server.begin()  # it imports torch while this process plans
             replayed = self._replayed()
             precision = self._precision(replayed)
             say("capture")

@@ -145,9 +145,10 @@ class Script:
             return os.getpid()
         if self.compiled is not None:
             pids = self.worker_pids()
-        else:  # still starting: by age
-            children = psutil.Process().children()
-            pids = tuple(c.pid for c in sorted(children, key=lambda c: c.create_time()))
+        else:  # still starting: children of the fork server, by age
+            servers = psutil.Process().children()
+            workers = [child for server in servers for child in server.children()]
+            pids = tuple(c.pid for c in sorted(workers, key=lambda c: c.create_time()))
         return pids[self.injection.victim] if self.injection.victim < len(pids) else None
 
     def fire(self) -> None:

@@ -549,7 +549,8 @@ except KeyboardInterrupt:
         with script(SCRIPT, ONE_STARTED, fork, "time.sleep(600)") as process:
             workers = workers_of(process)
             time.sleep(0.3)
-            forked = [c for c in psutil.Process(process.pid).children() if c not in workers]
+            children = psutil.Process(process.pid).children()
+            forked = [child for child in children if child != workers[0].parent()]
             process.kill()
             assert_gone(workers)
             assert len(forked) == 1
@@ -562,12 +563,12 @@ except KeyboardInterrupt:
             assert process.stdout is not None
             process.stdout.readline()
             deadline_s = time.monotonic() + 30
-            workers: list[psutil.Process] = []
-            while len(workers) < 2 and time.monotonic() < deadline_s:
-                workers = psutil.Process(process.pid).children()
+            started: list[psutil.Process] = []
+            while len(started) < 3 and time.monotonic() < deadline_s:
+                started = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-            assert len(workers) == 2
-            assert_gone(workers)
+            assert len(started) == 3  # the fork server and its workers
+            assert_gone(started)
 
     def test_a_forked_child_neither_ends_nor_uses_the_workers(self) -> None:
         fork = """

@@ -202,10 +202,12 @@ class WorkerGroup(Closing):
 
     def _start_workers(self, starts: list[Start], build: Message, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        for start in starts:  # all processes first: they import torch concurrently
+        for start in starts:
             assert self._store is not None
             own_env = _worker_env(start)
-            self._workers.append(WorkerProcess(start.rank, self._store.fileno(), env=own_env))
+            self._workers.append(
+                WorkerProcess(start.rank, self._store.fileno(), env=own_env, deadline_s=deadline_s)
+            )
         for worker, start in zip(self._workers, starts, strict=True):
             with packed(start) as own:
                 self._send(worker, own, deadline_s)

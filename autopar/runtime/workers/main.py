@@ -1,13 +1,14 @@
 """The main program of a local worker: join the process group, build the service, answer calls.
 
-In: a connected socket from the parent (``autopar.runtime.workers.process`` starts this module).
-Out: one ``Reply`` for ``Start`` and for each ``Call``. It is separate from the parent's side so
-that a worker is a fresh interpreter that never imports the user's ``__main__``.
+In: a connected socket from the process that drives the workers (the fork server starts this
+program). Out: one ``Reply`` for ``Start`` and for each ``Call``. It is separate from the other side
+so that a worker never imports the user's ``__main__``.
 
-A worker never outlives its parent. While it waits, the socket's end of file means that the parent
-has died. A thread also watches the parent's process id: a call may take long, and a process that
-the parent forked (a data loader's) may hold the parent's end of the socket open.
-``PR_SET_PDEATHSIG`` is not used: it fires when the *thread* that started the worker ends.
+A worker never outlives the process that drives it. While it waits, the socket's end of file means
+that this one has died. A call may take long, and a process that the driving one forked (a data
+loader's) may hold the other end of the socket open; so a thread watches the fork server too, which
+ends with the process that started it. ``PR_SET_PDEATHSIG`` is not used: it fires when the *thread*
+that started a process ends.
 
 A worker that fails reports it and then stays alive with its connections open until its parent ends
 it: the other workers go on waiting in their collectives and do not add errors of their own.
@@ -35,12 +36,13 @@ from autopar.base.accelerators import is_accelerator, module_of
 from autopar.comm.transports.ports import sealed
 from autopar.runtime.faults import progress
 from autopar.runtime.host.heap import keep_freed_memory
+from autopar.runtime.workers.fork_server import WorkerFiles
 from autopar.runtime.workers.messages import Channel, Message, packed, unpack, unpack_watched
 
 # The parent limits every call. A shorter limit of collectives would expire in a rank that only
 # waits, and put the blame on it.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(days=1)
-_PARENT_POLL_S = 1.0
+_SERVER_POLL_S = 1.0
 _IN_CALL = progress.encoded(progress.IN_CALL)
 
 
@@ -50,7 +52,7 @@ class Start:
 
     rank: int
     world_size: int
-    store_path: str
+    store_path: str | None  # None: that of `WorkerFiles`
     backend: str
     device_type: str
     device_index: int  # meaningless on CPU
@@ -98,29 +100,29 @@ class Reply:
     failure: Failure | None = None
 
 
-def main(socket_fd: int, page_fd: int, parent_pid: int) -> None:
-    """Serve the parent at the other end of the socket until it sends `Stop` or is gone."""
+def main(files: WorkerFiles, server_pid: int) -> None:
+    """Serve the process at the other end of the socket until it sends `Stop` or is gone."""
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     sys.argv = ["autopar-worker"]
-    progress.publish_to(page_fd)
+    progress.publish_to(files.page)
     progress.report(_IN_CALL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Write whole lines, so that two workers' do not mix, also with PYTHONUNBUFFERED.
             stream.reconfigure(line_buffering=True, write_through=False)
-    channel = Channel(socket.socket(fileno=socket_fd))
-    threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+    channel = Channel(socket.socket(fileno=files.channel))
+    threading.Thread(target=_watch, args=(server_pid,), daemon=True).start()
     try:
-        _serve(channel)
+        _serve(channel, files)
     except BaseException as error:
         _report(channel, error)
         threading.Event().wait()
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, files: WorkerFiles) -> None:
     start: Start = unpack(_next(channel))
-    _join_group(start)
+    _join_group(start, start.store_path or files.store_path)
     build: Build = unpack(_next(channel))
     service = build.service(start.rank, start.world_size, *build.service_args)
     del build
@@ -163,7 +165,7 @@ def _next(channel: Channel) -> Message:
         _die()
 
 
-def _join_group(start: Start) -> None:
+def _join_group(start: Start, store_path: str) -> None:
     if start.cores is not None:
         os.sched_setaffinity(0, start.cores)  # also for the threads started from here on
     torch.set_num_threads(start.num_threads)
@@ -173,7 +175,7 @@ def _join_group(start: Start) -> None:
         module_of(start.device_type).set_device(start.device_index)
         if start.backend != "gloo":
             device_id = torch.device(start.device_type, start.device_index)
-    store = dist.FileStore(start.store_path, start.world_size)
+    store = dist.FileStore(store_path, start.world_size)
     store.set_timeout(datetime.timedelta(seconds=start.start_timeout_s))
     with sealed(start.backend):
         dist.init_process_group(
@@ -198,9 +200,9 @@ def _report(channel: Channel, error: BaseException) -> None:
     _reply(channel, Reply(failure=Failure(time_s=time_s, summary=summary, traceback=text)))
 
 
-def _watch(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(_PARENT_POLL_S)
+def _watch(server_pid: int) -> None:
+    while os.getppid() == server_pid:
+        time.sleep(_SERVER_POLL_S)
     _die()
 
 

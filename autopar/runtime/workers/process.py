@@ -1,68 +1,49 @@
 """The parent's side of one local worker process: starting, observing and ending it.
 
 In: a rank and the environment to start it in. Out: a process with a ``Channel`` to it, its Python
-stack on demand, and a description of how it ended.
-
-The worker is a fresh ``python -c`` and not a child of ``multiprocessing``, which would import the
-user's ``__main__`` again: a notebook and ``python -`` have none, and a script without an
-``if __name__ == "__main__"`` guard would run a second time.
+stack on demand, and a description of how it ended. The process is a fork of a warm one
+(`autopar.runtime.workers.fork_server`).
 """
 
-import contextlib
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
 from autopar.runtime.faults import progress
+from autopar.runtime.workers.fork_server import OWN_FILES, WorkerFiles, present_server
 from autopar.runtime.workers.messages import Channel
 
-# Before any import: from the first moment the stack can be asked for, and modules are found where
-# the parent finds them (-P keeps the working directory from being searched first).
-_BOOT = """
-import faulthandler, json, signal, sys
-socket_fd, stack_fd, page_fd, parent_pid, path = json.loads(sys.argv[1])
-faulthandler.enable(stack_fd, False)
-faulthandler.register(signal.SIGUSR1, stack_fd, False)
-sys.path[:] = path
-from autopar.runtime.workers.main import main
-main(socket_fd, page_fd, parent_pid)
-"""
 _STACK_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 1 << 20
-_OWN_FILES = "/proc/self/fd"
 
 
 class WorkerProcess:
     """A worker, and the parent's ends of its connections; it inherits the group's store."""
 
-    def __init__(self, rank: int, store_fd: int, *, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, store_fd: int, *, env: Mapping[str, str], deadline_s: float
+    ) -> None:
         self.rank = rank
         # Where faulthandler writes: the stack on SIGUSR1, or when the interpreter crashes.
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self._page = progress.new_page()
-        stack_fd, page_fd = self._stack_file.fileno(), self._page.fileno()
-        path = [os.path.abspath(entry) if entry == "" else entry for entry in sys.path]
-        boot_args = json.dumps([theirs.fileno(), stack_fd, page_fd, os.getpid(), path])
+        files = WorkerFiles(
+            channel=theirs.fileno(),
+            stack=self._stack_file.fileno(),
+            page=self._page.fileno(),
+            store=store_fd,
+        )
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, boot_args],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), stack_fd, page_fd, store_fd),
-                env=env,
-                start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
-            )
+            self._process = present_server().fork(files, env, deadline_s=deadline_s)
         except BaseException:
-            self.close()
+            self._close_files()
             raise
         finally:
             theirs.close()
@@ -72,16 +53,17 @@ class WorkerProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.wait(0.0) is not None
 
     def how_it_ended(self, *, timeout_s: float) -> str:
         """A description such as ``was killed by SIGKILL``."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        code = self._process.wait(timeout_s)
+        if code is None:
             return "broke off a message"
         if code >= 0:
             return f"exited with code {code}"
+        if self._process.outlived_server:
+            return "ended with the fork server that it came from, which was killed"
         name = signal.Signals(-code).name
         hint = " (by a user, or by the kernel when memory ran out)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
@@ -105,21 +87,23 @@ class WorkerProcess:
             stack_fd = self._stack_file.fileno()
             os.ftruncate(stack_fd, 0)
             os.lseek(stack_fd, 0, os.SEEK_SET)  # also the worker's own position in the file
-            self._process.send_signal(signal.SIGUSR1)
+            self._process.signal(signal.SIGUSR1)
 
     def wait(self, *, timeout_s: float) -> int | None:
         """The exit code, or None if it has not ended in time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(timeout_s, 0.0))
-        return self._process.poll()
+        return self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """Send SIGKILL to the worker and to what it started; ``wait`` and ``close`` follow."""
         if not self.has_ended():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill_group()
 
     def close(self) -> None:
         """Close the connection and the files."""
+        self._process.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         self.channel.close()
         self._stack_file.close()
         self._page.close()
@@ -128,14 +112,14 @@ class WorkerProcess:
 def open_store_file() -> IO[bytes]:
     """Open the file through which the workers of a group find each other. A port would be open to
     every process of the machine; on Linux the file has no name, and only children can read it."""
-    if os.path.exists(_OWN_FILES):
+    if os.path.exists(OWN_FILES):
         return tempfile.TemporaryFile()
     return tempfile.NamedTemporaryFile(prefix="autopar-")  # readable by its owner alone
 
 
-def path_of_store(file: IO[bytes]) -> str:
-    """The path by which a process that has inherited the file opens it again."""
-    return f"{_OWN_FILES}/{file.fileno()}" if os.path.exists(_OWN_FILES) else str(file.name)
+def path_of_store(file: IO[bytes]) -> str | None:
+    """The path by which a worker opens the file again; None where it has no name."""
+    return None if os.path.exists(OWN_FILES) else str(file.name)
 
 
 def python_stacks(workers: Sequence[WorkerProcess]) -> dict[int, str]:

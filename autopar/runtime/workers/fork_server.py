@@ -1,0 +1,309 @@
+"""The parent's side of the fork server: one warm process from which local workers are forked.
+
+In: the files and the environment of a worker. Out: ``ForkedProcess``, which observes and ends it.
+Importing torch takes longer than all else in a worker's start. The server imports it once, while
+the parent plans (`begin`), and the workers of all groups are forks of it.
+
+``multiprocessing`` has a fork server too. Its workers import the user's ``__main__`` again, which a
+notebook does not have and which runs a script without a guard twice; it listens at a path where
+other processes can connect; and its workers write to the standard streams of the server's start.
+
+A variable that a library reads as it is loaded cannot be changed in a fork. So a server is made for
+one environment, and replaced if the parent's has changed; the old one ends with its last worker.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from autopar.base.errors import WorkerError
+from autopar.runtime.faults import liveness
+from autopar.runtime.host.heap import with_heap_settings
+
+# -P keeps the working directory from being searched first. The worker's program runs outside of
+# the server's loop, whose frames would be in each of its stacks.
+_BOOT = """
+import json, sys
+control_fd, parent_pid, sys.path[:] = json.loads(sys.argv[1])
+from autopar.runtime.workers import fork_server_main
+start = fork_server_main.serve(control_fd, parent_pid)
+start()
+"""
+OWN_FILES = "/proc/self/fd"
+LENGTH_BYTES = 4
+STATUS_BYTES = 4
+NUM_FILES = 7
+"""Files that come with a request: that of the status, the standard streams, and `WorkerFiles`."""
+_END_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFiles:
+    """Descriptors of a worker's files: its connection, where its stack is written, the page of its
+    progress, and the store of its group."""
+
+    channel: int
+    stack: int
+    page: int
+    store: int
+
+    @property
+    def store_path(self) -> str:
+        """The path by which the worker opens a store without a name."""
+        return f"{OWN_FILES}/{self.store}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a worker would inherit if it were forked from its parent."""
+
+    env: dict[str, str]
+    path: list[str]
+    directory: str | None  # None: it was removed
+    cores: list[int] | None  # None: the system does not tell
+
+
+class ForkedProcess:
+    """A worker as its parent sees it: the child of a server, which reports how it ended.
+
+    ``outlived_server``: the server ended first, and the worker killed itself.
+    """
+
+    def __init__(self, pid: int, status_fd: int) -> None:
+        self.pid = pid
+        self.outlived_server = False
+        self._status = os.fdopen(status_fd, "rb", buffering=0)
+        self._code: int | None = None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, negative for a signal; None if it has not ended in time."""
+        if self._code is None and not self._status.closed:
+            poller = select.poll()
+            poller.register(self._status, select.POLLIN)
+            if poller.poll(1000 * max(timeout_s, 0.0)):
+                status = self._status.read(STATUS_BYTES)
+                self.outlived_server = len(status) < STATUS_BYTES
+                code = int.from_bytes(status, signed=True)
+                self._code = -signal.SIGKILL if self.outlived_server else code
+        return self._code
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the worker and all processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._status.close()
+
+
+class ForkServer:
+    """A process that forks workers; see the module. Threads may use it at the same time."""
+
+    def __init__(self) -> None:
+        self._env = _compared(os.environ)
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        boot = [theirs.fileno(), os.getpid(), _search_path()]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(boot)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A pool of threads would not survive a fork: a library starts none.
+                env=with_heap_settings({**os.environ, "OMP_NUM_THREADS": "1"}),
+                start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
+            )
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+
+    def serves(self) -> bool:
+        """Whether it belongs to this process, has its environment, and runs."""
+        return (
+            self._owner_pid == os.getpid()
+            and self._env == _compared(os.environ)
+            and self._control.fileno() >= 0
+            and self._process.poll() is None
+        )
+
+    def fork(
+        self, files: WorkerFiles, env: Mapping[str, str], *, deadline_s: float
+    ) -> ForkedProcess:
+        """Fork a worker with this environment.
+
+        Raises WorkerError if the server has ended or does not answer until ``deadline_s``, on the
+        monotonic clock.
+        """
+        request = Request(
+            env=dict(env), path=_search_path(), directory=_directory(), cores=_cores()
+        )
+        body = json.dumps(asdict(request)).encode()
+        status_fd, their_status_fd = os.pipe()
+        try:
+            with self._lock, _standard_streams() as streams:
+                self._control.settimeout(max(deadline_s - time.monotonic(), 0.001))
+                passed = [their_status_fd, *streams, *asdict(files).values()]
+                socket.send_fds(self._control, [len(body).to_bytes(LENGTH_BYTES)], passed)
+                self._control.sendall(body)
+                self._wait_for_answer(deadline_s)
+                pid = int.from_bytes(receive(self._control, LENGTH_BYTES))
+        except OSError as error:
+            os.close(status_fd)
+            raise WorkerError(self._why_not(error)) from error
+        except BaseException:
+            os.close(status_fd)
+            self.retire()  # a half of a request may be under way
+            raise
+        finally:
+            os.close(their_status_fd)
+        return ForkedProcess(pid, status_fd)
+
+    def _wait_for_answer(self, deadline_s: float) -> None:
+        activity, poller = liveness.Activity(self._process.pid), select.poll()
+        poller.register(self._control, select.POLLIN)
+        while not poller.poll(1000 * liveness.SAMPLE_S):
+            activity.sample("")
+            if activity.stopped_s > liveness.SILENT_S:
+                raise WorkerError(
+                    f"the fork server, from which workers start (process {self._process.pid}), has "
+                    f"been stopped for {liveness.SILENT_S:g} s; the next autopar.compile(...) "
+                    "starts a new one"
+                )
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("timed out")
+
+    def retire(self) -> None:
+        """Let the server end as soon as it has no worker."""
+        self._control.close()
+
+    def end(self) -> None:
+        """Wait for the end of a server without workers, and kill any other."""
+        self.retire()
+        if self._owner_pid != os.getpid():
+            return
+        try:
+            self._process.wait(_END_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _why_not(self, error: OSError) -> str:
+        self.retire()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_WAIT_S)
+            return (
+                f"the fork server, from which workers start, ended with exit code {code} (see what "
+                "it wrote on standard error); a new one is started by the next autopar.compile(...)"
+            )
+        return (
+            f"the fork server, from which workers start, did not answer ({error}); it imports "
+            "torch first: pass a greater start_timeout_s to autopar.compile(...)"
+        )
+
+
+class _Servers:
+    """The server of the present environment, and those before it that still have workers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._present: ForkServer | None = None
+        self._retired: list[ForkServer] = []
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._end)
+
+    def present(self) -> ForkServer:
+        with self._lock:
+            if self._present is None or not self._present.serves():
+                if self._present is not None:
+                    self._present.retire()
+                    self._retired.append(self._present)
+                self._present = ForkServer()
+            return self._present
+
+    def _forget(self) -> None:
+        """In a process that the user's script forks: its parent's servers are not its own."""
+        self._lock = threading.Lock()
+        if self._present is not None:
+            self._present.retire()
+        self._present = None
+
+    def _end(self) -> None:
+        for server in [*self._retired, *filter(None, [self._present])]:
+            server.end()
+
+
+_servers = _Servers()
+present_server = _servers.present
+
+
+def begin() -> None:
+    """Start the server if there is none, without waiting until it has imported torch."""
+    present_server()
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Exactly so many bytes; raises ConnectionError at the end of the stream."""
+    found = bytearray()
+    while len(found) < num_bytes:
+        part = connection.recv(num_bytes - len(found))
+        if not part:
+            raise ConnectionError("the other end of the connection is closed")
+        found += part
+    return bytes(found)
+
+
+_NOT_COMPARED = {"PWD", "OLDPWD", "_", "PYTEST_CURRENT_TEST"}
+
+
+def _compared(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a library may read as it is loaded; autopar reads its own when needed."""
+    own = {name for name in env if name.startswith("AUTOPAR_")}
+    return {name: value for name, value in env.items() if name not in own | _NOT_COMPARED}
+
+
+def _search_path() -> list[str]:
+    return [os.path.abspath(entry) if entry == "" else entry for entry in sys.path]
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _cores() -> list[int] | None:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[list[int]]:
+    """This process's standard output and error; a closed one is replaced by the null device."""
+    with open(os.devnull, "w") as null:
+        yield [fd if _is_open(fd) else null.fileno() for fd in (1, 2)]
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
