@@ -93,6 +93,7 @@ def run(case: str, how: str, tree: Path, cache: str) -> dict[str, float]:
         "AUTOPAR_CACHE_DIR": str(Path(cache, "autopar")),
         "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "inductor")),
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or all but torch is compiled every time
     started_s = time.time()
     ran = subprocess.run(
         [sys.executable, __file__, "--worker", case, how],

@@ -231,5 +231,15 @@ def test_a_forked_process_has_a_server_of_its_own(group: WorkerGroup) -> None:
     assert len(group.call("drawn")) == 2
 
 
+def test_a_server_loads_nothing_that_only_few_workers_need() -> None:
+    source = "import sys, autopar.runtime.workers.fork_server_main; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "torch.distributed" in loaded
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint"} & loaded
+
+
 def test_a_server_has_one_thread(group: WorkerGroup) -> None:
     assert server_of(group).num_threads() == 1

@@ -24,7 +24,6 @@ from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
 from autopar.runtime.runners.local import needed_state
-from autopar.runtime.state import checkpoint
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.shards import local_part
@@ -192,11 +191,15 @@ class SpmdRunner:
             array_of(self.runtime).load_model_states(states)
 
     def save(self, path: Path, *, allow_nonfinite: bool = False) -> None:
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
         check_writable(path)
         with self.watched("save()"):
             checkpoint.save(self.runtime, path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: Path) -> None:
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
         check_exists(path)
         with self.watched("load()"):
             checkpoint.load(self.runtime, path)
