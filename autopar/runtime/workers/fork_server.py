@@ -141,8 +141,11 @@ class ForkServer:
             self._owner_pid == os.getpid()
             and self._env == _compared(os.environ)
             and self._control.fileno() >= 0
-            and self._process.poll() is None
+            and not self.has_ended()
         )
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def fork(
         self, files: WorkerFiles, env: Mapping[str, str], *, deadline_s: float
@@ -232,6 +235,7 @@ class _Servers:
     def present(self) -> ForkServer:
         with self._lock:
             if self._present is None or not self._present.serves():
+                self._retired = [server for server in self._retired if not server.has_ended()]
                 if self._present is not None:
                     self._present.retire()
                     self._retired.append(self._present)
