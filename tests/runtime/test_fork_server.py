@@ -168,16 +168,19 @@ def test_a_server_that_is_stopped_is_named_in_time_and_replaced(
     start_timeout_s: float, silent_s: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "SILENT_S", silent_s)
-    with WorkerGroup(1, service=Service) as group:
-        server = server_of(group)
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(WorkerError, match=message):
-            WorkerGroup(1, service=Service, start_timeout_s=start_timeout_s)
-        with WorkerGroup(1, service=Service) as group:
-            assert server_of(group) != server
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
+    with WorkerGroup(1, service=Service) as before:
+        server = server_of(before)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerError, match=message):
+                WorkerGroup(1, service=Service, start_timeout_s=start_timeout_s)
+            with WorkerGroup(1, service=Service) as behind:
+                assert server_of(behind) != server
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        time.sleep(1.0)  # it forks the worker that nobody waits for any more, which ends at once
+        assert [child.pid for child in server.children()] == list(before.pids)
+        assert before.call("drawn")
     wait_until_gone(server)
 
 

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import faulthandler
 import itertools
-import os
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from autopar.base.accelerators import is_accelerator, module_of
 from autopar.base.errors import WorkerError
 from autopar.runtime.faults.host_peers import HostPeers, Location
+from autopar.runtime.faults.termination import end_by_sigterm, handle_termination
 
 T = TypeVar("T")
 
@@ -124,15 +124,12 @@ class Rendezvous:
         def note(_number: int, _frame: FrameType | None) -> None:
             self._end_at_s = time.monotonic() + _SETTLE_S
 
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-            yield
-            return
-        signal.signal(signal.SIGTERM, note)
+        is_handled = handle_termination(note)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if is_handled:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _end_if_told(self) -> None:
         """After SIGTERM look for the rank for whose sake it came, and end as SIGTERM does if none
@@ -144,8 +141,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
         if (absent := self._absent()) is not None:
             raise self._error(absent, "had not joined when SIGTERM ended this process")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end_by_sigterm()
 
     def _absent(self) -> int | None:
         """The first rank that has not published its location."""

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from autopar.runtime.faults.judge import CallNumber, Diagnosis, raised_by_peers
 from autopar.runtime.faults.own_rank import Call, OwnRank
 from autopar.runtime.faults.rendezvous import EXIT_S, Rendezvous
 from autopar.runtime.faults.step_limit import StepLimit
+from autopar.runtime.faults.termination import end_by_sigterm, handle_termination
 from autopar.runtime.faults.watchers import Hub, Member, Watcher
 
 _CONNECT_S = 20.0
@@ -79,7 +80,7 @@ class Watch:
         self._hook = sys.excepthook
         if self._watcher is not None:
             sys.excepthook = self._on_uncaught
-        self._has_handler = self._watcher is not None and self._handle_termination()
+        self._has_handler = self._watcher is not None and handle_termination(self._on_termination)
         atexit.register(self._at_exit)
 
     @property
@@ -162,15 +163,8 @@ class Watch:
         self._was_raised = True
         return diagnosis.error()
 
-    def _handle_termination(self) -> bool:
-        """Raise a fault before SIGTERM, which ``torchrun`` sends after one, ends the process."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-            return False
-        signal.signal(signal.SIGTERM, self._on_termination)
-        return True
-
-    def _on_termination(self, _number: int, _frame: Any) -> None:
+    def _on_termination(self, _number: int, _frame: FrameType | None) -> None:
+        """Raise a fault before SIGTERM ends the process."""
         assert self._watcher is not None
         self.own_rank.told_to_end = True
         self._watcher.post({"kind": "status", **self.own_rank.status()})
@@ -180,12 +174,10 @@ class Watch:
             return
         if diagnosis is not None and diagnosis.rank != self.own_rank.rank:
             error, call = self._raised(diagnosis), self.own_rank.call
-            in_call = call is not None and call.thread == threading.get_ident()
-            if in_call:
-                self._interrupt = Interrupt(error)
-            raise self._interrupt or error
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+            if call is not None and call.thread == threading.get_ident():
+                error = self._interrupt = Interrupt(error)
+            raise error
+        end_by_sigterm()
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

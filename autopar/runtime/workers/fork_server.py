@@ -14,6 +14,7 @@ one environment, and replaced if the parent's has changed; the old one ends with
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import select
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -40,10 +42,10 @@ start = fork_server_main.serve(control_fd, parent_pid)
 start()
 """
 OWN_FILES = "/proc/self/fd"
-LENGTH_BYTES = 4
-STATUS_BYTES = 4
-NUM_FILES = 7
-"""Files that come with a request: that of the status, the standard streams, and `WorkerFiles`."""
+NUMBER_BYTES = 4
+NUM_FILES = 8
+"""Files of a request: its JSON, a pipe for the answers (the process id, and later the exit code),
+the standard output and error, and `WorkerFiles`. One byte carries them all."""
 _END_WAIT_S = 2.0
 
 
@@ -65,7 +67,8 @@ class WorkerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a worker would inherit if it were forked from its parent."""
+    """Process attributes of a worker: environment, module search path, working directory, and CPU
+    affinity."""
 
     env: dict[str, str]
     path: list[str]
@@ -79,22 +82,19 @@ class ForkedProcess:
     ``outlived_server``: the server ended first, and the worker killed itself.
     """
 
-    def __init__(self, pid: int, status_fd: int) -> None:
+    def __init__(self, pid: int, answers: io.FileIO) -> None:
         self.pid = pid
         self.outlived_server = False
-        self._status = os.fdopen(status_fd, "rb", buffering=0)
+        self._answers = answers
         self._code: int | None = None
 
     def wait(self, timeout_s: float) -> int | None:
         """The exit code, negative for a signal; None if it has not ended in time."""
-        if self._code is None and not self._status.closed:
-            poller = select.poll()
-            poller.register(self._status, select.POLLIN)
-            if poller.poll(1000 * max(timeout_s, 0.0)):
-                status = self._status.read(STATUS_BYTES)
-                self.outlived_server = len(status) < STATUS_BYTES
-                code = int.from_bytes(status, signed=True)
-                self._code = -signal.SIGKILL if self.outlived_server else code
+        is_open = self._code is None and not self._answers.closed
+        if is_open and _is_readable(self._answers, timeout_s):
+            found = _number(self._answers)
+            self.outlived_server = found is None
+            self._code = -signal.SIGKILL if found is None else found
         return self._code
 
     def signal(self, number: signal.Signals) -> None:
@@ -107,7 +107,7 @@ class ForkedProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self._status.close()
+        self._answers.close()
 
 
 class ForkServer:
@@ -115,8 +115,6 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._env = _compared(os.environ)
-        self._owner_pid = os.getpid()
-        self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         boot = [theirs.fileno(), os.getpid(), _search_path()]
         try:
@@ -136,13 +134,9 @@ class ForkServer:
             theirs.close()
 
     def serves(self) -> bool:
-        """Whether it belongs to this process, has its environment, and runs."""
-        return (
-            self._owner_pid == os.getpid()
-            and self._env == _compared(os.environ)
-            and self._control.fileno() >= 0
-            and not self.has_ended()
-        )
+        """Whether it runs, takes requests, and has this process's environment."""
+        is_open = self._control.fileno() >= 0
+        return is_open and self._env == _compared(os.environ) and not self.has_ended()
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -158,40 +152,56 @@ class ForkServer:
         request = Request(
             env=dict(env), path=_search_path(), directory=_directory(), cores=_cores()
         )
-        body = json.dumps(asdict(request)).encode()
-        status_fd, their_status_fd = os.pipe()
+        read_fd, write_fd = os.pipe()
+        answers = io.FileIO(read_fd)
         try:
-            with self._lock, _standard_streams() as streams:
-                self._control.settimeout(max(deadline_s - time.monotonic(), 0.001))
-                passed = [their_status_fd, *streams, *asdict(files).values()]
-                socket.send_fds(self._control, [len(body).to_bytes(LENGTH_BYTES)], passed)
-                self._control.sendall(body)
-                self._wait_for_answer(deadline_s)
-                pid = int.from_bytes(receive(self._control, LENGTH_BYTES))
-        except OSError as error:
-            os.close(status_fd)
-            raise WorkerError(self._why_not(error)) from error
+            try:
+                self._send(request, write_fd, files)
+            finally:
+                os.close(write_fd)  # now the end of the server is the end of the pipe
+            self._wait_for_answer(answers, deadline_s)
+            pid = _number(answers)
+            if pid is None:
+                raise self._error(self._how_it_ended())
         except BaseException:
-            os.close(status_fd)
-            self.retire()  # a half of a request may be under way
+            answers.close()
             raise
-        finally:
-            os.close(their_status_fd)
-        return ForkedProcess(pid, status_fd)
+        return ForkedProcess(pid, answers)
 
-    def _wait_for_answer(self, deadline_s: float) -> None:
-        activity, poller = liveness.Activity(self._process.pid), select.poll()
-        poller.register(self._control, select.POLLIN)
-        while not poller.poll(1000 * liveness.SAMPLE_S):
+    def _send(self, request: Request, answers_fd: int, files: WorkerFiles) -> None:
+        with tempfile.TemporaryFile("w+") as body, _standard_streams() as streams:
+            json.dump(asdict(request), body)
+            body.seek(0)
+            passed = [body.fileno(), answers_fd, *streams, *asdict(files).values()]
+            with contextlib.suppress(OSError):  # the pipe tells too that it takes no request
+                socket.send_fds(self._control, [b"\0"], passed)
+
+    def _wait_for_answer(self, answers: io.FileIO, deadline_s: float) -> None:
+        activity = liveness.Activity(self._process.pid)
+        while not _is_readable(answers, min(liveness.SAMPLE_S, deadline_s - time.monotonic())):
             activity.sample("")
             if activity.stopped_s > liveness.SILENT_S:
-                raise WorkerError(
-                    f"the fork server, from which workers start (process {self._process.pid}), has "
-                    f"been stopped for {liveness.SILENT_S:g} s; the next autopar.compile(...) "
-                    "starts a new one"
-                )
+                raise self._error(f"has been stopped for {liveness.SILENT_S:g} s")
             if time.monotonic() > deadline_s:
-                raise TimeoutError("timed out")
+                raise self._error(
+                    "did not answer in time; it imports torch first: pass a greater "
+                    "start_timeout_s to autopar.compile(...)"
+                )
+
+    def _how_it_ended(self) -> str:
+        self.retire()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_WAIT_S)
+            return f"ended with exit code {code}; see what it wrote on standard error"
+        return "took no more requests"
+
+    def _error(self, what: str) -> WorkerError:
+        """An error after which this server takes no requests."""
+        self.retire()
+        return WorkerError(
+            f"the fork server, from which workers start (process {self._process.pid}), {what}; the "
+            "next autopar.compile(...) starts a new one"
+        )
 
     def retire(self) -> None:
         """Let the server end as soon as it has no worker."""
@@ -200,26 +210,11 @@ class ForkServer:
     def end(self) -> None:
         """Wait for the end of a server without workers, and kill any other."""
         self.retire()
-        if self._owner_pid != os.getpid():
-            return
         try:
             self._process.wait(_END_WAIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _why_not(self, error: OSError) -> str:
-        self.retire()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(_END_WAIT_S)
-            return (
-                f"the fork server, from which workers start, ended with exit code {code} (see what "
-                "it wrote on standard error); a new one is started by the next autopar.compile(...)"
-            )
-        return (
-            f"the fork server, from which workers start, did not answer ({error}); it imports "
-            "torch first: pass a greater start_timeout_s to autopar.compile(...)"
-        )
 
 
 class _Servers:
@@ -246,8 +241,8 @@ class _Servers:
         """In a process that the user's script forks: its parent's servers are not its own."""
         self._lock = threading.Lock()
         if self._present is not None:
-            self._present.retire()
-        self._present = None
+            self._present.retire()  # closes a copy of the connection
+        self._present, self._retired = None, []
 
     def _end(self) -> None:
         for server in [*self._retired, *filter(None, [self._present])]:
@@ -263,24 +258,26 @@ def begin() -> None:
     present_server()
 
 
-def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly so many bytes; raises ConnectionError at the end of the stream."""
-    found = bytearray()
-    while len(found) < num_bytes:
-        part = connection.recv(num_bytes - len(found))
-        if not part:
-            raise ConnectionError("the other end of the connection is closed")
-        found += part
-    return bytes(found)
+def _is_readable(file: io.FileIO, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(1000 * max(timeout_s, 0.0)))
 
 
-_NOT_COMPARED = {"PWD", "OLDPWD", "_", "PYTEST_CURRENT_TEST"}
+def _number(answers: io.FileIO) -> int | None:
+    """The next number that the server has written; None if it has ended instead."""
+    found = answers.read(NUMBER_BYTES)
+    return int.from_bytes(found, signed=True) if found else None
 
 
 def _compared(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a library may read as it is loaded; autopar reads its own when needed."""
-    own = {name for name in env if name.startswith("AUTOPAR_")}
-    return {name: value for name, value in env.items() if name not in own | _NOT_COMPARED}
+    """The variables that a library may read as it is loaded: not autopar's, which are read when
+    needed, and not the one in which pytest has the test that runs."""
+    return {
+        name: value
+        for name, value in env.items()
+        if not name.startswith("AUTOPAR_") and name != "PYTEST_CURRENT_TEST"
+    }
 
 
 def _search_path() -> list[str]:

@@ -1,7 +1,7 @@
 """The fork server's program: import what workers need, fork one for each request, report its end.
 
 In: a connected socket from the parent (`autopar.runtime.workers.fork_server` starts this module).
-Out: the process id of each worker, and its exit code through the file that came with the request.
+Out: the process id of each worker and later its exit code, through the pipe of its request.
 
 The server has one thread, so a fork is whole; it initializes no device. It ends when its parent is
 gone, and its workers end with it; or when the parent has closed the connection and the last worker
@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn
 
 # The services that workers build: they are imported once, here.
 import autopar.runtime.measure.collective_times
@@ -28,19 +27,17 @@ import autopar.runtime.measure.op_times
 import autopar.runtime.measure.region_times
 import autopar.runtime.runners.local  # noqa: F401 - as those above
 from autopar.runtime.workers.fork_server import (
-    LENGTH_BYTES,
     NUM_FILES,
-    STATUS_BYTES,
+    NUMBER_BYTES,
     Request,
     WorkerFiles,
-    receive,
 )
 from autopar.runtime.workers.main import main
 
 _PARENT_POLL_S = 1.0
 
 
-def serve(control_fd: int, parent_pid: int) -> Callable[[], NoReturn]:
+def serve(control_fd: int, parent_pid: int) -> Callable[[], None]:
     """Fork workers until there is nothing left to do; returns in workers only, with their program.
 
     The program runs outside of this function, whose frames would be in every worker's stack.
@@ -60,7 +57,7 @@ class _Server:
     def __init__(self, control: socket.socket, parent_pid: int) -> None:
         self._control = control
         self._parent_pid = parent_pid
-        self._status_fds: dict[int, int] = {}  # by the worker's process id
+        self._answer_fds: dict[int, int] = {}  # by the worker's process id
         self._is_retired = False
         # A signal of a child's end wakes the wait for requests.
         self._woken, self._waking = os.pipe()
@@ -70,9 +67,9 @@ class _Server:
         signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
 
     def has_work(self) -> bool:
-        return os.getppid() == self._parent_pid and not (self._is_retired and not self._status_fds)
+        return os.getppid() == self._parent_pid and not (self._is_retired and not self._answer_fds)
 
-    def next(self) -> Callable[[], NoReturn] | None:
+    def next(self) -> Callable[[], None] | None:
         """Wait for an event and serve it; in the worker that it forks, the worker's program."""
         control_fd = self._control.fileno()
         files = [self._woken] if self._is_retired else [self._woken, control_fd]
@@ -83,43 +80,48 @@ class _Server:
         return self._fork() if control_fd in ready else None
 
     def _report_ended(self) -> None:
-        for pid in list(self._status_fds):
+        for pid in list(self._answer_fds):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                fd = self._status_fds.pop(pid)
-                code = os.waitstatus_to_exitcode(status)
-                os.write(fd, code.to_bytes(STATUS_BYTES, signed=True))  # at once: a pipe holds it
+                fd = self._answer_fds.pop(pid)
+                _answer(fd, os.waitstatus_to_exitcode(status))
                 os.close(fd)
 
-    def _fork(self) -> Callable[[], NoReturn] | None:
-        head, fds, _, _ = socket.recv_fds(self._control, LENGTH_BYTES, NUM_FILES)
-        if not head:
+    def _fork(self) -> Callable[[], None] | None:
+        byte, fds, _, _ = socket.recv_fds(self._control, 1, NUM_FILES)
+        if not byte:
             self._is_retired = True
             return None
-        head += receive(self._control, LENGTH_BYTES - len(head))
-        request = Request(**json.loads(receive(self._control, int.from_bytes(head))))
-        status_fd, out_fd, error_fd, *own = fds
+        request_fd, answer_fd, out_fd, error_fd, *own = fds
+        with os.fdopen(request_fd) as file:
+            request = Request(**json.load(file))
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._leave_to_worker()
-            os.close(status_fd)
+            os.close(answer_fd)
             return functools.partial(
                 _become_worker, request, (out_fd, error_fd), _files(own), server_pid
             )
         _lead_group(pid)
         for fd in (out_fd, error_fd, *own):
             os.close(fd)
-        self._status_fds[pid] = status_fd
-        self._control.sendall(pid.to_bytes(LENGTH_BYTES))
+        self._answer_fds[pid] = answer_fd
+        _answer(answer_fd, pid)
         return None
 
     def _leave_to_worker(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
-        for fd in (self._woken, self._waking, *self._status_fds.values()):
+        for fd in (self._woken, self._waking, *self._answer_fds.values()):
             os.close(fd)
+
+
+def _answer(fd: int, number: int) -> None:
+    """Write at once, as the pipe holds both answers; the parent may have given up on the worker."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, number.to_bytes(NUMBER_BYTES, signed=True))
 
 
 def _files(fds: list[int]) -> WorkerFiles:
@@ -135,7 +137,7 @@ def _lead_group(pid: int) -> None:
 
 def _become_worker(
     request: Request, streams: tuple[int, int], files: WorkerFiles, server_pid: int
-) -> NoReturn:
+) -> None:
     _lead_group(0)
     for fd, standard in zip(streams, (1, 2), strict=True):
         os.dup2(fd, standard)
@@ -150,7 +152,6 @@ def _become_worker(
         os.sched_setaffinity(0, request.cores)
     random.seed()  # forks would draw the same numbers
     main(files, server_pid)
-    os._exit(0)
 
 
 def _take_on(env: Mapping[str, str]) -> None:

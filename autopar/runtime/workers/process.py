@@ -23,14 +23,14 @@ _MAX_STACK_BYTES = 1 << 20
 
 
 class WorkerProcess:
-    """A worker, and the parent's ends of its connections; it inherits the group's store."""
+    """A worker, and the parent's ends of its connections; it is given the group's store."""
 
     def __init__(
         self, rank: int, store_fd: int, *, env: Mapping[str, str], deadline_s: float
     ) -> None:
         self.rank = rank
         # Where faulthandler writes: the stack on SIGUSR1, or when the interpreter crashes.
-        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self._page = progress.new_page()
@@ -63,7 +63,7 @@ class WorkerProcess:
         if code >= 0:
             return f"exited with code {code}"
         if self._process.outlived_server:
-            return "ended with the fork server that it came from, which was killed"
+            return "ended with the fork server that it came from"
         name = signal.Signals(-code).name
         hint = " (by a user, or by the kernel when memory ran out)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
@@ -111,7 +111,7 @@ class WorkerProcess:
 
 def open_store_file() -> IO[bytes]:
     """Open the file through which the workers of a group find each other. A port would be open to
-    every process of the machine; on Linux the file has no name, and only children can read it."""
+    every process of the machine; on Linux the file has no name, and only workers are given it."""
     if os.path.exists(OWN_FILES):
         return tempfile.TemporaryFile()
     return tempfile.NamedTemporaryFile(prefix="autopar-")  # readable by its owner alone
