@@ -13,6 +13,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ class ProbedService(RankService):
     def prepare(self, program: bytes) -> None:
         self.memory = self.runtime = None
         self._state, self.program = {}, None  # type: ignore[assignment]
-        self.left_bytes = self._tensor_bytes(resizable=True)
+        self.left_bytes = self._tensor_bytes()
         super().prepare(program)
 
     def counted_tensor_bytes(self) -> int:
@@ -128,16 +129,18 @@ class ProbedService(RankService):
             return super().train_step(tensors)
 
     def mapped_bytes(self) -> int:
-        """Bytes of memory that this process's tensors map and do not own: those of transports."""
-        return self._tensor_bytes(resizable=False)
+        """Bytes of this process in memory that it shares with others: that of transports."""
+        gc.collect()
+        maps = psutil.Process().memory_maps(grouped=False)
+        return sum(m.size for m in maps if "memfd:autopar" in m.path)
 
-    def _tensor_bytes(self, *, resizable: bool) -> int:
+    def _tensor_bytes(self) -> int:
+        """Bytes of memory that torch allocated for this process's tensors."""
         gc.collect()
         plain = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
         on_cpu = [t for t in plain if t.layout is torch.strided and t.device.type == "cpu"]
         storages = [t.untyped_storage() for t in on_cpu]
-        found = {s.data_ptr(): s.nbytes() for s in storages if s.resizable() is resizable}
-        return sum(found.values())
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.resizable()}.values())
 
     def local_step(self, parts: Sequence[Tensor]) -> Tensor:
         return self.running.train_step(parts, local=True)

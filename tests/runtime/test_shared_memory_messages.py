@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.base.errors import WorkerError
 from autopar.comm.transports.base import PeerGone
 from autopar.comm.transports.shared_memory import SharedMemoryMessages
+from autopar.runtime.host.peak_memory import PeakTensors
 from autopar.runtime.workers.group import WorkerGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -76,6 +77,15 @@ class Peer:
             assert torch.equal(theirs, numbers(peer + index, size))
         return self.shared_bytes()
 
+    def counted_bytes_of_sends(self, count: int) -> int:
+        """What is counted as tensors while the other rank has not read its messages."""
+        sent = numbers(self.rank, 100_000)
+        peak = PeakTensors(torch.device("cpu"))
+        peak.start()
+        for _ in range(count):
+            self.messages.send(1 - self.rank, [sent])
+        return peak.stop() - sent.nbytes
+
     def drop(self) -> None:
         self.messages.drop_unused()
 
@@ -100,6 +110,12 @@ def test_a_sender_waits_for_nobody(count: int, size: int) -> None:
     with WorkerGroup(2, service=Peer, threads_per_worker=1) as group:
         result = group.call("many_before_one_is_received", count, size, timeout_s=60)
         assert result == [True, True]
+
+
+def test_messages_on_their_way_are_no_tensors_of_the_sender() -> None:
+    with WorkerGroup(2, service=Peer, threads_per_worker=1) as group:
+        assert max(group.call("counted_bytes_of_sends", 8)) < 100_000
+        assert max(group.call("shared_bytes")) > 8 * 400_000
 
 
 def test_memory_is_used_again_and_let_go() -> None:
@@ -158,7 +174,7 @@ def test_what_is_broken_off_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("autopar.comm.transports.shared_memory._copy_into", interrupted)
+        patch.setattr("autopar.comm.transports.shared_memory._parts", interrupted)
         with pytest.raises(KeyboardInterrupt):
             first.send(1, [torch.ones(3)])
     with pytest.raises(PeerGone):

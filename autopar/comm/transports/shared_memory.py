@@ -4,7 +4,9 @@ gloo's threads move a message when the scheduler lets them run, in competition w
 compute on all cores. Here the sender's own thread copies it into memory that both processes share
 and announces it over a socket; the receiver's own thread copies it out when it is needed and
 reports the memory as free. There is up to twice as much shared memory as messages of each size were
-in flight at once, of which only what was used takes pages.
+in flight at once, of which only what was used takes pages. It is a tensor only while it is copied,
+and so never among the tensors that a process counts: how much there is depends on who waits for
+whom.
 
 A socket holds hundreds of announcements; a sender waits only when it is that far ahead.
 """
@@ -108,9 +110,9 @@ class _Link:
         self._rank, self._peer = rank, peer
         self._ready = select.poll()
         self._ready.register(peer, select.POLLIN | select.POLLOUT)
-        self._own: list[Tensor | None] = []
+        self._own: list[memoryview | None] = []
         self._unused: dict[int, list[int]] = {}
-        self._theirs: dict[int, Tensor] = {}
+        self._theirs: dict[int, memoryview] = {}
         self._full: deque[int] = deque()
         self._posted: deque[_Posted] = deque()
         self._notes: deque[bytes] = deque()
@@ -122,7 +124,10 @@ class _Link:
             numbers = self._unused.get(size)
             number, fd = (numbers.pop(), None) if numbers else self._new(size)
             try:
-                _copy_into(self._own[number], pieces)
+                slot = self._own[number]
+                assert slot is not None
+                for part, piece in zip(_parts(slot, pieces), pieces):
+                    part.copy_(piece)
                 self._write(number, size, fd)
             finally:
                 if fd is not None:
@@ -180,7 +185,7 @@ class _Link:
                 f"rank {self._rank} of the group sent {len(slot)} bytes where {room} are "
                 "expected: both must run the same program"
             )
-        for piece, part in zip(posted.pieces, slot.split([len(p) for p in posted.pieces])):
+        for piece, part in zip(posted.pieces, _parts(slot, posted.pieces)):
             piece.copy_(part)
         posted.arrived_s = arrived_s
         self._note(_What.FREE, number, room)
@@ -258,10 +263,10 @@ class _Link:
             raise
 
 
-def _slots(fd: int, size: int) -> Sequence[Tensor]:
+def _slots(fd: int, size: int) -> Sequence[memoryview]:
     """Map a segment and cut it into slots of ``size`` bytes."""
-    memory = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-    return [part[:size] for part in memory.split(_stride(size))]
+    memory, stride = memoryview(mmap.mmap(fd, 0)), _stride(size)
+    return [memory[start : start + size] for start in range(0, len(memory), stride)]
 
 
 def _stride(size: int) -> int:
@@ -269,7 +274,9 @@ def _stride(size: int) -> int:
     return max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT
 
 
-def _copy_into(slot: Tensor | None, pieces: Sequence[Tensor]) -> None:
-    assert slot is not None
-    for part, piece in zip(slot.split([len(piece) for piece in pieces]), pieces):
-        part.copy_(piece)
+def _parts(slot: memoryview, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The places of the pieces of a message in its slot."""
+    memory = (
+        torch.frombuffer(slot, dtype=torch.uint8) if slot else torch.empty(0, dtype=torch.uint8)
+    )
+    return memory.split([len(piece) for piece in pieces])
