@@ -5,7 +5,8 @@ In: a name, the numbers of stages and micro-batches, and the generator's own opt
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -60,7 +61,8 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
     (reverse_first_k), ``reduces`` (conventional, reverse_first_k), ``placement`` and
     ``region_size`` (multi_stream), and ``durations`` and ``links`` where these determine the order.
     For more micro-batches than stages chimera concatenates its units by ``concatenation="direct"``
-    by default; at B = 2F ``"merged"`` is faster.
+    by default; at B = 2F ``"merged"`` is faster. Options that are not the defaults are part of the
+    schedule's name: "chimera, 2 pairs, merged".
 
     Raises ScheduleError for an unknown name or option, an option of the wrong type, or if the
     schedule does not exist for these numbers.
@@ -87,7 +89,21 @@ def build(name: str, *, num_stages: int, num_microbatches: int, **options: Any) 
         raise ScheduleError(
             f"num_stages={num_stages}, num_microbatches={num_microbatches}: at least 1 of each"
         )
-    return generator(**given)
+    return replace(generator(**given), name=described(name, options))
+
+
+def described(name: str, options: Mapping[str, Any]) -> str:
+    """The name of a schedule with the options that are not the defaults."""
+    texts = {
+        "num_pipelines": lambda count: f"{count // 2} pairs" if count > 2 else "",
+        "concatenation": lambda way: "" if way == "direct" else str(way).replace("_", " "),
+        "max_activations": lambda cap: f"at most {cap} activations" if cap is not None else "",
+        "overlap": lambda overlaps: "overlapped" if overlaps else "",
+        "group_size": lambda size: f"groups of {size}" if size > 1 else "",
+        "in_flight": lambda cap: f"{cap} in flight" if cap is not None else "",
+    }
+    found = [text(options[key]) for key, text in texts.items() if key in options]
+    return ", ".join([name, *filter(None, found)])
 
 
 def generator_of(name: object) -> Callable[..., Schedule]:

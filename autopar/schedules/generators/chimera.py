@@ -19,7 +19,7 @@ from autopar.schedules.action import Action, Kind
 from autopar.schedules.generators.chimera_merge import merged_orders
 from autopar.schedules.generators.shapes import require, require_even_stages
 from autopar.schedules.schedule import PipelineShape, Schedule, schedule_of
-from autopar.schedules.simulate.durations import Durations
+from autopar.schedules.simulate.durations import Durations, Links
 
 
 class Concatenation(StrEnum):
@@ -78,13 +78,14 @@ def chimera(
     num_pipelines: int = 2,
     concatenation: str = Concatenation.DIRECT,
     durations: Durations | None = None,
+    links: Links | None = None,
     max_activations: int | None = None,
 ) -> Schedule:
     """Chimera with any number of pipelines.
 
-    ``durations`` (default F = I = W = 1) and ``max_activations`` (per device, default D) are used
-    by ``merged`` only. With ``backward_halving`` the schedule's micro-batches are halves, twice
-    ``num_microbatches`` of them, and durations are those of a half.
+    ``durations`` (default F = I = W = 1), ``links`` and ``max_activations`` (per device, default D)
+    are used by ``merged`` only. With ``backward_halving`` the schedule's micro-batches are halves,
+    twice ``num_microbatches`` of them, and durations are those of a half.
     """
     try:
         way = Concatenation(concatenation)
@@ -96,7 +97,7 @@ def chimera(
         shape = chimera_shape(num_stages, num_microbatches, num_pipelines)
         costs = durations or Durations(F=1.0, I=1.0, W=1.0)
         cap = num_stages if max_activations is None else max_activations
-        return merged_orders("chimera", shape, costs, cap)
+        return merged_orders("chimera", shape, costs, cap, links)
     span = 1 if way is Concatenation.DIRECT else 2
     total = num_microbatches * (2 if way is Concatenation.BACKWARD_HALVING else 1)
     require(

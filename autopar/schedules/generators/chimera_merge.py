@@ -12,11 +12,13 @@ from autopar.schedules.generators.list_scheduler import (
     Policy,
     Priority,
     kind_priority,
-    list_schedule,
+    timed_list_schedule,
 )
 from autopar.schedules.schedule import PipelineShape, Schedule
-from autopar.schedules.simulate.durations import Durations
+from autopar.schedules.simulate.durations import Durations, Links
 from autopar.schedules.simulate.simulator import simulate
+
+_SIMULATED = 3
 
 
 def _priorities(shape: PipelineShape) -> Iterator[Priority]:
@@ -38,17 +40,29 @@ def _priorities(shape: PipelineShape) -> Iterator[Priority]:
 
 
 def merged_orders(
-    name: str, shape: PipelineShape, durations: Durations, max_activations: int
+    name: str,
+    shape: PipelineShape,
+    durations: Durations,
+    max_activations: int,
+    links: Links | None = None,
 ) -> Schedule:
-    """The shortest list schedule with at most ``max_activations`` activations per device."""
+    """The shortest list schedule with at most ``max_activations`` activations per device.
+
+    With ``links``, on which messages queue, the shortest few are simulated.
+    """
     caps = [float(max_activations)] * shape.num_devices
-    candidates = [
-        list_schedule(
+    found = [
+        timed_list_schedule(
             name,
             shape,
             durations,
             Policy(priority=priority, split=False, max_activations=caps),
+            links=links,
         )
         for priority in _priorities(shape)
     ]
-    return min(candidates, key=lambda item: simulate(item, durations).makespan_s)
+    found.sort(key=lambda timed: timed[0])
+    shortest = [schedule for _, schedule in found[:_SIMULATED]]
+    if links is None:
+        return shortest[0]
+    return min(shortest, key=lambda each: simulate(each, durations, links).makespan_s)

@@ -63,6 +63,18 @@ def list_schedule(
 
     Raises ScheduleError if the memory cap is below the need of one micro-batch.
     """
+    return timed_list_schedule(name, shape, durations, policy, links=links)[1]
+
+
+def timed_list_schedule(
+    name: str,
+    shape: PipelineShape,
+    durations: Durations,
+    policy: Policy,
+    *,
+    links: Links | None = None,
+) -> tuple[float, Schedule]:
+    """`list_schedule` with its makespan in seconds, exact if messages do not queue on a link."""
     run = _Run(shape, durations, policy, links)
     run.play()
     orders = [[run.actions[number] for number in order] for order in run.orders]
@@ -71,7 +83,7 @@ def list_schedule(
             f"{name}: max_activations={list(policy.max_activations or ())} blocks every device; "
             "allow at least one activation for each stage of a device"
         )
-    return schedule_of(name, shape, orders)
+    return run.end_s, schedule_of(name, shape, orders)
 
 
 def data_edges(shape: PipelineShape, split: bool) -> Iterable[tuple[Action, Action]]:
@@ -142,6 +154,7 @@ class _Run:
         self.orders: list[list[int]] = [[] for _ in range(shape.num_devices)]
         self.running = [-1] * shape.num_devices
         self.clock: list[tuple[float, int]] = []
+        self.end_s = 0.0
         self._prepare_memory()
 
     def _prepare_memory(self) -> None:
@@ -213,6 +226,7 @@ class _Run:
             self.held[device] += self.sizes[action.stage]
             self.stage_held[key] = self.stage_held.get(key, 0) + 1
         end = time + self.cost[chosen]
+        self.end_s = max(self.end_s, end)
         heapq.heappush(self.clock, (end, chosen))
         for target in self.successors[chosen]:
             if self.pending[target] == 1 and self.actions[target].kind is not Kind.W:

@@ -7,6 +7,7 @@ F + I + W, so that schedules with one, two and more stages per device compete on
 user is ``benchmarks/schedules.py``.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,8 +15,9 @@ from typing import Any
 
 from autopar.base.errors import ScheduleError
 from autopar.schedules.action import Kind
-from autopar.schedules.generators.build import GENERATORS, build
+from autopar.schedules.generators.build import GENERATORS
 from autopar.schedules.generators.fixed_order import FixedOrder, static_bytes
+from autopar.schedules.generators.forms import forms
 from autopar.schedules.generators.list_scheduler import Policy, kind_priority, list_schedule
 from autopar.schedules.generators.local_search import improve
 from autopar.schedules.generators.shapes import chain_shape, looped_shape, v_shape
@@ -249,51 +251,16 @@ def _views(problem: SearchProblem) -> Iterator[_Staged]:
         )
 
 
-def _options(view: _Staged) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every generator and set of options that fits the number of stages."""
-    devices, stages = view.problem.num_devices, len(view.sizes)
-    batches = view.problem.num_microbatches
-    if stages == devices:
-        for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "dualpipe"):
-            yield name, {}
-        for pairs in range(1, stages // 2 + 1):
-            for way in ("direct", "merged"):
-                yield "chimera", {"num_pipelines": 2 * pairs, "concatenation": way}
-            yield "chimera", {"num_pipelines": 2 * pairs, "concatenation": "forward_doubling"}
-    if stages == 2 * devices:
-        for name in ("zb_v", "v_half", "v_min"):
-            yield name, {}
-    if stages > devices:
-        yield "interleaved", {"num_devices": devices}
-    for group_size in range(1, stages // devices + 1):
-        for in_flight in sorted({max(1, devices // 2), devices, 2 * devices, batches}):
-            yield (
-                "fast_forward",
-                {"num_devices": devices, "group_size": group_size, "in_flight": in_flight},
-            )
-
-
-def _generated(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
-    allowed = view.problem.generators
-    for name, options in _options(view):
-        if allowed is not None and name not in allowed:
+def _generated(view: _Staged) -> Iterator[tuple[str, Mapping[str, Any], Schedule]]:
+    problem = view.problem
+    for form in forms(problem.num_devices, len(view.sizes), problem.num_microbatches):
+        if problem.generators is not None and form.name not in problem.generators:
             continue
-        costs: dict[str, Any] = {}
-        if name == "fast_forward":
-            costs = {"durations": view.durations, "links": view.links}
-        elif options.get("concatenation") == "merged":
-            costs = {"durations": view.durations}
         try:
-            schedule = build(
-                name,
-                num_stages=len(view.sizes),
-                num_microbatches=view.problem.num_microbatches,
-                **options,
-                **costs,
-            )
+            schedule = form.build(view.durations, view.links)
         except ScheduleError:  # no such schedule for these numbers
             continue
-        yield name, options, schedule
+        yield form.name, form.options, schedule
 
 
 def _shapes(view: _Staged) -> Iterator[PipelineShape]:
@@ -409,12 +376,11 @@ def lower_bound_s(shape: PipelineShape, durations: Durations) -> float:
     """
     table = durations.table(shape.num_stages)
     bound = sum(table[Kind.F]) + sum(table[Kind.I]) + table[Kind.W][0]
+    work = [sum(parts) for parts in zip(table[Kind.F], table[Kind.I], table[Kind.W])]
+    counts = Counter(map(shape.replica, range(shape.num_microbatches)))
     for device in range(shape.num_devices):
-        work = 0.0
-        for m in range(shape.num_microbatches):
-            for stage, owner in enumerate(shape.placement[shape.replica(m)]):
-                if owner == device:
-                    work += sum(table[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
-        head = min(sum(table[Kind.F][:stage]) for _, stage in shape.stages_on(device))
-        bound = max(bound, head + work)
+        there = shape.stages_on(device)
+        total = sum(counts[replica] * work[stage] for replica, stage in there)
+        head = min(sum(table[Kind.F][:stage]) for _, stage in there)
+        bound = max(bound, head + total)
     return bound
