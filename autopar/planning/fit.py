@@ -466,7 +466,7 @@ class Fit:
 
 def _key(option: Option) -> tuple[str, bool, bool, bool]:
     """Key of options whose memory estimate is assumed to be off by the same ratio."""
-    name = "" if option.choice is None else option.choice.schedule.name
+    name = "" if option.choice is None else option.choice.schedule.name.split(",")[0]
     return name, option.recomputes, bool(option.best.released), bool(option.best.scattered)
 
 

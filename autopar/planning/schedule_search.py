@@ -5,11 +5,11 @@ others. A space that is not open has one option, over all its meshes.
 
 - The combinations of an open space (`autopar.planning.combinations`) are searched in the order of a
   guess of their time; those whose lower bound exceeds the best step so far are pruned.
-- The sharding of each is searched exactly, then every schedule is simulated over the stages'
-  prices. If the estimated memory is above the limit, parameters are released after each pass, or
-  blocks recompute (by `autopar.pricing.recompute_estimate`), or both, and the sharding is searched
-  again within the limit. What exactly is recomputed is decided over the lowered program
-  (`autopar.planning.fit`).
+- The sharding of each is searched exactly, then every form of every schedule that its lower bound
+  allows (`autopar.planning.pipelines`) is simulated over the stages' prices. If the estimated
+  memory is above the limit, parameters are released after each pass, or blocks recompute (by
+  `autopar.pricing.recompute_estimate`), or both, and the sharding is searched again within the
+  limit. What exactly is recomputed is decided over the lowered program (`autopar.planning.fit`).
 
 The search stops after `SEARCH_LIMIT_S` of processor time, which other load on the machine does not
 affect.
@@ -29,6 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
 from autopar.planning.movement import Moved
+from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.recompute_request import Request
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
@@ -41,32 +42,25 @@ from autopar.planning.sharding_search import (
 from autopar.planning.space import PipelineChoice
 from autopar.planning.staging import (
     Staged,
+    choose_stages,
     crossing_bytes,
     recomputed_residence,
     residence_of,
     stage,
+    stage_costs,
 )
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
 from autopar.pricing.recompute_estimate import droppable, recomputed_to_fit
 from autopar.pricing.step_time import time_parts
-from autopar.schedules import Schedule, build
-from autopar.schedules.generators.build import ANY_STAGES, ONE_STAGE, TWO_STAGES
+from autopar.schedules import Durations, Links
+from autopar.schedules.generators.forms import Form
+from autopar.schedules.generators.search import lower_bound_s
 from autopar.search import Solution
 
 SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
-SEARCHED = ("1f1b", "zb_h1", "chimera", "interleaved", "zb_v", "v_half", "v_min")
-"""The pipeline schedules that are searched; the others only if named by the user.
-
-gpipe holds more than 1f1b and is no faster, zb_h2 and dualpipe hold more than zb_h1 and chimera,
-fast_forward assigns stages as interleaved does.
-"""
-MAX_DEALT = 4
-"""Largest number of stages per pipeline rank searched for a named schedule that has any number."""
-INSTEAD_OF = {"v_half": "zb_v", "v_min": "zb_v"}
-"""Slower schedules that hold less than another one: tried only if that one does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +131,8 @@ class Search:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.space = setting.space
-        self.schedule = functools.cache(_schedule)
+        self.built = functools.cache(Form.build)
+        self.costs: dict[tuple[PricedGraph, Solution, int, int], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s = math.inf
@@ -388,38 +383,69 @@ class Search:
             alone = self.option(combination, candidates, None, recomputes=recompute)
             return [self._note(alone)]
         found: list[Option] = []
-        schedules = self._schedules(combination.num_devices)
-        if not schedules:
-            self.reasons.setdefault(str(combination), self._without_schedule(combination))
-        for name, num_stages in schedules:
-            beside = INSTEAD_OF.get(name)
-            if any(self.fits(o) for o in found if o.choice and o.choice.schedule.name == beside):
-                continue
-            option = self._simulated(combination, candidates, name, num_stages, recompute)
+        wanted = pipelines(combination, self.space, self.combinations.num_blocks)
+        if not wanted:
+            why = without_pipeline(combination, self.space, self.combinations.num_blocks)
+            self.reasons.setdefault(str(combination), why)
+        for form in wanted:
+            option = self._simulated(combination, candidates, form, recompute)
             if option is not None:
-                found.append(self._note(option))
-        return found
+                self._note_time(option)
+                found.append(option)
+        kept = [option for option in found if not any(_dominates(o, option) for o in found)]
+        self.options += kept
+        return kept
 
     def _simulated(
         self,
         combination: Combination,
         candidates: tuple[Candidate, ...],
-        name: str,
-        num_stages: int,
+        form: Form,
         recompute: bool,
     ) -> Option | None:
-        """A simulated option, or None if it is impossible (the reason is recorded)."""
-        num_devices, num = combination.num_devices, combination.num_microbatches
+        """A form's fastest option, or None if it is impossible or no faster (see the reasons).
+
+        A list schedule is ordered by equal durations and by those of the stages.
+        """
         try:
-            made = self.schedule(name, num_stages, num, num_devices)
-            choice = PipelineChoice(schedule=made)
-            return self.option(combination, candidates, choice, recomputes=recompute)
+            durations, links = self._stage_costs(candidates[0], form)
+            if is_extra(form, self.space):
+                bound_s = self.setting.num_passes * lower_bound_s(form.shape, durations)
+                if bound_s >= self.best_s or time.process_time() > self.deadline_s:
+                    self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
+                    return None
+            made = [self.built(form)]
+            if form.is_listed:
+                made.append(form.build(durations, links))
+            found = [
+                self.option(
+                    combination, candidates, PipelineChoice(schedule=each), recomputes=recompute
+                )
+                for each in made
+            ]
         except AutoparError as error:
-            where = f"{name}, {num_stages} stages on {num_devices}, {num} micro-batches"
-            self.reasons.setdefault(where, str(error))
+            self.reasons.setdefault(form.text, str(error))
             return None
+        return min(found, key=lambda option: (not self.fits(option), option.time_s))
+
+    def _stage_costs(self, candidate: Candidate, form: Form) -> tuple[Durations, Links]:
+        """The candidate's costs by stage, which depend on the number of stages alone."""
+        key = candidate.priced, candidate.solution, form.num_stages, form.num_devices
+        if key not in self.costs:
+            communication, crossing = self.setting.communication, self.crossing(candidate)
+            stages = choose_stages(
+                candidate, form.num_stages, communication, crossing, num_devices=form.num_devices
+            )
+            self.costs[key] = stage_costs(candidate, stages, communication, crossing)
+        return self.costs[key]
 
     def _note(self, option: Option) -> Option:
+        self._note_time(option)
+        self.options.append(option)
+        return option
+
+    def _note_time(self, option: Option) -> None:
+        """Note the time of an option that is estimated to fit, or the reason against it."""
         name = str(option)
         if self.fits(option):
             self.best_s = min(self.best_s, option.time_s)
@@ -435,39 +461,6 @@ class Search:
                 f"{format_bytes(option.needed_bytes)} of "
                 f"{format_bytes(self.setting.budget_bytes)}",
             )
-        self.options.append(option)
-        return option
-
-    def _schedules(self, num_devices: int) -> list[tuple[str, int]]:
-        """(name, number of stages) of the schedules that the blocks and the fixed options allow."""
-        wanted, named = self.space.num_stages, self.space.schedule
-        return [
-            (name, count * num_devices)
-            for name in ((named,) if named else SEARCHED)
-            for count in self._stages_per_device(name, num_devices)
-            if count * num_devices <= self.combinations.num_blocks
-            and wanted in (None, count * num_devices)
-        ]
-
-    def _stages_per_device(self, name: str, num_devices: int) -> Sequence[int]:
-        if name in ONE_STAGE:
-            return (1,)
-        if name in TWO_STAGES:
-            return (2,)
-        if self.space.num_stages is not None:
-            return (max(2, self.space.num_stages // num_devices),)
-        return range(2, MAX_DEALT + 1) if self.space.schedule else (2,)
-
-    def _without_schedule(self, combination: Combination) -> str:
-        space, blocks = self.space, self.combinations.num_blocks
-        wanted = "" if space.num_stages is None else f" of {space.num_stages} stages"
-        name = space.schedule
-        return (
-            (f"{name}{wanted} does not fit" if name else f"no schedule{wanted} fits")
-            + f" {combination.num_devices} pipeline ranks and {blocks} blocks: "
-            f"{', '.join(ONE_STAGE)} have one stage per rank, {', '.join(TWO_STAGES)} two, "
-            f"{', '.join(ANY_STAGES)} two or more; a stage has at least one block"
-        )
 
 
 def with_form(
@@ -494,6 +487,12 @@ def _all_recomputed(candidate: Candidate) -> Candidate:
     return replace(candidate, recomputation=Recomputation(blocks=blocks))
 
 
-def _schedule(name: str, num_stages: int, num: int, num_devices: int) -> Schedule:
-    options = {"num_devices": num_devices} if name in ANY_STAGES else {}
-    return build(name, num_stages=num_stages, num_microbatches=num, **options)
+def _dominates(one: Option, other: Option) -> bool:
+    """Whether one option is faster than another of the same sharding and holds no more.
+
+    Of equal ones, the one with the first name.
+    """
+    holds = one.residence.weights, one.residence.activations
+    held = other.residence.weights, other.residence.activations
+    is_less = (one.time_s, *holds, str(one)) < (other.time_s, *held, str(other))
+    return is_less and all(a <= b for a, b in zip(holds, held))

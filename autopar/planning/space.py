@@ -29,6 +29,8 @@ from autopar.schedules.generators.build import ANY_STAGES, PIPELINES, generator_
 AUTO = "auto"
 SEARCHED = Recompute()
 DEFAULT_SCHEDULE = "1f1b"
+WITH_FORMS = ("chimera", "fast_forward")
+"""Schedules that have several forms for the same stages and micro-batches, which are searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,12 @@ def _is_searched(
     if schedule == AUTO:
         return True
     is_named = isinstance(schedule, str) and schedule in PIPELINES
-    is_left = num_stages is None or num_microbatches is None or (mesh is not None and is_open(mesh))
+    is_left = (
+        schedule in WITH_FORMS
+        or num_stages is None
+        or num_microbatches is None
+        or (mesh is not None and is_open(mesh))
+    )
     return is_named and is_left and cuts is None and num_stages != 1
 
 

@@ -70,7 +70,14 @@ def stage(
     ``crossing``: the candidate's `crossing_bytes`. Reverse-first-k is simulated for every k, and
     the fastest is taken.
     """
-    stages = choose_stages(candidate, choice, communication, crossing)
+    stages = choose_stages(
+        candidate,
+        choice.schedule.shape.num_stages,
+        communication,
+        crossing,
+        cuts=choice.cuts,
+        num_devices=choice.num_devices,
+    )
     schedules = [choice.schedule]
     if choice.searches_k:
         num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
@@ -125,16 +132,18 @@ def recomputed_residence(residence: Residence, graph: Graph) -> Residence:
 
 def choose_stages(
     candidate: Candidate,
-    choice: PipelineChoice,
+    num_stages: int,
     communication: CommunicationModel,
     crossing: Sequence[int],
+    *,
+    num_devices: int,
+    cuts: tuple[str, ...] | None = None,
 ) -> Stages:
     """The user's stages, or those whose slowest is fastest; raises InputError."""
     graph = candidate.priced.pricing.graph
-    if choice.cuts is not None:
-        return stages_from_cuts(graph, choice.cuts)
+    if cuts is not None:
+        return stages_from_cuts(graph, cuts)
     names = [block.name for block in staged_blocks(graph)]
-    num_stages = choice.schedule.shape.num_stages
     if num_stages > len(names):
         raise InputError(
             f"num_stages={num_stages}, but a stage can begin at {len(names)} places of this "
@@ -145,7 +154,7 @@ def choose_stages(
         )
     times = candidate.times.blocks
     ranks = (0, candidate.mesh.num_devices)
-    if choice.num_devices == 1:
+    if num_devices == 1:
         starts = cut_chain([times[n].total_s for n in names], [0.0] * (len(names) - 1), num_stages)
         return Stages(first_blocks=tuple(names[start] for start in starts))
     traffic_s = [
@@ -174,6 +183,39 @@ def crossing_bytes(candidate: Candidate) -> list[int]:
     return sizes
 
 
+def stage_costs(
+    candidate: Candidate,
+    stages: Stages,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
+) -> tuple[Durations, Links]:
+    """Seconds of the stages, and their links: what determines the order of a list schedule."""
+    durations = _durations(_blocks_by_stage(candidate, stages))
+    return durations, _links(candidate, stages, communication, crossing)[0]
+
+
+def _blocks_by_stage(candidate: Candidate, stages: Stages) -> list[list[BlockTimes]]:
+    stage_of = stages.of(candidate.priced.pricing.graph)
+    times: list[list[BlockTimes]] = [[] for _ in range(stages.num_stages)]
+    for name, stage in stage_of.items():
+        times[stage].append(candidate.times.blocks[name])
+    return times
+
+
+def _durations(
+    per_stage: Sequence[Sequence[BlockTimes]],
+    reduce_s: Sequence[float] | float = 0.0,
+    update_s: Sequence[float] | float = 0.0,
+) -> Durations:
+    return Durations(
+        F=tuple(sum(b.forward_s for b in blocks) for blocks in per_stage),
+        I=tuple(sum(b.input_grad_s for b in blocks) for blocks in per_stage),
+        W=tuple(sum(b.weight_grad_s for b in blocks) for blocks in per_stage),
+        G=reduce_s,
+        U=update_s,
+    )
+
+
 # --- the step -----------------------------------------------------------------------------------
 def pipeline_times(
     candidate: Candidate,
@@ -190,18 +232,9 @@ def pipeline_times(
     schedule = with_replica_sums(schedule)
     times = candidate.times
     stage_of = stages.of(candidate.priced.pricing.graph)
-    per_stage = [
-        [times.blocks[name] for name, stage in stage_of.items() if stage == s]
-        for s in range(stages.num_stages)
-    ]
+    per_stage = _blocks_by_stage(candidate, stages)
     own = _own_costs(candidate, stage_of, schedule, times, communication)
-    durations = Durations(
-        F=tuple(sum(b.forward_s for b in blocks) for blocks in per_stage),
-        I=tuple(sum(b.input_grad_s for b in blocks) for blocks in per_stage),
-        W=tuple(sum(b.weight_grad_s for b in blocks) for blocks in per_stage),
-        G=tuple(own.reduce_s),
-        U=tuple(own.update_s),
-    )
+    durations = _durations(per_stage, tuple(own.reduce_s), tuple(own.update_s))
     is_late = any(item.lag for row in schedule.devices for item in row)
     num_iterations = STEADY_ITERATIONS if is_late else 1
     links, messages = _links(candidate, stages, communication, crossing)

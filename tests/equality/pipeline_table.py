@@ -110,6 +110,10 @@ ROWS = {
     "chimera, merged": Row(
         name="chimera", microbatches=2, options=(("concatenation", "merged"),)
     ),
+    "chimera, 4 pipelines, merged": Row(
+        name="chimera", microbatches=2,
+        options=(("num_pipelines", 4), ("concatenation", "merged")),
+    ),
     "fast_forward": Row(name="fast_forward", stages=2, num_devices=True),
     "conventional": Row(name="conventional", on_one_device=True),
     "reverse_first_k": Row(

@@ -57,6 +57,7 @@ ON_4: list[tuple[str, int, int, dict[str, Any]]] = [
     ("zb_h1", 4, 4, {}),
     ("chimera", 4, 4, {}),
     ("chimera", 4, 4, {"num_pipelines": 4}),
+    ("chimera", 4, 8, {"num_pipelines": 4, "concatenation": "merged"}),
     ("dualpipe", 4, 8, {}),
 ]
 ON_4_TWICE: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -94,7 +95,7 @@ def check_schedule(
 ALL_MODELS = ("gpt2", "bert", "llama", "t5", "resnet")
 USUAL_ON_2 = {"t5": "1f1b", "resnet": "chimera"}
 """Of other models than GPT-2: values of two kinds that cross stages, and shared statistics."""
-USUAL_ON_4 = ("1f1b", "chimera 4", "interleaved 4", "zb_v")
+USUAL_ON_4 = ("1f1b", "chimera 4", "chimera 4 merged", "interleaved 4", "zb_v", "fast_forward 4")
 
 
 def named(rows: list[tuple[str, int, int, dict[str, Any]]]) -> dict[str, Any]:

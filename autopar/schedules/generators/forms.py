@@ -33,10 +33,18 @@ class Form:
     num_devices: int
     num_stages: int
     num_microbatches: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return described(self.name, self.options)
+
+    @property
+    def text(self) -> str:
+        """Its name and numbers: "chimera, 2 pairs, merged, 8 stages on 8, 16 micro-batches"."""
+        return (
+            f"{self}, {self.num_stages} stages on {self.num_devices}, "
+            f"{self.num_microbatches} micro-batches"
+        )
 
     @property
     def is_listed(self) -> bool:

@@ -1,0 +1,102 @@
+"""Plans take the best form of the best schedule: drawn models, clusters, micro-batches, limits.
+
+``AUTOPAR_TEST_FORMS=300`` raises the number of drawn cases.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.base.errors import AutoparError
+from autopar.cost_models import Cluster
+from autopar.schedules.generators.forms import forms
+
+NUM_CASES = int(os.environ.get("AUTOPAR_TEST_FORMS", "20"))
+NUM_BY_HAND = 2
+
+
+class Chain(torch.nn.Module):
+    """Blocks of drawn widths, so that stages are uneven."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(256, width), torch.nn.GELU(), torch.nn.Linear(width, 256),
+                torch.nn.GELU(), torch.nn.Linear(256, 256),
+            )
+            for width in widths
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def drawn(seed: int) -> tuple[random.Random, Chain, Cluster, int, dict[str, Any]]:
+    rng = random.Random(seed)
+    num_devices = rng.choice((2, 4))
+    model = Chain([rng.choice((256, 1024, 4096)) for _ in range(2 * num_devices)])
+    name = rng.choice(("v100", "a100-80", "cpu"))
+    cluster = Cluster.preset(name, nodes=1, devices_per_node=num_devices)
+    num = rng.choice((num_devices, 2 * num_devices, 4 * num_devices))
+    batch = torch.randn(16 * 64, 256)
+    options = {"example_inputs": batch, "mesh": {"x": 1}, "recompute": "none"}
+    return rng, model, cluster, num, options
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_no_schedule_by_hand_is_faster(seed: int) -> None:
+    """One device per pipeline rank; a limit on the memory in half of the cases."""
+    rng, model, cluster, num, options = drawn(seed)
+    plain = autopar.plan(
+        model, cluster, schedule="1f1b", num_stages=cluster.num_devices, num_microbatches=num,
+        **options,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        needed = sum(plain.prediction.memory_bytes.values())
+        options["constraints"] = [autopar.MemoryBudget(int(needed * rng.uniform(1.0, 2.0)))]
+    best = autopar.plan(model, cluster, schedule="auto", num_microbatches=num, **options)
+    every = [
+        form
+        for per_device in (1, 2)
+        for form in forms(cluster.num_devices, per_device * cluster.num_devices, num)
+    ]
+    for form in rng.sample(every, NUM_BY_HAND):
+        try:
+            by_hand = autopar.plan(model, cluster, schedule=form.build(), **options)
+        except AutoparError:
+            continue  # no such schedule, or it does not fit
+        assert best.prediction.step_time_s <= by_hand.prediction.step_time_s * (1 + 1e-9), form.text
+
+
+def chain_plan(**options: Any) -> autopar.Plan:
+    cluster = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
+    batch = torch.randn(16 * 64, 256)
+    return autopar.plan(Chain([1024] * 4), cluster, batch, mesh={"x": 1}, **options)
+
+
+def test_a_named_schedule_is_searched_in_all_its_forms() -> None:
+    found = chain_plan(schedule="chimera", num_stages=4, num_microbatches=8)
+    considered = {*found.search.pipelines, *found.search.not_pipelines}
+    for form in ("chimera", "chimera, merged", "chimera, 2 pairs, merged"):
+        assert f"{form}, 4 stages on 4, 8 micro-batches" in considered
+    best = min(found.search.pipelines, key=found.search.pipelines.__getitem__)
+    assert best.startswith(f"{found.schedule.name}, 4 stages")
+    assert found.schedule.name in str(found)
+
+
+def test_a_schedule_that_is_given_is_fixed() -> None:
+    made = autopar.schedules.build(
+        "chimera", num_stages=4, num_microbatches=8, num_pipelines=4, concatenation="merged"
+    )
+    found = chain_plan(schedule=made)
+    assert found.schedule.name == "chimera, 2 pairs, merged"
+    assert found.schedule.pipeline()[1] == made  # type: ignore[index]
