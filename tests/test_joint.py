@@ -138,7 +138,8 @@ def test_interleaved_takes_any_number_of_stages_a_device() -> None:
     plan = autopar.plan(
         Chain(), CLUSTER, torch.randn(8, 16), schedule="auto", num_stages=6, num_microbatches=4
     )
-    assert {name.split(",")[0] for name in plan.search.pipelines} == {"interleaved"}
+    found = {name.split(",")[0] for name in plan.search.pipelines}
+    assert "interleaved" in found <= {"interleaved", "fast_forward"}
     assert plan.schedule.num_stages == 6
 
 

@@ -91,7 +91,7 @@ def test_what_the_user_fixes_trains_as_eager(
     compiled = compiled_for(model, num_devices, **options)
     schedule = compiled.plan.schedule
     assert schedule.num_microbatches == options["num_microbatches"]
-    assert schedule.name == options.get("schedule", "1f1b")
+    assert schedule.name.split(",")[0] == options.get("schedule", "1f1b")
     assert bool(compiled.plan.recomputation) == ("recompute" in options)
     expected = reference_steps(model, batches(), sgd)
     got = trained(compiled)
