@@ -34,9 +34,10 @@ from autopar.planning.constraints import Constraint
 from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
 from autopar.planning.movement import movement_of
-from autopar.planning.planner import make_planned, searched_calls
+from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
+from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
 from autopar.plans.document import Plan, strategy_of
 from autopar.plans.parts import agreed_precision
 from autopar.report.progress import show_progress
@@ -255,8 +256,8 @@ def compile(  # type: ignore[misc]
     * ``kernels``: ``"eager"`` (the default) runs blocks op by op, ``"compiled"`` as Inductor makes
       them, ``"auto"`` each graph as is measured to be faster; see `autopar.lowering.regions`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
-      on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
-      Collectives between the devices are measured once too, which takes some seconds.
+      on disk), but for those that cannot change the plan. Ops not measured by then, and all if it
+      is 0, are priced by roofline. Collectives between the devices are measured too, in seconds.
     * ``seed``: the seed of dropout and all other random ops.
 
     A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
@@ -373,8 +374,8 @@ class _Compiler:
                 self._check_gradients(captured, inputs)
             if self.options.running.optimizer is not None:
                 check_trainable(captured.graph)
-            communication = self._measured_collectives(say)
             prepared = prepare(captured, self.planning.batch_norm)
+            communication = self._measured_collectives(prepared, say)
             chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
             say("lower")
             return self._start(captured, chosen)
@@ -414,16 +415,15 @@ class _Compiler:
         if failure := from_first_rank(verdict, "the gradient check"):
             raise GradientError(failure)
 
-    def _measured_collectives(self, say: Progress) -> CommunicationModel | None:
+    def _measured_collectives(self, of: Prepared, say: Progress) -> CommunicationModel | None:
         """Measured collectives between the given devices; None if none are to be measured."""
-        options = self.options
+        options, limit_s = self.options, self.options.running.start_timeout_s
         if options.plan is not None or options.profile_limit_s <= 0 or self.cluster is not None:
             return None
         say("measure collectives")
         here = from_first_rank(lambda: Cluster.detect(len(self.devices)), "the cluster")
-        return collective_times(
-            here, self.devices, default_store_path(), options.running.start_timeout_s
-        )
+        grid = collectives_worth_measuring(of, here, self.space)
+        return collective_times(here, self.devices, default_store_path(), grid, limit_s)
 
     def _search(
         self, prepared: Prepared, communication: CommunicationModel | None, say: Progress
@@ -434,7 +434,7 @@ class _Compiler:
         else:
             cluster = communication.cluster
             compute = op_times(
-                searched_calls(prepared, cluster, self.space), cluster, default_store_path(),
+                calls_worth_measuring(prepared, cluster, self.space), cluster, default_store_path(),
                 limit_s=self.options.profile_limit_s, start_timeout_s=running.start_timeout_s,
                 progress=say,
             )  # fmt: skip

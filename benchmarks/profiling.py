@@ -66,7 +66,7 @@ def profiled(captured: Captured, cluster: Cluster, path: Path) -> dict[str, Any]
     """One profile, with the calls it added to the store; listing the calls is timed too."""
     before = stored(cluster, path)
     start = time.perf_counter()
-    calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, None))
+    calls = list(calls_of(Analysis(captured.graph), candidate_meshes(cluster, None)))
     listed_s = time.perf_counter() - start
     op_times(calls, cluster, path, limit_s=LIMIT_S, start_timeout_s=60.0, progress=lambda _: None)
     return {

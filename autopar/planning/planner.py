@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.base.errors import InputError, OptimizerError, PlanError
+from autopar.base.errors import InputError, OptimizerError
 from autopar.base.gc_pause import collector_paused
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
     ComputeModel,
-    OpCall,
     RooflineModel,
 )
 from autopar.cost_models.update import OptimizerSpec, adamw
@@ -33,7 +32,6 @@ from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.local_calls import calls_of
 from autopar.sharding.strategy import Strategy
 
 DEFAULT_SPACE = Space()
@@ -116,22 +114,6 @@ def make_setting(
         may_update_early=may_update_early,
         progress=progress,
     )
-
-
-def searched_calls(prepared: Prepared, cluster: Cluster, space: Space) -> tuple[OpCall, ...]:
-    """All distinct op calls that a search in this space may price."""
-    meshes = space.meshes(cluster)
-    counts = space.microbatch_counts(prepared.analysis.batch_size)
-    found: dict[OpCall, None] = {}
-    for num in counts:
-        try:
-            _, analysis, microbatches = prepared.cut(num)
-        except PlanError:
-            if len(counts) == 1:
-                raise
-            continue  # the search reports the reason
-        found.update(dict.fromkeys(calls_of(analysis, meshes, microbatches)))
-    return tuple(found)
 
 
 def check_trainable(captured: Captured) -> None:

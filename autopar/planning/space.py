@@ -75,6 +75,11 @@ class Space:
         """Whether an open space consists of pipelines only."""
         return self.schedule is not None or self.num_stages not in (None, 1)
 
+    @property
+    def has_pipelines(self) -> bool:
+        """Whether some plan of the space is a pipeline."""
+        return self.is_open or self.pipeline is not None
+
     def point(self) -> tuple[int, int]:
         """The numbers of pipeline ranks and micro-batches of a space that is not open."""
         if self.pipeline is not None:
