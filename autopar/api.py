@@ -72,7 +72,7 @@ def plan(
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
-    offload: bool = False,
+    offload: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -124,9 +124,9 @@ def plan(
       and are reduced once per step (ZeRO-1; ``no_sync`` in PyTorch). By default as many accumulate
       whole as fit the memory. Pipelines always reduce once.
     * ``offload``: with True tensors may move to the host's memory and back in every step where the
-      memory needs it: results that the backward pass reads, parameters that blocks read as they
-      are stored, optimizer states; those whose copies take least (`autopar.movement`). It competes
-      with recomputation by predicted time.
+      memory needs it, if that is predicted to be faster than recomputation: results that the
+      backward pass reads, parameters that blocks read as they are stored, optimizer states; those
+      whose copies take least (`autopar.movement`). By default only where nothing else fits a GPU.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -206,7 +206,7 @@ def compile(  # type: ignore[misc]
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
-    offload: bool = False,
+    offload: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -445,7 +445,7 @@ class _Compiler:
             prepared, cluster, self.space, constraints=planning.constraints, compute=compute,
             communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
-            device_type=self.devices[0].type, progress=say,
+            may_move=running.array is None, device_type=self.devices[0].type, progress=say,
         )  # fmt: skip
         return with_kernels(
             planned.plan, planned.program, self.options.kernels, default_store_path(),

@@ -56,7 +56,7 @@ class Space:
     ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
     memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
     shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
-    memory needs it.
+    memory needs it; None if they may where nothing else fits an accelerator.
     """
 
     mesh: MeshSizes | None = None
@@ -68,7 +68,7 @@ class Space:
     recompute: Recompute = SEARCHED
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
-    offload: bool = False
+    offload: bool | None = None
 
     @property
     def is_pipeline(self) -> bool:
