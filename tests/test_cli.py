@@ -11,6 +11,7 @@ import pytest
 
 from autopar import Cluster, Plan
 from autopar.cli import main
+from autopar.report.progress import show_progress
 
 MODELS = """
 import torch
@@ -182,6 +183,19 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert "example" in text or arguments == ["--version"]
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_progress_has_no_escape_codes_without_a_terminal_or_with_no_color(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with show_progress(True) as say:
+        say("search on mesh x=4")
+    assert capsys.readouterr() == ("", "search on mesh x=4\n")
 
 
 def test_clusters_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

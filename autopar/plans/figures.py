@@ -77,17 +77,20 @@ def timeline_figure(plan: PlanFields) -> str:
 
 def _durations(plan: PlanFields, schedule: Schedule) -> Durations | None:
     """Predicted seconds of each stage for one micro-batch; None if a stage begins at no block."""
-    num, stage = plan.schedule.num_microbatches, 0
+    num, stage, again = plan.schedule.num_microbatches, 0, plan.recomputed
     times = [[0.0] * plan.schedule.num_stages for _ in range(3)]
     starts = {name: number for number, name in enumerate(plan.schedule.first_blocks)}
     if not starts.keys() <= {module.block for module in plan.modules}:
         return None
+    stages: dict[str, int] = {}
     for module in plan.modules:
-        stage = starts.get(module.block, stage)
+        stage = stages[module.block] = starts.get(module.block, stage)
         parts = (module.forward_s, module.input_grad_s, module.weight_grad_s)
         for each, seconds in zip(times, parts):
             each[stage] += seconds / num
     forward, inputs, weights = times
+    for block, stage in stages.items():
+        inputs[stage] += again.time_s(block)
     return Durations(F=forward, I=inputs, W=weights)
 
 
