@@ -30,6 +30,7 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
+from autopar.plans.modules import module_plans, parameter_uses
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
 from autopar.sharding.strategy import Strategy
@@ -186,5 +187,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         fitted.update,
         best.recomputation,
         None if moved is None else moved.plan(),
+        uses=parameter_uses(best),
+        modules=module_plans(best),
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -1,8 +1,7 @@
-"""Plans as text for a terminal and as a small page for a notebook."""
+"""All details of a plan as text; `autopar.plans.summary` has the one-screen report."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Sequence
 
@@ -346,23 +345,10 @@ def _missing(plan: PlanFields) -> Rows:
 
 
 def format_plan(plan: PlanFields) -> str:
-    """The plan as one screen of text."""
+    """All details of the plan as text, in lines as long as their content."""
     lines = []
     for title, rows in plan_sections(plan):
         lines.append(title)
         width = max((len(name) for name, _ in rows), default=0)
         lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
     return "\n".join(lines)
-
-
-def plan_html(plan: PlanFields) -> str:
-    """The plan as HTML for a notebook."""
-    parts = []
-    for title, rows in plan_sections(plan):
-        cells = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in rows
-        )
-        parts.append(f"<h4>{html.escape(title)}</h4><table>{cells}</table>")
-    return "".join(parts)

@@ -316,7 +316,7 @@ def planned(model: nn.Module, **options: Any) -> Plan:
 def test_a_plan_says_what_its_pipeline_is(model: nn.Module) -> None:
     plan = planned(model, num_stages=4, num_microbatches=4)
     assert Plan.from_json(plan.to_json()) == plan
-    text = str(plan)
+    text = plan.report("full")
     assert "1f1b, 4 micro-batches, 4 pipeline ranks" in text
     assert "stages begin at  transformer, transformer.h.0, transformer.h.1" in text
     assert "bubbles" in text
