@@ -138,7 +138,7 @@ def test_a_known_strategy_does_not_stand_in_for_other_constraints(tight, monkeyp
     monkeypatch.setattr(fit, "POINT_TRIALS", 0)
     constraints = [MemoryBudget(budget), Force("data_parallel")]
     with pytest.raises(ConstraintError, match="no strategy found that fits"):
-        make_planned(captured, A100, constraints=constraints)
+        make_planned(captured, A100, Space(offload=False), constraints=constraints)
 
 
 def test_data_parallelism_splits_the_batch_and_nothing_else():

@@ -162,7 +162,9 @@ def test_a_budget_below_an_even_share_of_what_is_stored_is_refused_before_the_se
     budget = [autopar.MemoryBudget(parameters)]  # with AdamW's two states: 3/2 of it on each of 2
     least = rf"at least {parameters * 3 // 2:,} on each of 2"
     with pytest.raises(ConstraintError, match=least):
-        autopar.plan(model, CLUSTER, make_batch(0), constraints=budget, schedule="auto")
+        autopar.plan(
+            model, CLUSTER, make_batch(0), constraints=budget, schedule="auto", offload=False
+        )
 
 
 def test_batch_norm_over_the_whole_batch_leaves_no_micro_batches() -> None:
@@ -204,7 +206,7 @@ def test_blocks_recompute_where_the_memory_does_not_suffice_otherwise() -> None:
     assert sum(chosen.prediction.memory_bytes.values()) <= budget[0].size_bytes
     assert "recomputed" in str(chosen)
     with pytest.raises(ConstraintError, match="no combination of stages"):
-        planned(constraints=budget, recompute="none", **fixed)
+        planned(constraints=budget, recompute="none", offload=False, **fixed)
 
 
 def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:

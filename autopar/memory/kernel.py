@@ -94,11 +94,14 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     if kernel.backward_input is not None:
         memory.input_grads = _input_gradients(kernel, kernel.backward_input.graph, allocator)
     if kernel.backward_weight is not None:
-        given = [n for n in kernel.backward_weight.graph.nodes if n.op == "placeholder"]
+        graph = kernel.backward_weight.graph
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        passed = set(graph.output_node().all_input_nodes)  # gradients, which are counted as such
         memory.late = sum(
             allocator.rounded(_size(node))
             for node, (kind, index) in zip(given, kernel.weight_sources)
-            if kind == "handed" or (kind == "saved" and saved[index] not in number)
+            if (kind == "handed" and node not in passed)
+            or (kind == "saved" and saved[index] not in number)
         )
     return memory
 
