@@ -149,7 +149,7 @@ def test_the_memory_decides_how_many_are_released() -> None:
     assert text in tight.report("full")
     assert "released after forward" not in ample.report("full")
     with pytest.raises(autopar.ConstraintError, match="no strategy found that fits"):
-        planned("5GiB", reshard_after_forward=False)
+        planned("5GiB", reshard_after_forward=False, offload=False)
 
 
 def test_a_plan_says_what_is_released_and_is_replayed_with_it(
