@@ -256,8 +256,8 @@ def compile(  # type: ignore[misc]
     * ``kernels``: ``"eager"`` (the default) runs blocks op by op, ``"compiled"`` as Inductor makes
       them, ``"auto"`` each graph as is measured to be faster; see `autopar.lowering.regions`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
-      on disk), but for those that cannot change the plan. Ops not measured by then, and all if it
-      is 0, are priced by roofline. Collectives between the devices are measured too, in seconds.
+      on disk), but for those that cannot change the plan. Others, and all ops if it is 0, are
+      priced by roofline. Collectives between the devices are measured too, which takes seconds.
     * ``seed``: the seed of dropout and all other random ops.
 
     A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
@@ -375,7 +375,7 @@ class _Compiler:
             if self.options.running.optimizer is not None:
                 check_trainable(captured.graph)
             prepared = prepare(captured, self.planning.batch_norm)
-            communication = self._measured_collectives(prepared, say)
+            communication = self._collectives(prepared, say)
             chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
             say("lower")
             return self._start(captured, chosen)
@@ -415,14 +415,14 @@ class _Compiler:
         if failure := from_first_rank(verdict, "the gradient check"):
             raise GradientError(failure)
 
-    def _measured_collectives(self, of: Prepared, say: Progress) -> CommunicationModel | None:
+    def _collectives(self, prepared: Prepared, say: Progress) -> CommunicationModel | None:
         """Measured collectives between the given devices; None if none are to be measured."""
         options, limit_s = self.options, self.options.running.start_timeout_s
         if options.plan is not None or options.profile_limit_s <= 0 or self.cluster is not None:
             return None
         say("measure collectives")
         here = from_first_rank(lambda: Cluster.detect(len(self.devices)), "the cluster")
-        grid = collectives_worth_measuring(of, here, self.space)
+        grid = collectives_worth_measuring(prepared, here, self.space)
         return collective_times(here, self.devices, default_store_path(), grid, limit_s)
 
     def _search(

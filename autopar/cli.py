@@ -112,22 +112,22 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_search(memory)
     show = command("show", _show, "print the report of a plan", "show plan.json --full")
-    show.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+    _add_plan(show)
     show.add_argument("--full", action="store_true", help="all details")
     explain = command(
-        "explain", _explain, "what was chosen for a module, block, parameter or op",
+        "explain", _explain, "explain the strategy of a module, block, parameter or op",
         "explain plan.json layers.3.mlp",
     )  # fmt: skip
-    explain.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+    _add_plan(explain)
     explain.add_argument("name", metavar="NAME", help="such as layers.3.mlp")
-    diff = command("diff", _diff, "what differs between two plans", "diff plan.json other.json")
-    diff.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+    diff = command("diff", _diff, "compare two plans", "diff plan.json other.json")
+    _add_plan(diff)
     diff.add_argument("other", metavar="OTHER", help="the plan to compare with")
     report = command(
         "report", _report, "write a plan's report as one HTML file",
         "report plan.json -o report.html",
     )  # fmt: skip
-    report.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+    _add_plan(report)
     report.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
     command("clusters", _clusters, "list the presets of clusters", "clusters")
     cluster = command(
@@ -141,6 +141,10 @@ def _parser() -> argparse.ArgumentParser:
 CLUSTER_HELP = "a preset with nodes x devices a node (h100-sxm:8x8), a JSON file, or 'detect'"
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+
+
 def _add_search(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that search."""
     parser.description = f"{parser.description}\n\n{FACTORY}"
@@ -152,7 +156,10 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-stages", type=int, metavar="N", help="stages of a pipeline")
     parser.add_argument("--num-microbatches", type=int, metavar="N", help="parts of the batch")
     parser.add_argument("--recompute", help="none, full, or a limit such as 8GiB or 0.5")
-    parser.add_argument("--offload", action="store_true", help="tensors may move to the host")
+    parser.add_argument(
+        "--offload", action=argparse.BooleanOptionalAction,
+        help="tensors may move to the host; by default where nothing else fits a GPU",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -258,7 +265,7 @@ def _searched(chosen: argparse.Namespace) -> Plan:
     cluster = cluster_of(chosen.cluster)
     options: dict[str, Any] = {
         "mesh": None if chosen.mesh is None else mesh_of(chosen.mesh),
-        "recompute": _number_or_text(chosen.recompute),
+        "recompute": recompute_of(chosen.recompute),
     }
     for name in ("precision", "schedule", "num_stages", "num_microbatches", "offload"):
         options[name] = getattr(chosen, name)
@@ -299,9 +306,12 @@ def mesh_of(text: str) -> dict[str, int | None]:
     return found
 
 
-def _number_or_text(text: str | None) -> str | float | None:
+def recompute_of(text: str | None) -> str | int | float | None:
+    """``4096`` as bytes, ``0.5`` as a fraction, ``none``, ``full`` and ``8GiB`` as text."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
     try:
-        return None if text is None else float(text)
+        return float(text)
     except ValueError:
         return text
 

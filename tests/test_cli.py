@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar import Cluster, Plan
+from autopar.base.errors import InputError
 from autopar.cli import main
 from autopar.report.progress import show_progress
 
@@ -129,6 +130,25 @@ def test_options_reach_the_plan(folder: Path) -> None:
     assert plan.mesh.axis_names == ("dp", "tp")
     assert plan.mesh.axis_sizes == (2, 2)
     assert plan.schedule.num_microbatches == 2
+
+
+def test_what_is_not_asked_for_is_left_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def note(*_: object, **options: object) -> None:
+        asked.update(options)
+        raise InputError("noted")
+
+    monkeypatch.setattr("autopar.cli.make_plan", note)
+    for given, offload, recompute in (
+        ([], None, None),
+        (["--offload", "--recompute", "8589934592"], True, 8 << 30),
+        (["--no-offload", "--recompute", "0.5"], False, 0.5),
+        (["--recompute", "8GiB"], None, "8GiB"),
+    ):
+        assert main(["plan", "cli_models:net", "--cluster", "cpu", *given]) == 1
+        assert (asked["offload"], asked["recompute"]) == (offload, recompute)
+        assert type(asked["recompute"]) is type(recompute)
 
 
 def test_memory_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:

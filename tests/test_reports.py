@@ -14,8 +14,11 @@ import autopar
 from autopar import Cluster, Force, MemoryBudget, Plan
 from autopar.base.errors import InputError, PlanError
 from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.alternatives import alternatives
 from autopar.plans.blocks import folded
+from autopar.plans.explanation import _changes
 from autopar.plans.layout import Section, text_lines
+from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
 from autopar.plans.summary import LINES, WIDTH, summary_sections
 from tests.models.zoo import build
 
@@ -275,6 +278,22 @@ def test_two_plans_are_compared() -> None:
     assert "for different graphs" in str(first.diff(planned("mlp")))
     with pytest.raises(InputError, match="pass the plan"):
         first.diff("plan.json")
+
+
+def test_a_strategy_of_two_parts_is_named_whole() -> None:
+    document = json.loads(planned("free").to_json())
+    known = document["search"]["baselines"][DATA]
+    document["search"]["baselines"] = {name_of(ZERO3, MEGATRON): known}
+    document["search"]["considered"] = {}
+    plan = Plan.from_json(json.dumps(document))
+    assert alternatives(plan)[0].name == "FSDP (ZeRO-3) x TP (Megatron)"
+    assert str(plan).splitlines()[0].endswith("x as fast as FSDP x TP")
+
+
+def test_layers_of_one_and_of_two_digits_are_alike() -> None:
+    names = {f"h.{n}.weight": "R" for n in range(12)}
+    section = _changes("parameters", names, dict.fromkeys(names, "S0"))
+    assert section.rows == (("h.0-11.weight (12x)", "R", "S0"),)
 
 
 def test_an_unknown_detail_is_refused() -> None:

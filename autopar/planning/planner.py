@@ -187,7 +187,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         fitted.update,
         best.recomputation,
         None if moved is None else moved.plan(),
-        uses=parameter_uses(best),
-        modules=module_plans(best),
+        uses=parameter_uses(best, strategy),
+        modules=module_plans(best, strategy),
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -29,8 +29,8 @@ from autopar.pricing.local_calls import calls_of
 from autopar.pricing.utilisation import counted_calls
 
 NEGLIGIBLE = 0.02
-"""Calls that take less than this part of a step together are not measured; measured times of a
-step differ by more."""
+"""Calls that take less than this part of a step together are not measured: two measurements of one
+call may differ by ten times as much before a third one is taken."""
 
 _WITHIN_STAGES = (
     Collective.ALL_REDUCE,

@@ -14,7 +14,6 @@ from autopar.plans.parallelism import DOMINANT, Shares, name_along, shares_of
 from autopar.plans.parts import ModulePlan, PlanFields
 
 _NUMBER = re.compile(r"\d+")
-ROWS = 7
 MAX_WORDS = 3
 
 
@@ -59,7 +58,7 @@ def block_groups(plan: PlanFields) -> list[BlockGroup]:
         shares = shares_of(plan, owned[block])
         looks = tuple(name_along(each) for each in shares)
         size = sum(plan.uses[name].size_bytes for name in owned[block])
-        groups[_NUMBER.sub("#", block), looks, _splits(plan, inside), size].append(block)
+        groups[pattern_of(block), looks, _splits(plan, inside), size].append(block)
     return [
         BlockGroup(
             names=tuple(names),
@@ -105,6 +104,21 @@ def _words(time_s: Counter[str]) -> str:
     return "/".join("whole" if word == "-" else word for word in some)
 
 
+def stages_of_blocks(plan: PlanFields) -> dict[str, int]:
+    """The pipeline stage of every block."""
+    starts = {name: number for number, name in enumerate(plan.schedule.first_blocks)}
+    found: dict[str, int] = {}
+    stage = 0
+    for module in plan.modules:
+        stage = found[module.block] = starts.get(module.block, stage)
+    return found
+
+
+def pattern_of(name: str) -> str:
+    """The name with a ``#`` in place of each number: the same for repeated layers."""
+    return _NUMBER.sub("#", name)
+
+
 def folded(names: Sequence[str]) -> str:
     """One label for many names: ``h.0-11 (12x)`` where they differ in one number only."""
     if len(names) == 1:
@@ -112,7 +126,7 @@ def folded(names: Sequence[str]) -> str:
     numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
     moving = [i for i, each in enumerate(zip(*numbers)) if len(set(each)) > 1]
     count = f"({len(names)}x)"
-    if len({_NUMBER.sub("#", name) for name in names}) > 1 or len(moving) != 1:
+    if len({pattern_of(name) for name in names}) > 1 or len(moving) != 1:
         return f"{names[0]}..{names[-1]} {count}"
     (place,) = moving
     found = [each[place] for each in numbers]

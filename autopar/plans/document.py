@@ -29,6 +29,7 @@ from autopar.passes.prepare import prepare
 from autopar.plans.explanation import difference, explanation
 from autopar.plans.page import Page
 from autopar.plans.parts import (
+    MODULE_TIMES,
     GraphPlan,
     MeshPlan,
     ModulePlan,
@@ -50,7 +51,6 @@ from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
 SCHEMA_VERSION = 8
 MAX_AXES = 16
-MODULE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "communication_s", "update_s")
 
 
 class Plan(PlanFields, frozen=True):
@@ -109,15 +109,16 @@ class Plan(PlanFields, frozen=True):
         Path(path).write_text(summary_page(self).to_html(), encoding="utf-8")
 
     def explain(self, name: str) -> Page:
-        """What was chosen for a module, block, parameter or op, such as ``"layers.3.mlp"``.
+        """Explain the strategy of a module, block, parameter or op, such as ``"layers.3.mlp"``.
 
-        Placements, split dimensions, predicted times by direction, communication and memory, as a
-        page: ``str`` of it is its text. Raises InputError for a name that the plan does not have.
+        Returns a page with placements, split dimensions, predicted times by direction,
+        communication and memory; ``str`` of it is its text. Raises InputError for a name that the
+        plan does not have.
         """
         return explanation(self, name)
 
     def diff(self, other: Plan) -> Page:
-        """What differs between this plan and another, as a page of tables."""
+        """Compare this plan with another: a page of tables of all differences."""
         return difference(self, other)
 
 
@@ -181,7 +182,7 @@ def _check_offload(plan: Plan, offload: OffloadPlan) -> None:
 
 
 def _check_uses(plan: Plan) -> None:
-    """What reports read: a use for every parameter, and times of modules that are no nonsense."""
+    """Raise PlanError unless reports can be made: uses of all parameters, valid module times."""
     num_axes = len(plan.mesh.axis_names)
     if plan.uses.keys() != plan.parameters.keys():
         name = min(plan.uses.keys() ^ plan.parameters.keys())

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: what was chosen for one module, and what differs between two plans.
+"""The strategy of one module explained, and two plans compared.
 
 In: one or two plans. Out: a page. A plan keeps what was chosen, not the prices of other choices, so
 no runner-up is named for a module.
@@ -14,23 +14,25 @@ from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.blocks import lies_in
-from autopar.plans.blocks import folded
+from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
 from autopar.plans.parallelism import kinds_of, strategy_name
-from autopar.plans.parts import ModulePlan, PlanFields
-from autopar.plans.summary import headline, needed_bytes
+from autopar.plans.parts import MODULE_TIMES, ModulePlan, PlanFields
+from autopar.plans.summary import headline, needed_bytes, time_text
 
 MAX_ROWS = 40
 RUNNER_UP = (
     "The plan keeps no prices of other choices. To price one: autopar.plan(..., "
     "constraints=[autopar.Pin(...)]), then plan.diff(other)."
 )
-PARTS = ("forward_s", "input_grad_s", "weight_grad_s", "communication_s", "update_s")
 
 
 def explanation(plan: PlanFields, name: str) -> Page:
-    """What was chosen for a module, block, parameter or op; raises InputError if there is none."""
+    """Explain the strategy of a module, block, parameter or op, which must be in the plan.
+
+    Raises InputError for another name.
+    """
     modules, parameters, ops = _named(plan, name)
     tables = (_parameters(plan, parameters), _ops(plan, ops), _times(modules))
     facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=(RUNNER_UP,))
@@ -119,24 +121,20 @@ def _ops(plan: PlanFields, names: list[str]) -> Section:
 
 def _times(modules: list[ModulePlan]) -> Section:
     rows = [
-        (m.name or m.block, m.splits, *(_time(getattr(m, part)) for part in PARTS))
+        (m.name or m.block, m.splits, *(time_text(getattr(m, part)) for part in MODULE_TIMES))
         for m in modules
-        if any(getattr(m, part) for part in PARTS)
+        if any(getattr(m, part) for part in MODULE_TIMES)
     ]
     shown_rows, notes = _cut(rows)
     if len(rows) > 1:
-        sums = (sum(getattr(m, part) for m in modules) for part in PARTS)
-        shown_rows += (("sum", "", *map(_time, sums)),)
+        sums = (sum(getattr(m, part) for m in modules) for part in MODULE_TIMES)
+        shown_rows += (("sum", "", *map(time_text, sums)),)
     return Section(
         title="predicted time of a step on one device",
         columns=("module", "split", "forward", "input grad.", "weight grad.", "commun.", "update"),
         rows=shown_rows,
         notes=notes,
     ).used_columns()
-
-
-def _time(seconds: float) -> str:
-    return format_seconds(seconds) if seconds else ""
 
 
 def _facts(
@@ -149,7 +147,8 @@ def _facts(
     if blocks:
         rows.append(("block", folded(blocks)))
     if plan.is_pipeline and blocks:
-        stages = sorted({_stage(plan, block) for block in blocks})
+        stage_of = stages_of_blocks(plan)
+        stages = sorted({stage_of[block] for block in blocks})
         rows.append(("stage", ", ".join(map(str, stages))))
     for group in plan.recomputation:
         inside = [block for block in group.blocks if block in blocks]
@@ -171,19 +170,9 @@ def _facts(
     return tuple(rows)
 
 
-def _stage(plan: PlanFields, block: str) -> int:
-    stage = 0
-    for module in plan.modules:
-        if module.block in plan.schedule.first_blocks:
-            stage = plan.schedule.first_blocks.index(module.block)
-        if module.block == block:
-            break
-    return stage
-
-
 # --- two plans ---------------------------------------------------------------------------------
 def difference(plan: PlanFields, other: PlanFields) -> Page:
-    """What differs between two plans: the figures, then the placements and splits, folded."""
+    """Compare two plans: first their figures, then placements and splits, repeated ones folded."""
     if not isinstance(other, PlanFields):
         raise InputError(f"other is {shown(other)}; pass the plan to compare with")
     if plan == other:
@@ -254,7 +243,7 @@ def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> 
     for name in {**mine, **theirs}:
         pair = (mine.get(name, "-"), theirs.get(name, "-"))
         if pair[0] != pair[1]:
-            groups[("#".join(_words(name)), *pair)].append(name)
+            groups[(pattern_of(name), *pair)].append(name)
     rows: list[tuple[str, ...]] = [
         (folded(names), first, second) for (_, first, second), names in groups.items()
     ]
@@ -266,8 +255,3 @@ def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> 
         rows=shown_rows,
         notes=(f"and {rest} more",) * (rest > 0),
     )
-
-
-def _words(name: str) -> list[str]:
-    """The parts of a name between its numbers."""
-    return "".join("#" if each.isdigit() else each for each in name).split("#")

@@ -6,13 +6,14 @@ around it, so that they can be read on light and on dark ones.
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.layout import printable, shortened
+from autopar.plans.blocks import stages_of_blocks
+from autopar.plans.layout import shortened
+from autopar.plans.page import escaped
 from autopar.plans.parts import PlanFields
 from autopar.schedules import Durations, Interval, Schedule, simulate
 from autopar.schedules.action import COMPUTE_KINDS, Kind
@@ -77,14 +78,13 @@ def timeline_figure(plan: PlanFields) -> str:
 
 def _durations(plan: PlanFields, schedule: Schedule) -> Durations | None:
     """Predicted seconds of each stage for one micro-batch; None if a stage begins at no block."""
-    num, stage, again = plan.schedule.num_microbatches, 0, plan.recomputed
+    num, again = plan.schedule.num_microbatches, plan.recomputed
     times = [[0.0] * plan.schedule.num_stages for _ in range(3)]
-    starts = {name: number for number, name in enumerate(plan.schedule.first_blocks)}
-    if not starts.keys() <= {module.block for module in plan.modules}:
+    stages = stages_of_blocks(plan)
+    if not stages.keys() >= set(plan.schedule.first_blocks):
         return None
-    stages: dict[str, int] = {}
     for module in plan.modules:
-        stage = stages[module.block] = starts.get(module.block, stage)
+        stage = stages[module.block]
         parts = (module.forward_s, module.input_grad_s, module.weight_grad_s)
         for each, seconds in zip(times, parts):
             each[stage] += seconds / num
@@ -142,7 +142,7 @@ def _legend(labels: Sequence[tuple[str, str]], top: float) -> tuple[list[str], f
 
 
 def _svg(items: Sequence[str], height: float, title: str) -> str:
-    name = _escaped(title)
+    name = escaped(title)
     return (
         f'<figure><figcaption>{name}</figcaption><svg viewBox="0 0 {WIDTH} {height:.0f}" '
         f'role="img" aria-label="{name}" width="{WIDTH}">{"".join(items)}</svg></figure>'
@@ -152,14 +152,10 @@ def _svg(items: Sequence[str], height: float, title: str) -> str:
 def _rect(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}">'
-        f"<title>{_escaped(title)}</title></rect>"
+        f"<title>{escaped(title)}</title></rect>"
     )
 
 
 def _text(x: float, y: float, text: str, fill: str = "currentColor") -> str:
-    shown = _escaped(shortened(text, 60))
+    shown = escaped(shortened(text, 60))
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="12">{shown}</text>'
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.base.units import nine_digits
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.placement import format_placements
 from autopar.plans.parts import ModulePlan, ParameterUse
@@ -26,9 +27,9 @@ Key = tuple[str, str]
 WHOLE = "-"
 
 
-def parameter_uses(best: Candidate) -> dict[str, ParameterUse]:
+def parameter_uses(best: Candidate, strategy: Strategy) -> dict[str, ParameterUse]:
     """The placement in which blocks read each parameter, and its bytes, in graph order."""
-    strategy, pricing = best.strategy(), best.priced.pricing
+    pricing = best.priced.pricing
     return {
         v.target or v.name: ParameterUse(
             needs=format_placements(strategy.interface(v)),
@@ -39,16 +40,16 @@ def parameter_uses(best: Candidate) -> dict[str, ParameterUse]:
     }
 
 
-def module_plans(best: Candidate) -> tuple[ModulePlan, ...]:
+def module_plans(best: Candidate, strategy: Strategy) -> tuple[ModulePlan, ...]:
     """The ops and predicted times of each module of each block, in graph order."""
-    return _Modules(best).plans()
+    return _Modules(best, strategy).plans()
 
 
 class _Modules:
     """Times in seconds by block and module, over all micro-batches and passes of a step."""
 
-    def __init__(self, best: Candidate) -> None:
-        self.best, self.strategy = best, best.strategy()
+    def __init__(self, best: Candidate, strategy: Strategy) -> None:
+        self.best, self.strategy = best, strategy
         self.graph = self.strategy.graph
         self.analysis = best.priced.pricing.analysis
         self.block_of = block_of_ops(self.graph)
@@ -65,7 +66,7 @@ class _Modules:
         found = []
         for block, name in keys:
             ops = self.ops.get((block, name), [])
-            seconds = [rounded(each) for each in passes * self.times[block, name]]
+            seconds = [nine_digits(each) for each in passes * self.times[block, name]]
             found.append(
                 ModulePlan(
                     block=block,
@@ -161,8 +162,3 @@ def split_word(strategy: Strategy, op: Op, axis: int) -> str:
     if split == strategy.analysis.batch_splits[op.index]:
         return "batch"
     return "sequence" if split == strategy.analysis.sequence_splits[op.index] else str(split)
-
-
-def rounded(number: float) -> float:
-    """Nine significant digits, so that the order of a sum does not change a plan's bytes."""
-    return float(np.format_float_positional(number, precision=9, fractional=False)) + 0.0

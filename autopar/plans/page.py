@@ -51,7 +51,7 @@ class Page:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        body = [f"<h2>{_escaped(self.headline)}</h2>", *map(_section, self.sections)]
+        body = [f"<h2>{escaped(self.headline)}</h2>", *map(_section, self.sections)]
         body[2:2] = self.figures
         if self.details:
             inside = "".join(map(_section, self.details))
@@ -64,14 +64,14 @@ class Page:
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             '<meta name="color-scheme" content="light dark">'
-            f"<title>{_escaped(self.headline)}</title>"
+            f"<title>{escaped(self.headline)}</title>"
             "<style>:root { color-scheme: light dark; } body { margin: 2rem; }</style></head>"
             f"<body>{self._repr_html_()}</body></html>\n"
         )
 
 
 def _section(section: Section) -> str:
-    parts = [f"<h3>{_escaped(section.title)}</h3>"] if section.title else []
+    parts = [f"<h3>{escaped(section.title)}</h3>"] if section.title else []
     if section.rows:
         kinds = [is_number(section, i) for i in range(len(section.rows[0]))]
         head = ""
@@ -81,7 +81,7 @@ def _section(section: Section) -> str:
             kinds = [False, False]
         rows = "".join(_row(row, kinds, "td") for row in section.rows)
         parts.append(f"<table>{head}<tbody>{rows}</tbody></table>")
-    parts += [f"<p>{_escaped(note)}</p>" for note in section.notes]
+    parts += [f"<p>{escaped(note)}</p>" for note in section.notes]
     return "".join(parts)
 
 
@@ -89,9 +89,10 @@ def _row(cells: Sequence[str], are_numbers: Sequence[bool], tag: str) -> str:
     texts = []
     for cell, right in zip(cells, are_numbers):
         kind = ' class="number"' if right else ""
-        texts.append(f"<{tag}{kind}>{_escaped(cell)}</{tag}>")
+        texts.append(f"<{tag}{kind}>{escaped(cell)}</{tag}>")
     return f"<tr>{''.join(texts)}</tr>"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The text for HTML and SVG, without characters that cannot be printed."""
     return html.escape(printable(text))

@@ -271,6 +271,10 @@ class ParameterUse(_Struct, frozen=True):
     local_bytes: int
 
 
+MODULE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "communication_s", "update_s")
+"""The predicted times of a `ModulePlan`."""
+
+
 class ModulePlan(_Struct, frozen=True):
     """The ops of a module in one block, and their predicted seconds in a step on one device.
 

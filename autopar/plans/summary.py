@@ -6,6 +6,8 @@ is their text. `autopar.plans.text` has all details.
 
 from __future__ import annotations
 
+import re
+
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
 from autopar.plans.alternatives import alternatives_section, fastest_known
@@ -15,7 +17,7 @@ from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.text import plan_sections
+from autopar.plans.text import early_text, plan_sections
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
@@ -24,7 +26,10 @@ DETAILS = "all details: plan.report('full'); one module: plan.explain('NAME')"
 
 
 def headline(plan: PlanFields) -> str:
-    """What the plan is: ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; ...``."""
+    """One line: strategy, step time, MFU and memory, beside the fastest known strategy.
+
+    Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``.
+    """
     text = _headline(plan, strategy_name(plan))
     return text if len(text) <= WIDTH else _headline(plan, strategy_name(plan, short=True))
 
@@ -33,14 +38,14 @@ def _headline(plan: PlanFields, name: str) -> str:
     p = plan.prediction
     parts = [name, f"{format_seconds(p.step_time_s)} a step"]
     if p.model_flops_utilisation:
-        parts.append(
-            f"{p.model_flops_utilisation:.{0 if p.model_flops_utilisation > 0.1 else 1}%} MFU"
-        )
+        digits = 0 if p.model_flops_utilisation > 0.1 else 1
+        parts.append(f"{p.model_flops_utilisation:.{digits}%} MFU")
     parts.append(_memory_of_all(plan))
     known = fastest_known(plan)
     if known is None:
         return ", ".join(parts)
-    ratio, other = known.time_s / p.step_time_s, known.name.split(", ")[0].split(" (")[0]
+    other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
+    ratio = known.time_s / p.step_time_s
     return f"{', '.join(parts)}; {ratio:.2f}x as fast as {other}"
 
 
@@ -135,9 +140,7 @@ def _extras(plan: PlanFields) -> list[tuple[str, str]]:
     rows = []
     update, schedule = plan.update, plan.schedule
     if update.when == "early":
-        text = f"early: at most {format_bytes(update.gradient_bytes)} of gradients at once, of "
-        text += format_bytes(update.gradient_bytes_at_end)
-        rows.append(("update", text))
+        rows.append(("update", early_text(update)))
     if plan.recomputation:
         blocks = sum(len(group.blocks) for group in plan.recomputation)
         saved = sum(len(g.blocks) * (g.default_bytes - g.kept_bytes) for g in plan.recomputation)
@@ -201,9 +204,9 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
             format_bytes(group.size_bytes(plan)) if group.parameters else "",
             group.strategy(plan.mesh.axis_names),
             " x ".join(group.splits),
-            _time(group.seconds("forward_s")),
-            _time(group.seconds("backward_s")),
-            _time(group.seconds("communication_s")),
+            time_text(group.seconds("forward_s")),
+            time_text(group.seconds("backward_s")),
+            time_text(group.seconds("communication_s")),
         )
         for group in groups
     ]
@@ -221,7 +224,8 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
     ).used_columns()
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """The time, or nothing for one that is too short to matter."""
     return format_seconds(seconds) if seconds >= LEAST_S else ""
 
 

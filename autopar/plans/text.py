@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction
+from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
     ALONG_DATA,
@@ -90,18 +90,23 @@ def _update(plan: PlanFields) -> Rows:
     update = plan.update
     if update.when == "at_end":
         return []
-    now, before = update.gradient_bytes, update.gradient_bytes_at_end
-    text = f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
+    text = early_text(update)
     found = "a non-finite gradient is found after other weights have changed"
     if update.update.num_passes > 1:
         found = "clipped by the norm of a first pass, which doubles forward and backward"
     elif update.clipping is not None:
         found = f"clipped by the norm of the step before; {found}"
-    if update.keep_gradients:
-        text = "early, gradients kept: saves no memory"
-    elif plan.schedule.num_microbatches > 1:
+    if not update.keep_gradients and plan.schedule.num_microbatches > 1:
         text += "; gradients are accumulated, so only the last micro-batch can save"
     return [("update", f"{text}; {found}")]
+
+
+def early_text(update: UpdatePlan) -> str:
+    """What an early update saves."""
+    if update.keep_gradients:
+        return "early, gradients kept: saves no memory"
+    now, before = update.gradient_bytes, update.gradient_bytes_at_end
+    return f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
 
 
 def _devices(schedule: SchedulePlan) -> str:

@@ -36,22 +36,14 @@ def calls_of(
 
     Each with the most times that a device makes it in a step, on any of the meshes.
     """
-    graph = analysis.graph
-    paid = [
-        op for op in graph.ops
-        if not all(o is None or graph.values[o].fixed for o in op.outputs)
-    ]  # fmt: skip
-    found: dict[OpCall, int] = {}
+    num = 1 if microbatches is None else microbatches.num
+    ops, found = distinct_ops(analysis, microbatches), dict[OpCall, int]()
     for mesh in meshes:
         counts: Counter[OpCall] = Counter()
-        alike = Counter(_alike(analysis, op, microbatches) for op in paid)
-        for op in paid:
-            count = alike.pop(_alike(analysis, op, microbatches), 0)
-            if count:
-                made = _calls_of_op(analysis, op, mesh, microbatches)
-                num = 1 if microbatches is None else microbatches.num
-                counts.update(dict.fromkeys(made, count * num))
-        for value in graph.parameters:
+        for op, count in ops:
+            made = _calls_of_op(analysis, op, mesh, microbatches)
+            counts.update(dict.fromkeys(made, count * num))
+        for value in analysis.graph.parameters:
             if value.differentiable:
                 counts.update(_update_calls(value, mesh))
         for call, count in counts.items():
@@ -59,9 +51,20 @@ def calls_of(
     return found
 
 
-def _alike(analysis: Analysis, op: Op, microbatches: Microbatches | None) -> Hashable:
-    """The same for ops that make the same calls."""
-    return analysis.kinds[op.index], microbatches and microbatches.splits[op.index]
+def distinct_ops(
+    analysis: Analysis, microbatches: Microbatches | None = None
+) -> list[tuple[Op, int]]:
+    """The ops that are not fixed, one for all that make the same calls, with their counts."""
+    values = analysis.graph.values
+    first: dict[Hashable, Op] = {}
+    counts: Counter[Hashable] = Counter()
+    for op in analysis.graph.ops:
+        if not all(o is None or values[o].fixed for o in op.outputs):
+            split = None if microbatches is None else microbatches.splits[op.index]
+            kind = analysis.kinds[op.index], split
+            first.setdefault(kind, op)
+            counts[kind] += 1
+    return [(op, counts[kind]) for kind, op in first.items()]
 
 
 def _calls_of_op(

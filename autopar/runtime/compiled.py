@@ -288,7 +288,7 @@ class Compiled(Closing):
 
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""
-        lines = [str(self.plan) if detail == "screen" else self.plan.report(detail)]
+        lines = [self.plan.report(detail)]
         lines += self._runner.not_compiled
         if self.step_time_s is not None:
             lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")
