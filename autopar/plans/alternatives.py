@@ -34,8 +34,9 @@ USERS_NAMES: Mapping[str, str] = {
     TENSOR: "TP",
     MEGATRON: "TP (Megatron)",
     MEGATRON_SEQUENCE: "TP + SP (Megatron)",
+    MARKOV_CHAIN: "MCMC (FlexFlow)",
 }
-ON_MESH = "best on another mesh"
+ON_MESH = "another mesh"
 TIE = 0.005
 """Relative difference in time up to which two alternatives are called a tie."""
 
@@ -82,12 +83,12 @@ def _listed(plan: PlanFields) -> list[Alternative]:
     found = []
     if not plan.is_pipeline:  # the others are no pipelines, and so times of other things
         for name, known in search.baselines.items():
-            over = "does not fit" if known.memory_bytes > usable else ""
+            fits = known.memory_bytes <= usable
             found.append(
                 Alternative(
                     name=users_name(name), mesh=known.mesh, time_s=known.time_s,
                     memory_bytes=known.memory_bytes,
-                    note=", ".join(part for part in (over, known.note) if part),
+                    note=known.note if fits else "does not fit",
                 )
             )  # fmt: skip
         found += _other_meshes(plan)
@@ -129,7 +130,7 @@ def fastest_known(plan: PlanFields) -> Alternative | None:
         return Alternative(name="no pipeline", mesh="", time_s=without[name])
     for each in alternatives(plan):
         size = each.memory_bytes
-        if size is None or each.name == MARKOV_CHAIN:
+        if size is None or each.name == USERS_NAMES[MARKOV_CHAIN]:
             continue
         if size <= plan.cluster.usable_memory_bytes:
             return each
