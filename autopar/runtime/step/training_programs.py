@@ -82,17 +82,24 @@ class TrainingPrograms:
             return TrainingCall(0, own.flatten(args, kwargs))
         tensors = signature.flatten(args, kwargs)
         if self._lower is None:
-            raise InputError(
-                f"the batch has {signature.describe()}; the model was compiled for "
-                f"{own.describe()}, and pipelines, schedules, offload=True and arrays of models "
-                "train on batches of one shape. Pad the batch, or leave the last one of an epoch "
-                "out: DataLoader(..., drop_last=True)"
-            )
+            raise self._one_shape(args, kwargs)
         key = signature.input_shapes
         if key not in self._cache:
             with self._runner.watched("compiling for a batch of other shapes"):
                 self._cache.add(key, lambda slot: self._make(slot, signature))
         return TrainingCall(self._cache[key], tensors)
+
+    def _one_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputError:
+        """The error for a batch of other shapes where only the example's can be trained on."""
+        try:
+            self._signature.flatten(args, kwargs)
+        except InputError as error:
+            return InputError(
+                f"{error}. Pipelines, schedules, offload=True and arrays of models train on "
+                "batches of one shape: leave the last one of an epoch out by DataLoader(..., "
+                "drop_last=True)"
+            )
+        raise AssertionError("the shapes are the example's")
 
     def _make(self, slot: int, signature: Signature) -> int:
         assert self._lower is not None
