@@ -21,19 +21,17 @@ from autopar.frontend.capture import Captured, capture, check_model
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
 from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
-from autopar.ir.placement import Placements
 from autopar.ir.precision import Precision, check_precision
 from autopar.ir.update import Update, check_update
-from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
 from autopar.options import CompileOptions, PlanOptions, compile_options
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
-from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
 from autopar.planning.movement import movement_of
+from autopar.planning.other_calls import OtherCalls
 from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
@@ -54,7 +52,6 @@ from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.runtime.step.loss_scale import check_scaled
 from autopar.runtime.workers import fork_server
 from autopar.schedules import Schedule
-from autopar.sharding.strategy import Strategy
 
 
 def plan(
@@ -463,21 +460,14 @@ class _Compiler:
             in_steps=chosen.offload is None, recomputation=chosen.recomputed,
             compiled=chosen.compiled,
         )  # fmt: skip
-
-        def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
-            analysis = prepare(forward, chosen.graph.batch_norm).analysis
-            assignment = from_first_rank(
-                lambda: plan_forward(analysis, strategy.mesh, chosen.cluster, held),
-                "the forward plan",
-            )
-            return lower_staged_forward(Strategy(analysis, assignment), program)
-
+        others = OtherCalls(chosen, strategy, program, from_first_rank)
         return Compiled(
             captured=captured,
             program=program,
             movement=self._movement(chosen, program),
-            forward_program=lambda: lower_staged_forward(strategy, program),
-            lower_forward=lower_forward,
+            forward_program=others.lower_own_forward,
+            lower_forward=others.lower_forward,
+            lower_training=others.lower_training if others.trains else None,
             plan=chosen,
             devices=self.devices,
             model=self.model,

@@ -23,7 +23,8 @@ from setting import setting
 from torch import nn
 
 from autopar.cost_models import Cluster, ProfileStore
-from autopar.frontend.capture import Arguments, Captured, capture
+from autopar.frontend.capture import Captured, capture
+from autopar.frontend.signature import Arguments
 from autopar.planning.meshes import candidate_meshes
 from autopar.pricing.local_calls import calls_of
 from autopar.runtime.measure.op_times import op_times
