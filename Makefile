@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test exhaustive faults clean
+.PHONY: demo test exhaustive faults gpu clean
 
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,21 @@ NUMBERS ?= 0-999
 PARALLEL ?= 6
 faults: $(VENV)/.installed
 	$(BIN)/python -m tests.faults.run --numbers $(NUMBERS) --parallel $(PARALLEL)
+
+# On a machine with CUDA: tests (NCCL where there are several GPUs), then benchmarks beside peers,
+# whose results go to benchmarks/results/*_gpu.json. Each step ends within ten minutes.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
+WITHIN := timeout 600
+gpu: $(VENV)/.installed
+	@test $(GPUS) -gt 0 || { echo "make gpu: nvidia-smi lists no GPU on this machine" >&2; exit 1; }
+	$(WITHIN) $(BIN)/python -m pytest -q -m gpu -rs tests
+	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases gpt2 resnet50
+	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases roberta albert
+	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases mistral convnext
+	test $(GPUS) -lt 2 || $(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda \
+		--world-sizes $(GPUS) --cases gpt2 roberta --kernels eager
+	$(WITHIN) $(BIN)/python benchmarks/fusion.py --skip-sweeps --sizes 1 4 16 \
+		--out benchmarks/results/fusion_gpu.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -21,22 +21,21 @@ from autopar.frontend.capture import Captured, capture, check_model
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
 from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
-from autopar.ir.placement import Placements
 from autopar.ir.precision import Precision, check_precision
 from autopar.ir.update import Update, check_update
-from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
 from autopar.options import CompileOptions, PlanOptions, compile_options
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
-from autopar.planning.forward import plan_forward
 from autopar.planning.meshes import MeshSizes
 from autopar.planning.movement import movement_of
-from autopar.planning.planner import make_planned, searched_calls
+from autopar.planning.other_calls import OtherCalls
+from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
+from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
 from autopar.plans.document import Plan, strategy_of
 from autopar.plans.parts import agreed_precision
 from autopar.report.progress import show_progress
@@ -53,7 +52,6 @@ from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.runtime.step.loss_scale import check_scaled
 from autopar.runtime.workers import fork_server
 from autopar.schedules import Schedule
-from autopar.sharding.strategy import Strategy
 
 
 def plan(
@@ -71,7 +69,7 @@ def plan(
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
-    offload: bool = False,
+    offload: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -123,9 +121,9 @@ def plan(
       and are reduced once per step (ZeRO-1; ``no_sync`` in PyTorch). By default as many accumulate
       whole as fit the memory. Pipelines always reduce once.
     * ``offload``: with True tensors may move to the host's memory and back in every step where the
-      memory needs it: results that the backward pass reads, parameters that blocks read as they
-      are stored, optimizer states; those whose copies take least (`autopar.movement`). It competes
-      with recomputation by predicted time.
+      memory needs it, if that is predicted to be faster than recomputation: results that the
+      backward pass reads, parameters that blocks read as they are stored, optimizer states; those
+      whose copies take least (`autopar.movement`). By default only where nothing else fits a GPU.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.
@@ -205,7 +203,7 @@ def compile(  # type: ignore[misc]
     recompute: RecomputeOption | None = None,
     reshard_after_forward: bool | None = None,
     reduce_every_microbatch: bool | None = None,
-    offload: bool = False,
+    offload: bool | None = None,
     batch_norm: str = "global",
     precision: str | Precision | None = None,
     update: str | Update | None = None,
@@ -255,8 +253,8 @@ def compile(  # type: ignore[misc]
     * ``kernels``: ``"eager"`` (the default) runs blocks op by op, ``"compiled"`` as Inductor makes
       them, ``"auto"`` each graph as is measured to be faster; see `autopar.lowering.regions`.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
-      on disk). Ops not measured by then, and all ops if it is 0, are priced by roofline.
-      Collectives between the devices are measured once too, which takes some seconds.
+      on disk), but for those that cannot change the plan. Others, and all ops if it is 0, are
+      priced by roofline. Collectives between the devices are measured too, which takes seconds.
     * ``seed``: the seed of dropout and all other random ops.
 
     A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
@@ -373,8 +371,8 @@ class _Compiler:
                 self._check_gradients(captured, inputs)
             if self.options.running.optimizer is not None:
                 check_trainable(captured.graph)
-            communication = self._measured_collectives(say)
             prepared = prepare(captured, self.planning.batch_norm)
+            communication = self._collectives(prepared, say)
             chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
             say("lower")
             return self._start(captured, chosen)
@@ -414,16 +412,15 @@ class _Compiler:
         if failure := from_first_rank(verdict, "the gradient check"):
             raise GradientError(failure)
 
-    def _measured_collectives(self, say: Progress) -> CommunicationModel | None:
+    def _collectives(self, prepared: Prepared, say: Progress) -> CommunicationModel | None:
         """Measured collectives between the given devices; None if none are to be measured."""
-        options = self.options
+        options, limit_s = self.options, self.options.running.start_timeout_s
         if options.plan is not None or options.profile_limit_s <= 0 or self.cluster is not None:
             return None
         say("measure collectives")
         here = from_first_rank(lambda: Cluster.detect(len(self.devices)), "the cluster")
-        return collective_times(
-            here, self.devices, default_store_path(), options.running.start_timeout_s
-        )
+        grid = collectives_worth_measuring(prepared, here, self.space)
+        return collective_times(here, self.devices, default_store_path(), grid, limit_s)
 
     def _search(
         self, prepared: Prepared, communication: CommunicationModel | None, say: Progress
@@ -434,7 +431,7 @@ class _Compiler:
         else:
             cluster = communication.cluster
             compute = op_times(
-                searched_calls(prepared, cluster, self.space), cluster, default_store_path(),
+                calls_worth_measuring(prepared, cluster, self.space), cluster, default_store_path(),
                 limit_s=self.options.profile_limit_s, start_timeout_s=running.start_timeout_s,
                 progress=say,
             )  # fmt: skip
@@ -445,7 +442,7 @@ class _Compiler:
             prepared, cluster, self.space, constraints=planning.constraints, compute=compute,
             communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
-            device_type=self.devices[0].type, progress=say,
+            may_move=running.array is None, device_type=self.devices[0].type, progress=say,
         )  # fmt: skip
         return with_kernels(
             planned.plan, planned.program, self.options.kernels, default_store_path(),
@@ -463,21 +460,14 @@ class _Compiler:
             in_steps=chosen.offload is None, recomputation=chosen.recomputed,
             compiled=chosen.compiled,
         )  # fmt: skip
-
-        def lower_forward(forward: Captured, held: Mapping[int, Placements]) -> RankProgram:
-            analysis = prepare(forward, chosen.graph.batch_norm).analysis
-            assignment = from_first_rank(
-                lambda: plan_forward(analysis, strategy.mesh, chosen.cluster, held),
-                "the forward plan",
-            )
-            return lower_staged_forward(Strategy(analysis, assignment), program)
-
+        others = OtherCalls(chosen, strategy, program, from_first_rank)
         return Compiled(
             captured=captured,
             program=program,
             movement=self._movement(chosen, program),
-            forward_program=lambda: lower_staged_forward(strategy, program),
-            lower_forward=lower_forward,
+            forward_program=others.lower_own_forward,
+            lower_forward=others.lower_forward,
+            lower_training=others.lower_training if others.trains else None,
             plan=chosen,
             devices=self.devices,
             model=self.model,

@@ -43,7 +43,7 @@ class PlanOptions:
     recompute: RecomputeOption | None = None
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
-    offload: bool = False
+    offload: bool | None = None
     batch_norm: str = "global"
     precision: Precision | None = None
     optimizer: MakeOptimizer | None = None
@@ -56,8 +56,8 @@ class PlanOptions:
         check_makes_optimizer(self.optimizer)
         check_mesh(self.mesh)
         Recompute.of(self.recompute)
-        if not isinstance(self.offload, bool):
-            raise InputError(f"offload is {self.offload!r}; it must be True or False")
+        if not isinstance(self.offload, bool | None):
+            raise InputError(f"offload is {self.offload!r}; it must be True, False or None")
         if not isinstance(self.reshard_after_forward, bool | None):
             raise InputError(
                 f"reshard_after_forward is {self.reshard_after_forward!r}; it must be True, False "
@@ -139,7 +139,7 @@ class PlanOptions:
             "recompute": self.recompute,
             "reshard_after_forward": self.reshard_after_forward,
             "reduce_every_microbatch": self.reduce_every_microbatch,
-            "offload": self.offload or None,
+            "offload": self.offload,
             "update": self.update,
         }
         return [f"{name}={value!r}" for name, value in decided.items() if value is not None]

@@ -248,13 +248,13 @@ def _described(plan: Any) -> dict[str, Any]:
         "fits": taken <= plan.cluster.usable_memory_bytes,
         "others": dict(sorted(search.pipelines.items(), key=lambda item: item[1])[:MAX_LISTED]),
         "not": search.not_pipelines,
-        "text": str(plan).splitlines(),
+        "text": plan.report("full").splitlines(),
     }
 
 
 def _counts(plan: Any, heading: str) -> dict[str, str]:
     """The lines of a section of the plan's text."""
-    lines = str(plan).splitlines()
+    lines = plan.report("full").splitlines()
     found = {}
     for line in lines[lines.index(heading) + 1 :]:
         if not line.startswith("  "):

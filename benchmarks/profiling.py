@@ -23,7 +23,8 @@ from setting import setting
 from torch import nn
 
 from autopar.cost_models import Cluster, ProfileStore
-from autopar.frontend.capture import Arguments, Captured, capture
+from autopar.frontend.capture import Captured, capture
+from autopar.frontend.signature import Arguments
 from autopar.planning.meshes import candidate_meshes
 from autopar.pricing.local_calls import calls_of
 from autopar.runtime.measure.op_times import op_times
@@ -66,7 +67,7 @@ def profiled(captured: Captured, cluster: Cluster, path: Path) -> dict[str, Any]
     """One profile, with the calls it added to the store; listing the calls is timed too."""
     before = stored(cluster, path)
     start = time.perf_counter()
-    calls = calls_of(Analysis(captured.graph), candidate_meshes(cluster, None))
+    calls = list(calls_of(Analysis(captured.graph), candidate_meshes(cluster, None)))
     listed_s = time.perf_counter() - start
     op_times(calls, cluster, path, limit_s=LIMIT_S, start_timeout_s=60.0, progress=lambda _: None)
     return {

@@ -4,6 +4,7 @@ from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.collective_measure import (
+    CollectiveGrid,
     all_measured,
     is_group_of,
     measure_collectives,
@@ -24,6 +25,7 @@ __all__ = [
     "Category",
     "Cluster",
     "Collective",
+    "CollectiveGrid",
     "CommunicationModel",
     "ComputeModel",
     "CostError",

@@ -17,7 +17,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,26 @@ MAX_SPREAD, MAX_REPEATS = 0.3, 2
 A time whose spread stays too large is marked noisy.
 """
 _Row = tuple[str, str, int, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveGrid:
+    """Collectives to measure: every kind with every number of bytes on groups of every size.
+
+    ``group_sizes`` are divisors of the number of ranks, by default all, measured in blocks of
+    neighbouring ranks and with the largest stride.
+    """
+
+    kinds: tuple[Collective, ...] = tuple(Collective)
+    sizes_bytes: tuple[int, ...] = DEFAULT_SIZES_BYTES
+    group_sizes: tuple[int, ...] | None = None
+
+    def sizes_of(self, world: int) -> list[int]:
+        """The sizes of groups that divide ``world``."""
+        return [n for n in self.group_sizes or range(2, world + 1) if n > 1 and world % n == 0]
+
+
+EVERY = CollectiveGrid()
 
 
 def measured_model(cluster: Cluster, store: ProfileStore) -> CommunicationModel:
@@ -121,53 +141,44 @@ def _ascending(times_s: Sequence[float]) -> tuple[float, ...]:
 def all_measured(
     cluster: Cluster,
     store: ProfileStore,
-    *,
-    group_sizes: Sequence[int] | None = None,
-    kinds: Sequence[Collective] = tuple(Collective),
-    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    grid: CollectiveGrid = EVERY,
 ) -> bool:
     """Whether the store has all times of `measure_collectives`."""
     model = CommunicationModel(cluster)
     world = cluster.num_devices
-    shapes = [
-        json.dumps(model.group_shape(t[0])) for t in _tilings(world, _sizes(world, group_sizes))
-    ]
+    shapes = [json.dumps(model.group_shape(t[0])) for t in _tilings(world, grid.sizes_of(world))]
     known = {row[:3] for row in _rows(cluster, store)}
-    wanted = itertools.product((kind.value for kind in kinds), shapes, sizes_bytes)
+    wanted = itertools.product((kind.value for kind in grid.kinds), shapes, grid.sizes_bytes)
     return known.issuperset(wanted)
 
 
 def measure_collectives(
     cluster: Cluster,
     store: ProfileStore,
+    grid: CollectiveGrid = EVERY,
     *,
-    group_sizes: Sequence[int] | None = None,
-    kinds: Sequence[Collective] = tuple(Collective),
-    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     max_s: float = 0.1,
 ) -> CommunicationModel:
     """Measure what the store lacks, and return the model that uses it.
 
-    Called by all ranks of the default process group. ``group_sizes`` are divisors of the world size
-    (by default all), measured in blocks of neighbouring ranks and with the largest stride. Each
-    time is the median over `ROUNDS` rounds, or more if they differ. The time of a round is the mean
-    over all repetitions but the slowest quarter (a step pays for slow ones too), and over the
-    ranks, so that it includes waiting for the last rank; for messages in one direction it is that
-    of the slowest rank. ``max_s`` limits the time per size, but each round has at least three
-    repetitions. Raises CostError if there is no process group, or if its size or backend is not
-    that of ``cluster``.
+    Called by all ranks of the default process group with the same ``grid``. Each time is the median
+    over `ROUNDS` rounds, or more if they differ. The time of a round is the mean over all
+    repetitions but the slowest quarter (a step pays for slow ones too), and over the ranks, so that
+    it includes waiting for the last rank; for messages in one direction it is that of the slowest
+    rank. ``max_s`` limits the time per size, but each round has at least three repetitions. Raises
+    CostError if there is no process group, or if its size or backend is not that of ``cluster``.
     """
     world = _check_world(cluster)
     model = CommunicationModel(cluster)
     known = {row[:3] for row in _from_rank_0(_rows(cluster, store))}
-    for ranks_of in _tilings(world, _sizes(world, group_sizes)):
+    for ranks_of in _tilings(world, grid.sizes_of(world)):
         groups = [dist.new_group(list(ranks)) for ranks in ranks_of]
         mine = next(i for i, ranks in enumerate(ranks_of) if dist.get_rank() in ranks)
         shape = json.dumps(model.group_shape(ranks_of[mine]))
         sweep = _Sweep(cluster, store, groups[mine], ranks_of[mine], shape, max_s / ROUNDS)
         missing = [
             (kind, size_bytes)
-            for kind, size_bytes in itertools.product(kinds, sizes_bytes)
+            for kind, size_bytes in itertools.product(grid.kinds, grid.sizes_bytes)
             if (kind.value, shape, size_bytes) not in known
         ]
         for kind, size_bytes in missing * ROUNDS:
@@ -232,10 +243,6 @@ class _Sweep:
     def close(self) -> None:
         self.collectives.close()
         self.messages.close()
-
-
-def _sizes(world: int, wanted: Sequence[int] | None) -> list[int]:
-    return [n for n in (wanted or range(2, world + 1)) if n > 1 and world % n == 0]
 
 
 def _check_world(cluster: Cluster) -> int:

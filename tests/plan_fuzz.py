@@ -38,7 +38,6 @@ from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.planning.movement import movement_of
 from autopar.plans.document import Plan, strategy_of
-from autopar.plans.text import plan_html
 from autopar.runtime.machine.protocols import Received
 from autopar.runtime.state.shards import gather, microbatch_of, scatter
 from autopar.runtime.step.executor import Executor, StepResult
@@ -530,7 +529,7 @@ def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: flo
     try:
         plan = loaded(mutated(whole, seed), seed % 3, folder)
         step = "report"
-        str(plan), plan_html(plan), plan.to_json()
+        str(plan), plan.report("full"), plan._repr_html_(), plan.to_json()
         step = "strategy"
         strategy = strategy_of(plan, case.captured, whole.cluster.num_devices)
         if _decisions(plan) == _decisions(whole):

@@ -77,7 +77,7 @@ def test_every_known_strategy_has_a_price_or_a_reason(name):
     plan = make_planned(captured_of(name), A100).plan
     assert {*plan.search.baselines, *plan.search.missing} == {name_of(*key) for key in KEYS}
     assert not set(plan.search.baselines) & set(plan.search.missing)
-    text = str(plan)
+    text = plan.report("full")
     for known in (DATA, ZERO1, ZERO2, ZERO3, HYBRID, "tensor", MARKOV_CHAIN):
         assert known in text
     for reason in plan.search.missing.values():
@@ -138,7 +138,7 @@ def test_a_known_strategy_does_not_stand_in_for_other_constraints(tight, monkeyp
     monkeypatch.setattr(fit, "POINT_TRIALS", 0)
     constraints = [MemoryBudget(budget), Force("data_parallel")]
     with pytest.raises(ConstraintError, match="no strategy found that fits"):
-        make_planned(captured, A100, constraints=constraints)
+        make_planned(captured, A100, Space(offload=False), constraints=constraints)
 
 
 def test_data_parallelism_splits_the_batch_and_nothing_else():

@@ -1,6 +1,13 @@
-"""Sizes and times formatted for people."""
+"""Sizes and times formatted for people, and rounded for plans."""
 
 from __future__ import annotations
+
+import numpy as np
+
+
+def nine_digits(number: float) -> float:
+    """Nine significant digits, so that the order of a sum does not change a plan's bytes."""
+    return float(np.format_float_positional(number, precision=9, fractional=False)) + 0.0
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -13,9 +13,9 @@ import contextlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -47,6 +47,7 @@ from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
 from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline_no_grad_regions
 from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_access import index_strided_access
+from autopar.frontend.signature import Arguments, InputSlot, Signature
 from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
 from autopar.frontend.untraced import (
     refuse_averages_over_all_batches,
@@ -56,135 +57,6 @@ from autopar.frontend.untraced import (
 )
 from autopar.ir.graph import Graph, verify
 from autopar.ir.precision import Precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """How the arguments of a call become the graph's inputs, and its outputs the model's own.
-
-    ``leaves`` has one entry per flattened argument: the position among the graph's tensor inputs,
-    or the constant that was captured. ``input_names`` are the tensor inputs' names as users know
-    them.
-    """
-
-    in_spec: Any
-    leaves: tuple[Any, ...]
-    input_names: tuple[str, ...]
-    input_shapes: tuple[tuple[int, ...], ...]
-    input_dtypes: tuple[torch.dtype, ...]
-    out_spec: Any
-    out_leaves: tuple[Any, ...]
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensor inputs of a call; raises InputError where it differs from the example."""
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        if spec != self.in_spec:
-            raise InputError(
-                "inputs do not match the example inputs: they must have the same structure "
-                "(positional and keyword, keywords in the same order). "
-                f"Expected {self.describe()}; got "
-                f"{len(args)} positional and keywords {sorted(kwargs)}"
-            )
-        tensors: list[Tensor] = []
-        for leaf, expected in zip(leaves, self.leaves):
-            if isinstance(expected, _InputSlot):
-                tensors.append(self._check(leaf, expected.position))
-            elif isinstance(leaf, Tensor) or leaf != expected:
-                raise InputError(
-                    f"argument {leaf!r} differs from the value {expected!r} the model was "
-                    "captured with; compile again for another value"
-                )
-        return tensors
-
-    def _check(self, leaf: Any, position: int) -> Tensor:
-        name, shape = self.input_names[position], self.input_shapes[position]
-        dtype = self.input_dtypes[position]
-        if not isinstance(leaf, Tensor):
-            raise InputError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
-        if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type == "meta":
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-            raise InputError(
-                f"input {name!r} is a {kind} tensor on {leaf.device}; pass a dense one with data, "
-                "such as x.to_dense()"
-            )
-        if tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            raise InputError(
-                f"input {name!r} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}; the model "
-                f"was compiled for {shape} and {dtype}. Pad or drop the batch, or compile again "
-                "with example_inputs of the new shape"
-            )
-        return leaf
-
-    def key(self) -> CallKey:
-        """The `call_key` of the example, which every call that `flatten` accepts has too."""
-        leaves = tuple(
-            (self.input_shapes[leaf.position], self.input_dtypes[leaf.position])
-            if isinstance(leaf, _InputSlot)
-            else _constant_key(leaf)
-            for leaf in self.leaves
-        )
-        return self.in_spec, leaves
-
-    def example(self) -> Arguments:
-        """A call like the example, with tensors that hold no data."""
-        pairs = zip(self.input_shapes, self.input_dtypes)
-        return self.call_of([torch.empty(s, dtype=d, device="meta") for s, d in pairs])
-
-    def call_of(self, tensors: Sequence[Tensor]) -> Arguments:
-        """The call with these tensor inputs; the inverse of `flatten`."""
-        return Arguments(*pytree.tree_unflatten(_filled(self.leaves, tensors), self.in_spec))
-
-    def output_of(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's own output, of its tensors in order."""
-        return pytree.tree_unflatten(_filled(self.out_leaves, tensors), self.out_spec)
-
-    def describe(self) -> str:
-        return ", ".join(
-            f"{n}: {tuple(s)} {d}"
-            for n, s, d in zip(self.input_names, self.input_shapes, self.input_dtypes)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _InputSlot:
-    position: int
-
-
-def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    return [tensors[x.position] if isinstance(x, _InputSlot) else x for x in leaves]
-
-
-def signature_of_tensors(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-) -> Signature:
-    """The signature of a call with positional tensors only, whose output is one tensor."""
-    return Signature(
-        in_spec=pytree.tree_structure((tuple(names), {})),
-        leaves=tuple(_InputSlot(place) for place in range(len(names))),
-        input_names=tuple(names),
-        input_shapes=tuple(shapes),
-        input_dtypes=tuple(dtypes),
-        out_spec=pytree.tree_structure(0),
-        out_leaves=(_InputSlot(0),),
-    )
-
-
-CallKey = tuple[Any, tuple[Any, ...]]
-"""The structure of a call and what a program depends on of each argument."""
-
-
-def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
-    """A key of calls that one program can run: structure, shapes, dtypes, plain values."""
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
-        for leaf in leaves
-    )
-
-
-def _constant_key(leaf: Any) -> Any:
-    """A key that tells apart ``True``, ``1`` and ``1.0``, which compare as equal."""
-    return type(leaf), leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +119,7 @@ class Step(nn.Module):
             tensors = held.write_assigned(tensors)
         kept = iter(range(len(tensors)))
         self.output.leaves = tuple(
-            _InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
+            InputSlot(next(kept)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves
         )
         return (loss, *tensors)
 
@@ -271,13 +143,6 @@ def _find_loss(output: Any) -> Tensor | None:
         return _find_loss(output[0]) if isinstance(output[0], Tensor) else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return checked_loss(loss, of="the model's .loss") if isinstance(loss, Tensor) else None
-
-
-class Arguments(NamedTuple):
-    """Example inputs with positional and keyword arguments: ``Arguments((x,), {"y": y})``."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -479,7 +344,7 @@ def _signature(step: Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
     tensors: list[tuple[str, Tensor]] = []
     for leaf, name in zip(leaves, names):
         if isinstance(leaf, Tensor):
-            slots.append(_InputSlot(len(tensors)))
+            slots.append(InputSlot(len(tensors)))
             tensors.append((name, leaf))
         else:
             slots.append(leaf)

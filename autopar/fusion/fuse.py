@@ -20,7 +20,8 @@ from torch import nn
 
 from autopar.base.errors import InputError
 from autopar.base.exclusive import in_turn
-from autopar.frontend.capture import Captured, Signature, signature_of_tensors
+from autopar.frontend.capture import Captured
+from autopar.frontend.signature import Signature, signature_of_tensors
 from autopar.fusion.align import Row, aligned
 from autopar.fusion.builder import GraphBuilder
 from autopar.fusion.forms.base import Call, Draw, Results, aten

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.capture import Signature, Step
+from autopar.frontend.capture import Step
 from autopar.frontend.reader import loss_fn_name
+from autopar.frontend.signature import Signature
 from autopar.fusion.fuse import LOSSES, Fused, Slice
 
 

@@ -9,6 +9,10 @@ reachability from the cotangents:
 - ``W``: saved values, cotangents and the values handed over by ``I`` to the gradients of the
   parameters (off the critical path).
 
+A schedule that never runs anything between I and W can *join* them: I computes the gradients of the
+parameters too, each as soon as it can, and hands them over, so that activations are released in
+between.
+
 Which values are saved is a choice. By default all that the derivative reads, except those that cost
 nothing to make again: views, values that only the backward pass needs, and cheap functions of
 operands without gradient (such as the additive mask that attention makes of a boolean one, which
@@ -32,6 +36,7 @@ from autopar.base.errors import PlanError
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import is_overload, written_arguments
 from autopar.comm.ops import COLLECTIVES, SHARD
+from autopar.cost_models.memory import graph_memory
 from autopar.ir.random_ops import DRAWN_AS, is_random
 from autopar.lowering.types import Kernel, TensorMeta
 
@@ -99,12 +104,17 @@ class Joint:
         self.places = {node: place for place, node in enumerate(drawn)}
 
     # --- the choice of what is saved --------------------------------------------------------
-    def kernel(self, kept: Collection[str] | None = None) -> Kernel:
+    def kernel(self, kept: Collection[str] | None = None, *, may_join: bool = False) -> Kernel:
         """F, I and W; ``kept`` names the values that are saved, None saves all that are needed.
 
+        If they ``may_join``, I and W are joined where the backward pass takes less memory then.
         Raises PlanError for a name that is not that of a value which can be saved.
         """
-        return _Split(self, self._test(kept)).kernel()
+        split = _Split(self, self._test(kept))
+        separate = split.kernel()
+        if not (may_join and self.input_grads and self.weight_grads):
+            return separate
+        return min(separate, split.kernel(is_joined=True), key=_backward_bytes)
 
     @cached_property
     def default_names(self) -> tuple[str, ...]:
@@ -221,11 +231,12 @@ class _Split:
         self.stays = stays
         self.saved: list[fx.Node] = []
 
-    def kernel(self) -> Kernel:
+    def kernel(self, *, is_joined: bool = False) -> Kernel:
         joint = self.joint
         input_results = [joint.grads[i] for i in joint.input_grads]
         weight_results = [joint.grads[i] for i in joint.weight_grads]
-        made = {n for n in self._close(input_results, lambda _: False) if self._is_worth(n)}
+        results = [*input_results, *(weight_results if is_joined else ())]
+        made = {n for n in self._close(results, lambda _: False) if self._is_worth(n)}
 
         def is_handed(node: fx.Node) -> bool:
             return _call(node) in made and _call(node).op == "call_function"
@@ -375,6 +386,26 @@ def _is_cheap(node: fx.Node) -> bool:
         return False
     is_pass = torch.Tag.pointwise in tags or node.target is SHARD
     return is_pass or not node.all_input_nodes
+
+
+def _backward_bytes(kernel: Kernel) -> int:
+    """The most bytes that I and then W hold besides what F has saved and the cotangents."""
+    assert kernel.backward_input is not None
+    assert kernel.backward_weight is not None
+    handed = [
+        node
+        for node, (kind, _) in zip(_given(kernel.backward_weight), kernel.weight_sources)
+        if kind == "handed"
+    ]
+    made = [
+        graph_memory(module.graph).peak_bytes - sum(map(_size_bytes, _given(module)))
+        for module in (kernel.backward_input, kernel.backward_weight)
+    ]
+    return max(made[0], made[1] + sum(map(_size_bytes, handed)))
+
+
+def _given(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _size_bytes(node: fx.Node) -> int:

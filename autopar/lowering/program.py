@@ -53,16 +53,20 @@ def lower(
     training: bool = True,
     blocks: tuple[Block, ...] | None = None,
     kept: Mapping[str, Collection[str]] = _NOTHING,
+    may_join: bool = False,
     traces: Traces | None = None,
 ) -> RankProgram:
     """Lower ``strategy``; without ``training``, only forward graphs that keep all outputs.
 
     ``blocks``: contiguous runs of the graph's ops, in place of its own blocks. ``kept``: for each
-    block that recomputes, the values that it keeps (`autopar.lowering.joint`). ``traces``: those of
-    an earlier program of this strategy; new ones are added.
+    block that recomputes, the values that it keeps (`autopar.lowering.joint`). ``may_join``: the
+    schedule runs nothing between I and W of a block, so blocks that recompute may join them.
+    ``traces``: those of an earlier program of this strategy; new ones are added.
     """
     traces = Traces() if traces is None else traces
-    return _Lowering(strategy, torch.device(device_type), training, blocks, kept, traces).lower()
+    return _Lowering(
+        strategy, torch.device(device_type), training, blocks, kept, may_join, traces
+    ).lower()
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class _Lowering:
         training: bool,
         blocks: tuple[Block, ...] | None,
         kept: Mapping[str, Collection[str]],
+        may_join: bool,
         traces: Traces,
     ) -> None:
         self.strategy = strategy
@@ -95,6 +100,7 @@ class _Lowering:
         self.strides: dict[int, tuple[int, ...]] = {}
         self.totals: list[OutputProgram] = []
         self.kept = kept
+        self.may_join = may_join
         self.traces = traces
 
     def lower(self) -> RankProgram:
@@ -186,7 +192,7 @@ class _Lowering:
         self.traces.of_block[block.name] = joint
         if key not in self.known:
             try:
-                kernel = joint.kernel(kept)
+                kernel = joint.kernel(kept, may_join=self.may_join and kept is not None)
             except PlanError as error:
                 raise PlanError(f"block {block.name!r}: {error}") from error
             if self._role(block) is Role.TOTALS:

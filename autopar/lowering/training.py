@@ -14,7 +14,7 @@ from autopar.lowering.program import Traces, lower
 from autopar.lowering.regions import with_compiled
 from autopar.lowering.stages import Stages
 from autopar.lowering.types import RankProgram
-from autopar.schedules import Schedule
+from autopar.schedules import Kind, Schedule
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Strategy
 
@@ -48,10 +48,17 @@ def lower_training(
         )
     if num_microbatches > 1:
         strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
-    program = lower(strategy, device_type=device_type, kept=recomputation.kept, traces=traces)
+    early = update if update is not None and update.is_early else None
+    is_split = pipeline is not None and any(
+        entry.action.kind is Kind.W for steps in pipeline[1].devices for entry in steps
+    )
+    program = lower(
+        strategy, device_type=device_type, kept=recomputation.kept,
+        may_join=early is None and not is_split, traces=traces,
+    )  # fmt: skip
     if pipeline is not None:
         stages, schedule = pipeline
         program = with_pipeline(program, stages.of(strategy.graph), schedule)
-    if update is not None and update.is_early:
-        program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
+    if early is not None:
+        program = with_early_update(program, early, tile_bytes=tile_bytes, in_steps=in_steps)
     return with_compiled(program, compiled)

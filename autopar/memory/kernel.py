@@ -42,8 +42,8 @@ class StepMemory:
 @dataclass(slots=True)
 class KernelMemory:
     """The memory of a kernel: ``workspace`` of each graph beyond its inputs, bytes that are
-    ``saved`` for the backward pass, those ``late`` ones that W still needs after I, and the
-    gradients that I computes.
+    ``saved`` for the backward pass, those ``late`` ones that W still needs after I, those of them
+    that W only passes on as gradients of parameters, and the gradients that I computes.
 
     Outputs that are also saved are counted as values; ``saved_outputs`` says whether W needs each.
     ``steps`` are those of W, if it has any.
@@ -52,6 +52,7 @@ class KernelMemory:
     workspace: dict[str, int] = field(default_factory=dict)
     saved: int = 0
     late: int = 0
+    passed: int = 0
     saved_outputs: dict[int, bool] = field(default_factory=dict)
     input_grads: tuple[InputGradient, ...] = ()
     steps: tuple[StepMemory, ...] = ()
@@ -94,12 +95,16 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     if kernel.backward_input is not None:
         memory.input_grads = _input_gradients(kernel, kernel.backward_input.graph, allocator)
     if kernel.backward_weight is not None:
-        given = [n for n in kernel.backward_weight.graph.nodes if n.op == "placeholder"]
-        memory.late = sum(
-            allocator.rounded(_size(node))
+        graph = kernel.backward_weight.graph
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        results = set(graph.output_node().all_input_nodes)
+        sizes = {
+            node: allocator.rounded(_size(node))
             for node, (kind, index) in zip(given, kernel.weight_sources)
             if kind == "handed" or (kind == "saved" and saved[index] not in number)
-        )
+        }
+        memory.late = sum(sizes.values())
+        memory.passed = sum(size for node, size in sizes.items() if node in results)
     return memory
 
 

@@ -206,8 +206,7 @@ class _Play:
 
     def _update(self, values: Iterable[int]) -> None:
         """Update those of these parameters that are on this device and not updated yet."""
-        device = self.route.device
-        here = [v for v in values if device in self.parameter_of[v].devices]
+        here = [v for v in values if self.route.device in self.parameter_of[v].devices]
         due = [v for v in here if v not in self.updated]
         self.updated.update(due)
         sizes = [self.parameter_bytes[value].stored for value in due]
@@ -232,9 +231,8 @@ class _Play:
         if stage + 1 < len(row) and row[stage + 1] != row[stage]:
             for value in self.program.pipeline.boundaries[stage].values:
                 self._release((microbatch, value), "env", Category.ACTIVATIONS)
-        for value in self.route.finished[stage]:
-            if value not in self.route.crossing[stage]:
-                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+        for value in set(self.route.finished[stage]).difference(self.route.crossing[stage]):
+            self._release((microbatch, value), "env", Category.ACTIVATIONS)
 
     def _leave_recomputed(self, stage: int, microbatch: int) -> None:
         kept = self.route.crossing[stage].union(self.route.finished[stage])
@@ -388,6 +386,7 @@ class _Play:
             return
         values = self._graded(position, kernel.weight_grads)
         self.tally.check(where, memory.workspace["W"])
+        self.live[Category.ACTIVATIONS] -= memory.passed
         self._sum(values, where)
         self._release_arguments(position, microbatch)
         if kernel.cotangents:
@@ -402,6 +401,7 @@ class _Play:
         block = self.program.blocks[position]
         kernel, where = self.program.kernels[block.kernel], f"W {block.name}"
         steps, shared = kernel.weight_steps, 0
+        self.live[Category.ACTIVATIONS] -= self.kernels[block.kernel].passed
         self.early.reads.begin_steps(position)
         for step, memory in zip(steps, self.kernels[block.kernel].steps):
             values = self._graded(position, step.grads)
@@ -439,7 +439,7 @@ class _Play:
         for key, category in [*self._operands(position, microbatch, kernel.weight_sources)]:
             self._release(key, (microbatch, position), category)
         self._release_outputs(position, microbatch, for_weight=True)
-        self.live[Category.ACTIVATIONS] -= memory.late
+        self.live[Category.ACTIVATIONS] -= memory.late - memory.passed
         for buffer in self.late.pop((microbatch, position), ()):
             self.gradients.drop(buffer)
 

@@ -75,10 +75,11 @@ class Fitted:
 
 
 class Fit:
-    """Lowers the options of a search until one fits."""
+    """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Search, *, moves: bool) -> None:
         self.search = search
+        self.moves = moves
         self.setting = search.setting
         self.is_open = search.space.is_open
         self.max_trials = OPEN_TRIALS if self.is_open else POINT_TRIALS
@@ -195,7 +196,7 @@ class Fit:
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
             f"{format_bytes(available)}",
         )
-        if self.search.space.offload and option.movement is None:
+        if self.moves and option.movement is None:
             self._push_moved(option)
         is_smaller = self._push_smaller(option, program)
         return self._corrected(option, CAUTION * within, is_smaller=is_smaller)

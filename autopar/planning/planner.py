@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.base.errors import InputError, OptimizerError, PlanError
+from autopar.base.errors import ConstraintError, InputError, OptimizerError
 from autopar.base.gc_pause import collector_paused
 from autopar.cost_models import (
     Cluster,
     CommunicationModel,
     ComputeModel,
-    OpCall,
     RooflineModel,
 )
 from autopar.cost_models.update import OptimizerSpec, adamw
@@ -31,9 +30,9 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
+from autopar.plans.modules import module_plans, parameter_uses
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.local_calls import calls_of
 from autopar.sharding.strategy import Strategy
 
 DEFAULT_SPACE = Space()
@@ -62,19 +61,22 @@ def make_planned(
     device_type: str = "cpu",
     update: Update | None = None,
     may_update_early: bool = True,
+    may_move: bool = True,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
 
     By default ops are priced by roofline, collectives by formula, and the optimizer is AdamW.
     Parameters are updated early if ``update`` says so, or if it is None, the optimizer
-    ``may_update_early``, and nothing fits otherwise. Raises ConstraintError if the constraints or
-    the memory leave no strategy, OptimizerError for an early update that the optimizer excludes.
+    ``may_update_early``, and nothing fits otherwise. On accelerators tensors move to the host if
+    the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. Raises
+    ConstraintError if the constraints or the memory leave no strategy, OptimizerError for an early
+    update that the optimizer excludes.
     """
     setting = make_setting(
         captured, cluster, space, constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
-        update=update, may_update_early=may_update_early, progress=progress,
+        update=update, may_update_early=may_update_early, may_move=may_move, progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
     if setting.update is not None and setting.update.is_early and setting.optimizer.is_joint:
@@ -85,7 +87,7 @@ def make_planned(
         )
     setting.check_capacity()
     search = Search(setting).run()
-    return _planned(search, Fit(search).best())
+    return _planned(search, _fitted(search))
 
 
 def make_setting(
@@ -100,6 +102,7 @@ def make_setting(
     device_type: str = "cpu",
     update: Update | None = None,
     may_update_early: bool = True,
+    may_move: bool = True,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""
@@ -114,24 +117,9 @@ def make_setting(
         device_type=device_type,
         update=update,
         may_update_early=may_update_early,
+        may_move=may_move,
         progress=progress,
     )
-
-
-def searched_calls(prepared: Prepared, cluster: Cluster, space: Space) -> tuple[OpCall, ...]:
-    """All distinct op calls that a search in this space may price."""
-    meshes = space.meshes(cluster)
-    counts = space.microbatch_counts(prepared.analysis.batch_size)
-    found: dict[OpCall, None] = {}
-    for num in counts:
-        try:
-            _, analysis, microbatches = prepared.cut(num)
-        except PlanError:
-            if len(counts) == 1:
-                raise
-            continue  # the search reports the reason
-        found.update(dict.fromkeys(calls_of(analysis, meshes, microbatches)))
-    return tuple(found)
 
 
 def check_trainable(captured: Captured) -> None:
@@ -147,6 +135,18 @@ def check_trainable(captured: Captured) -> None:
             "the loss is itself an input, a parameter or a constant, so there is nothing to plan. "
             "Return a loss that is computed from the inputs"
         )
+
+
+def _fitted(search: Search) -> Fitted:
+    """The fastest option that fits; where none does, tensors move to the host if they may."""
+    setting = search.setting
+    try:
+        return Fit(search, moves=bool(setting.space.offload)).best()
+    except ConstraintError:
+        if not setting.moves_at_last:
+            raise
+    setting.progress("nothing fits: search what moves to the host")
+    return Fit(search, moves=True).best()
 
 
 def _planned(search: Search, fitted: Fitted) -> Planned:
@@ -187,5 +187,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         fitted.update,
         best.recomputation,
         None if moved is None else moved.plan(),
+        uses=parameter_uses(best, strategy),
+        modules=module_plans(best, strategy),
     )
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from autopar.base.units import nine_digits
 from autopar.cost_models import Profiler, RooflineModel
 from autopar.cost_models.efficiency import TABLES, EfficiencyTable
 from autopar.cost_models.estimate import CostError, Source, weakest
@@ -58,24 +57,24 @@ def predict(
     all_devices_s = step_s * pricing.cluster.num_devices
     on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
-        step_time_s=_round(step_s),
-        forward_s=_round(parts.forward_s),
-        backward_s=_round(parts.backward_s),
-        communication_s=_round(parts.communication_s),
-        update_s=_round(parts.update_s),
+        step_time_s=nine_digits(step_s),
+        forward_s=nine_digits(parts.forward_s),
+        backward_s=nine_digits(parts.backward_s),
+        communication_s=nine_digits(parts.communication_s),
+        update_s=nine_digits(parts.update_s),
         sources=dict(sorted(sources.items())),
         communication_source=_weakest(each.source for each in collectives),
         communication_is_noisy=any(each.is_noisy for each in collectives),
         unpriced=_unpriced(best),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
-        hidden_s=_round(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
-        bubble_share=0.0 if pipeline is None else _round(pipeline.bubble_share),
+        hidden_s=nine_digits(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
+        bubble_share=0.0 if pipeline is None else nine_digits(pipeline.bubble_share),
         resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
-        model_flops_utilisation=_round(done.peak_s / all_devices_s),
-        samples_per_s=_round(done.num_samples / step_s),
-        tokens_per_s=_round(done.num_tokens / step_s) if done.num_tokens else None,
+        model_flops_utilisation=nine_digits(done.peak_s / all_devices_s),
+        samples_per_s=nine_digits(done.num_samples / step_s),
+        tokens_per_s=nine_digits(done.num_tokens / step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
         num_noisy=sum(estimate.is_noisy for estimate in estimates),
         update_source=_weakest(updates),
@@ -144,11 +143,6 @@ def _update_sources(best: Candidate) -> set[Source]:
     }
 
 
-def _round(seconds: float) -> float:
-    """Nine significant digits, so that the order of a sum does not change a plan's bytes."""
-    return float(np.format_float_positional(seconds, precision=9, fractional=False)) + 0.0
-
-
 def search_report(
     best: Candidate,
     candidates: Sequence[Candidate],
@@ -173,13 +167,13 @@ def search_report(
         gap = min(gap, relative_gap(cost, min((cost, *same))))
     return SearchReport(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),
-        bound_s=_round(passes * bound),
-        gap=0.0 if gap <= OPTIMAL_GAP else _round(gap),
+        bound_s=nine_digits(passes * bound),
+        gap=0.0 if gap <= OPTIMAL_GAP else nine_digits(gap),
         estimated_bytes=round(estimated_bytes),
-        considered={name: _round(time_s) for name, time_s in _considered(candidates).items()},
+        considered={name: nine_digits(time_s) for name, time_s in _considered(candidates).items()},
         baselines={
             name: KnownStrategy(
-                time_s=_round(known.time_s),
+                time_s=nine_digits(known.time_s),
                 memory_bytes=round(known.memory_bytes),
                 mesh=str(known.mesh),
                 note=known.note,
@@ -187,7 +181,7 @@ def search_report(
             for name, known in baselines.found.items()
         },
         missing=dict(baselines.missing),
-        pipelines={name: _round(time_s) for name, time_s in pipelines.items()},
+        pipelines={name: nine_digits(time_s) for name, time_s in pipelines.items()},
         not_pipelines=dict(not_pipelines),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
+from autopar.base.accelerators import is_accelerator
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
 from autopar.cost_models.memory import allocator_of
@@ -71,7 +72,8 @@ class Setting:
     """The inputs of a search; ``routes`` caches the redistributions on its meshes.
 
     Without an ``update`` parameters are updated early where the memory needs it, and the run
-    ``may_update_early``.
+    ``may_update_early``. Likewise tensors move to the host unless the space says otherwise, where
+    nothing else fits an accelerator and the run ``may_move`` them.
     """
 
     prepared: Prepared
@@ -85,6 +87,7 @@ class Setting:
     progress: Progress
     update: Update | None = None
     may_update_early: bool = True
+    may_move: bool = True
     routes: Routes = field(default_factory=lambda: cache(redistribute))
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
@@ -94,6 +97,12 @@ class Setting:
             cut.microbatches, optimizer=self.optimizer, num_passes=self.num_passes,
             routes=self.routes,
         )  # fmt: skip
+
+    @property
+    def moves_at_last(self) -> bool:
+        """Whether tensors move to the host where nothing else fits, unasked."""
+        is_open = self.space.offload is None
+        return is_open and self.may_move and is_accelerator(self.cluster.device.kind)
 
     @property
     def num_passes(self) -> int:
@@ -115,7 +124,7 @@ class Setting:
         values = self.prepared.captured.graph.values
         total = sum(stored_bytes(value, value.shape, self.optimizer) for value in values)
         share, available = -(-total // self.cluster.num_devices), self.limit.tensor_bytes
-        if share > available and not self.space.offload:
+        if share > available and not (self.space.offload or self.moves_at_last):
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: parameters and optimizer state "
                 f"alone take {total:,} bytes, at least {share:,} on each of "

@@ -58,7 +58,7 @@ class Space:
     ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
     memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
     shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
-    memory needs it.
+    memory needs it; None if they may where nothing else fits an accelerator.
     """
 
     mesh: MeshSizes | None = None
@@ -70,12 +70,17 @@ class Space:
     recompute: Recompute = SEARCHED
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
-    offload: bool = False
+    offload: bool | None = None
 
     @property
     def is_pipeline(self) -> bool:
         """Whether an open space consists of pipelines only."""
         return self.schedule is not None or self.num_stages not in (None, 1)
+
+    @property
+    def has_pipelines(self) -> bool:
+        """Whether some plan of the space is a pipeline."""
+        return self.is_open or self.pipeline is not None
 
     def point(self) -> tuple[int, int]:
         """The numbers of pipeline ranks and micro-batches of a space that is not open."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.base.documents import DocumentError, convert, load, path_of, shown, text_of
-from autopar.base.errors import PlanError
+from autopar.base.errors import InputError, PlanError
 from autopar.base.spelling import did_you_mean
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured
@@ -26,10 +26,15 @@ from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.ir.update import Clipping
 from autopar.passes.batch_norm import batch_norm_of
 from autopar.passes.prepare import prepare
+from autopar.plans.explanation import difference, explanation
+from autopar.plans.page import Page
 from autopar.plans.parts import (
+    MODULE_TIMES,
     GraphPlan,
     MeshPlan,
+    ModulePlan,
     OffloadPlan,
+    ParameterUse,
     PlanFields,
     PrecisionPlan,
     Prediction,
@@ -39,11 +44,12 @@ from autopar.plans.parts import (
 )
 from autopar.plans.refusals import at, refused
 from autopar.plans.schedule_plan import MAX_DEVICES, SchedulePlan
-from autopar.plans.text import format_plan, plan_html
+from autopar.plans.summary import format_summary, headline, summary_page
+from autopar.plans.text import format_plan
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MAX_AXES = 16
 
 
@@ -73,11 +79,47 @@ class Plan(PlanFields, frozen=True):
         _check_plan(plan)
         return plan
 
+    def report(self, detail: str = "screen") -> str:
+        """The report as text: one ``"screen"`` of at most 100 columns and 40 lines, or ``"full"``.
+
+        Raises InputError for another detail.
+        """
+        if detail == "screen":
+            return format_summary(self)
+        if detail == "full":
+            return format_plan(self)
+        raise InputError(
+            f"detail is {detail!r}; write plan.report() for one screen, or plan.report('full')"
+        )
+
     def __str__(self) -> str:
-        return format_plan(self)
+        return format_summary(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        return summary_page(self)._repr_html_()
+
+    def save_report(self, path: str | Path) -> None:
+        """Write the report as one HTML file: the screen's numbers, figures, and all details.
+
+        It needs no other file, no network and no JavaScript.
+        """
+        Path(path).write_text(summary_page(self).to_html(), encoding="utf-8")
+
+    def explain(self, name: str) -> Page:
+        """Explain the strategy of a module, block, parameter or op, such as ``"layers.3.mlp"``.
+
+        Returns a page with placements, split dimensions, predicted times by direction,
+        communication and memory; ``str`` of it is its text. Raises InputError for a name that the
+        plan does not have.
+        """
+        return explanation(self, name)
+
+    def diff(self, other: Plan) -> Page:
+        """Compare this plan with another: a page of tables of all differences."""
+        return difference(self, other)
 
 
 def _check_version(document: object) -> None:
@@ -119,6 +161,7 @@ def _check_plan(plan: Plan) -> None:
         with at("ops", name):
             _check_words(text, num_axes)
             parse_choice(text)
+    _check_uses(plan)
     _check_recomputation(plan)
     _check_kernels(plan)
     if plan.offload is not None:
@@ -136,6 +179,29 @@ def _check_offload(plan: Plan, offload: OffloadPlan) -> None:
         raise refused("nothing moves where each step runs twice; plan again", "$.offload")
     if not 0 <= offload.stall_s < math.inf:
         raise refused("it cannot be negative", "$.offload.stall_s")
+
+
+def _check_uses(plan: Plan) -> None:
+    """Raise PlanError unless reports can be made: uses of all parameters, valid module times."""
+    num_axes = len(plan.mesh.axis_names)
+    if plan.uses.keys() != plan.parameters.keys():
+        name = min(plan.uses.keys() ^ plan.parameters.keys())
+        lacks = "uses" if name in plan.parameters else "parameters"
+        raise refused(f"{shown(name)} is missing from the plan's {lacks}", path_of((lacks, name)))
+    for name, use in plan.uses.items():
+        with at("uses", name):
+            _check_words(use.needs, num_axes)
+            for word in use.needs.split():
+                parse_placement(word)
+        for field in ("size_bytes", "local_bytes"):
+            if getattr(use, field) < 0:
+                raise refused("it cannot be negative", path_of(("uses", name, field)))
+    for position, module in enumerate(plan.modules):
+        with at("modules", position, "splits"):
+            _check_words(module.splits, num_axes)
+        for field in MODULE_TIMES:
+            if not 0 <= getattr(module, field) < math.inf:
+                raise refused("it cannot be negative", path_of(("modules", position, field)))
 
 
 def _check_recomputation(plan: Plan) -> None:
@@ -217,6 +283,9 @@ def make_plan(
     update: UpdatePlan,
     recomputation: Recomputation = NOTHING,
     offload: OffloadPlan | None = None,
+    *,
+    uses: dict[str, ParameterUse],
+    modules: tuple[ModulePlan, ...],
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -256,6 +325,8 @@ def make_plan(
             for op, choice in zip(graph.ops, assignment.choices)
             if not choice.is_redundant
         },
+        uses=uses,
+        modules=modules,
         recomputation=RecomputationPlan.of(recomputation),
         offload=offload,
     )

@@ -259,6 +259,46 @@ def _plan(rank: MovementFields, number: int) -> MovementPlan:
         raise refused(str(error), place) from error
 
 
+class ParameterUse(_Struct, frozen=True):
+    """How a parameter is used: the placement in which blocks need it, and its bytes.
+
+    ``size_bytes`` is the size of the whole parameter, ``local_bytes`` that of the part that one
+    device stores, both in the stored dtype.
+    """
+
+    needs: str
+    size_bytes: int
+    local_bytes: int
+
+
+MODULE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "communication_s", "update_s")
+"""The predicted times of a `ModulePlan`."""
+
+
+class ModulePlan(_Struct, frozen=True):
+    """The ops of a module in one block, and their predicted seconds in a step on one device.
+
+    ``splits`` says for each mesh axis how most of the time of the ops is split along it: ``batch``,
+    ``sequence``, the name of another dimension, or ``-`` where every device computes the same.
+    Times are those of all micro-batches; ``communication_s`` includes what overlaps with
+    computation, and excluded is what is recomputed.
+    """
+
+    block: str
+    name: str
+    ops: tuple[str, ...]
+    splits: str
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    communication_s: float
+    update_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
@@ -268,7 +308,8 @@ class PlanFields(_Struct, frozen=True):
     ``scattered``: those whose gradients are reduce-scattered in every micro-batch; others are
     accumulated and reduced once. ``recomputation`` lists only the blocks that recompute,
     ``kernels`` only those of which graphs are compiled or were considered. ``offload`` is None if
-    nothing moves to the host.
+    nothing moves to the host. ``uses`` has an entry for every parameter, ``modules`` one for every
+    module of every block; reports read them, nothing is executed by them.
     """
 
     schema_version: int
@@ -284,6 +325,8 @@ class PlanFields(_Struct, frozen=True):
     released: tuple[str, ...]
     relays: dict[str, str]
     ops: dict[str, str]
+    uses: dict[str, ParameterUse]
+    modules: tuple[ModulePlan, ...]
     scattered: tuple[str, ...] = ()
     update: UpdatePlan = UpdatePlan()
     recomputation: tuple[RecomputationPlan, ...] = ()

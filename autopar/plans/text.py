@@ -1,14 +1,13 @@
-"""Plans as text for a terminal and as a small page for a notebook."""
+"""All details of a plan as text; `autopar.plans.summary` has the one-screen report."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
-from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction
+from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
     ALONG_DATA,
@@ -91,18 +90,23 @@ def _update(plan: PlanFields) -> Rows:
     update = plan.update
     if update.when == "at_end":
         return []
-    now, before = update.gradient_bytes, update.gradient_bytes_at_end
-    text = f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
+    text = early_text(update)
     found = "a non-finite gradient is found after other weights have changed"
     if update.update.num_passes > 1:
         found = "clipped by the norm of a first pass, which doubles forward and backward"
     elif update.clipping is not None:
         found = f"clipped by the norm of the step before; {found}"
-    if update.keep_gradients:
-        text = "early, gradients kept: saves no memory"
-    elif plan.schedule.num_microbatches > 1:
+    if not update.keep_gradients and plan.schedule.num_microbatches > 1:
         text += "; gradients are accumulated, so only the last micro-batch can save"
     return [("update", f"{text}; {found}")]
+
+
+def early_text(update: UpdatePlan) -> str:
+    """What an early update saves."""
+    if update.keep_gradients:
+        return "early, gradients kept: saves no memory"
+    now, before = update.gradient_bytes, update.gradient_bytes_at_end
+    return f"early: at most {format_bytes(now)} of gradients at once, of {format_bytes(before)}"
 
 
 def _devices(schedule: SchedulePlan) -> str:
@@ -346,23 +350,10 @@ def _missing(plan: PlanFields) -> Rows:
 
 
 def format_plan(plan: PlanFields) -> str:
-    """The plan as one screen of text."""
+    """All details of the plan as text, in lines as long as their content."""
     lines = []
     for title, rows in plan_sections(plan):
         lines.append(title)
         width = max((len(name) for name, _ in rows), default=0)
         lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
     return "\n".join(lines)
-
-
-def plan_html(plan: PlanFields) -> str:
-    """The plan as HTML for a notebook."""
-    parts = []
-    for title, rows in plan_sections(plan):
-        cells = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in rows
-        )
-        parts.append(f"<h4>{html.escape(title)}</h4><table>{cells}</table>")
-    return "".join(parts)

@@ -88,7 +88,7 @@ def strategy_times(
         home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
         seconds = float(matrix[picks[i], picks[j]])
         if isinstance(home, int) and home in analysis.consumers:
-            fetched_s = _fetch_s(priced.pricing, strategy, home) if seconds else 0.0
+            fetched_s = fetch_s(priced.pricing, strategy, home) if seconds else 0.0
             users = [block_of[op] for op, _ in analysis.consumers[home]]
             (costs.every_fetch if home in released else costs.first_fetch)[users[0]] += fetched_s
             if home in released and reads_back(analysis, home):
@@ -153,7 +153,7 @@ class _Costs:
         )
 
 
-def _fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
+def fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
     """Seconds of one redistribution of a parameter from its stored to its needed placement."""
     value = strategy.graph.values[parameter]
     supply, interface = strategy.supply(value), strategy.interface(value)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autopar.cost_models import OpCall, TensorSpec
 from autopar.cost_models.update import update_call
-from autopar.ir.graph import Graph, Op, Value, ValueKind
+from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, State, is_valid, local_shape
 from autopar.rules import Choice, enumerate_choices, rule_of
@@ -30,41 +31,66 @@ __all__ = ["LocalCall", "calls_of", "local_call", "local_calls", "split_placemen
 
 def calls_of(
     analysis: Analysis, meshes: Sequence[Mesh], microbatches: Microbatches | None = None
-) -> tuple[OpCall, ...]:
-    """All distinct calls of all choices of all ops on all of the meshes, in graph order."""
-    found: dict[OpCall, None] = {}
-    seen: set[Any] = set()
+) -> dict[OpCall, int]:
+    """All distinct calls of all choices of all ops on all of the meshes, in graph order.
+
+    Each with the most times that a device makes it in a step, on any of the meshes.
+    """
+    num = 1 if microbatches is None else microbatches.num
+    ops, found = distinct_ops(analysis, microbatches), dict[OpCall, int]()
     for mesh in meshes:
-        timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
-        for op in analysis.graph.ops:
-            if all(o is None or analysis.graph.values[o].fixed for o in op.outputs):
-                continue
+        counts: Counter[OpCall] = Counter()
+        for op, count in ops:
+            made = _calls_of_op(analysis, op, mesh, microbatches)
+            counts.update(dict.fromkeys(made, count * num))
+        for value in analysis.graph.parameters:
+            if value.differentiable:
+                counts.update(_update_calls(value, mesh))
+        for call, count in counts.items():
+            found[call] = max(count, found.get(call, 0))
+    return found
+
+
+def distinct_ops(
+    analysis: Analysis, microbatches: Microbatches | None = None
+) -> list[tuple[Op, int]]:
+    """The ops that are not fixed, one for all that make the same calls, with their counts."""
+    values = analysis.graph.values
+    first: dict[Hashable, Op] = {}
+    counts: Counter[Hashable] = Counter()
+    for op in analysis.graph.ops:
+        if not all(o is None or values[o].fixed for o in op.outputs):
             split = None if microbatches is None else microbatches.splits[op.index]
-            kind = (mesh, analysis.kinds[op.index], split)
-            if kind in seen:
+            kind = analysis.kinds[op.index], split
+            first.setdefault(kind, op)
+            counts[kind] += 1
+    return [(op, counts[kind]) for kind, op in first.items()]
+
+
+def _calls_of_op(
+    analysis: Analysis, op: Op, mesh: Mesh, microbatches: Microbatches | None
+) -> dict[OpCall, None]:
+    """The distinct calls of all choices of ``op`` on a mesh."""
+    timed = mesh if microbatches is None else microbatches.mesh_of(mesh)
+    found: dict[OpCall, None] = {}
+    for choice in enumerate_choices(analysis.spaces[op.index], mesh, analysis.bases[op.index]):
+        if microbatches is not None:
+            if not microbatches.allows(op.index, choice, mesh):
                 continue
-            seen.add(kind)
-            space = analysis.spaces[op.index]
-            for choice in enumerate_choices(space, mesh, analysis.bases[op.index]):
-                if microbatches is not None:
-                    if not microbatches.allows(op.index, choice, mesh):
-                        continue
-                    choice = Choice((split, *choice.splits))
-                needs = analysis.needs(op, choice, timed)
-                supplies = analysis.supplies(op, choice, timed)
-                made = local_calls(analysis, op, choice, needs, supplies, timed)
-                found |= dict.fromkeys(call.call for call in made)
-        found |= dict.fromkeys(_update_calls(analysis.graph, mesh))
-    return tuple(found)
+            choice = Choice((microbatches.splits[op.index], *choice.splits))
+        needs = analysis.needs(op, choice, timed)
+        supplies = analysis.supplies(op, choice, timed)
+        made = local_calls(analysis, op, choice, needs, supplies, timed)
+        found |= dict.fromkeys(call.call for call in made)
+    return found
 
 
-def _update_calls(graph: Graph, mesh: Mesh) -> Iterator[OpCall]:
+def _update_calls(value: Value, mesh: Mesh) -> set[OpCall]:
     """The updates of every shard size in which a trained parameter may be stored."""
-    for value in graph.parameters:
-        if value.differentiable:
-            for placements in split_placements(value, mesh, (R,), ()):
-                num_elements = math.prod(local_shape(value.shape, placements, mesh))
-                yield update_call(num_elements, value.stored_dtype)
+    return {
+        update_call(math.prod(local_shape(value.shape, placements, mesh)), value.stored_dtype)
+        for placements in split_placements(value, mesh, (R,), ())
+    }
 
 
 def local_calls(

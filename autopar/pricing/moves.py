@@ -306,6 +306,8 @@ def _slowest(
     of_shape: dict[Any, tuple[int, ...]] = {}
     for group in groups:
         of_shape.setdefault(communication.group_shape(group), group)
+    if len(of_shape) == 1:
+        return groups[0]
     return max(
         of_shape.values(),
         key=lambda group: communication.estimate("all_reduce", _COMPARED_BYTES, group).time_s,

@@ -10,7 +10,6 @@ counts in full.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cost_models import CostError, DeviceSpec, OpCall
@@ -19,7 +18,7 @@ from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
-from autopar.pricing.local_calls import local_call
+from autopar.pricing.local_calls import distinct_ops, local_call
 from autopar.rules import Choice
 from autopar.sharding.strategy import Analysis
 
@@ -49,14 +48,7 @@ def whole_call(analysis: Analysis, op: Op) -> OpCall:
 
 def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:
     """All distinct calls of ops that are not fixed, on one device, with their counts."""
-    values = analysis.graph.values
-    ops: dict[object, Op] = {}
-    counts: Counter[object] = Counter()
-    for op, kind in zip(analysis.graph.ops, analysis.kinds):
-        if not all(o is None or values[o].fixed for o in op.outputs):
-            ops.setdefault(kind, op)
-            counts[kind] += 1
-    return [(whole_call(analysis, op), counts[kind]) for kind, op in ops.items()]
+    return [(whole_call(analysis, op), count) for op, count in distinct_ops(analysis)]
 
 
 def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:

@@ -17,6 +17,7 @@ from autopar.base.closing import Closing
 from autopar.base.errors import InputError
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, check_model
+from autopar.frontend.copies import without_data
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
@@ -30,6 +31,11 @@ from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.step.rank_options import RankOptions
+from autopar.runtime.step.training_programs import (
+    LowerTraining,
+    TrainingCall,
+    TrainingPrograms,
+)
 
 _NUM_TIMED_STEPS = 100
 
@@ -43,7 +49,11 @@ class Runner(Protocol):
     @property
     def not_compiled(self) -> list[str]: ...
 
-    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor: ...
+    def train_step(
+        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
+    ) -> Tensor: ...
+
+    def set_training_program(self, slot: int, program: RankProgram) -> None: ...
 
     @property
     def grad_norm(self) -> Tensor | None: ...
@@ -102,7 +112,8 @@ class Compiled(Closing):
     * ``program``: the lowered training program (``lower(strategy)``).
     * ``forward_program``: makes the forward program of the training strategy
       (``lower(strategy, training=False)``) when it is first needed; ``lower_forward`` that of
-      any other call or mode (see `autopar.runtime.step.forward_programs`).
+      any other call or mode (see `autopar.runtime.step.forward_programs`); ``lower_training`` the
+      training program for batches of other shapes, None if they are to be refused.
     * ``movement``: what moves to the host, by pipeline rank; empty if nothing does.
     * ``plan``: returned as ``compiled.plan``.
     * ``devices``: one per rank (``resolve_devices``). Under ``torchrun`` each process uses that of
@@ -122,6 +133,7 @@ class Compiled(Closing):
         movement: tuple[Movement, ...] = (),
         forward_program: Callable[[], RankProgram],
         lower_forward: LowerForward,
+        lower_training: LowerTraining | None = None,
         plan: Any,
         devices: Sequence[torch.device],
         model: nn.Module,
@@ -163,11 +175,19 @@ class Compiled(Closing):
             )
         for text in self._runner.not_compiled:
             warnings.warn(text, stacklevel=3)
+        empty, loss_fn = without_data(model, options.loss_fn)
+        self._trainings = TrainingPrograms(
+            captured=captured,
+            model=empty,
+            loss_fn=loss_fn,
+            lower=None if options.array is not None else lower_training,
+            runner=self._runner,
+        )
         self._forwards = ForwardPrograms(
             captured=captured,
             program=program,
-            model=model,
-            loss_fn=options.loss_fn,
+            model=empty,
+            loss_fn=loss_fn,
             lower_own=forward_program,
             lower_other=lower_forward,
             runner=self._runner,
@@ -175,6 +195,11 @@ class Compiled(Closing):
 
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
         """Run one forward, backward and update on the global batch; the scalar loss.
+
+        The batch may have other sizes than the example, as the last one of a loader or sequences of
+        another length do: the first one of its shapes is captured and planned, for parameters as
+        they are stored; the last `autopar.runtime.step.training_programs.MAX_PROGRAMS` programs
+        are kept. Not in pipelines, with ``offload`` or with ``local``.
 
         With ``local``, under ``torchrun``, each rank passes its own shard of the batch. If the loss
         or a gradient is not finite, raises NonFiniteError and changes nothing; see ``nonfinite`` of
@@ -192,7 +217,8 @@ class Compiled(Closing):
             )
         refuse_autocast(self.program.device_type, "train_step was called")
         started_s = time.perf_counter()
-        loss = self._runner.train_step(self._flatten(args, kwargs, local), local=local)
+        slot, tensors = self._training_call(args, kwargs, local)
+        loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times_s.append(time.perf_counter() - started_s)
         return loss
 
@@ -222,16 +248,18 @@ class Compiled(Closing):
         """Run later calls in eval mode, as `nn.Module.eval`: running statistics, no dropout."""
         return self.train(False)
 
-    def _flatten(
+    def _training_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
-    ) -> list[Tensor]:
+    ) -> TrainingCall:
         if not local:
-            return self._captured.signature.flatten(args, kwargs)
+            return self._trainings.call(args, kwargs)
         try:
-            return self._local_signature.flatten(args, kwargs)
+            return TrainingCall(0, self._local_signature.flatten(args, kwargs))
         except InputError as error:
             raise InputError(
-                f"with local=True each rank passes its own part of the batch: {error}"
+                f"with local=True each rank passes its own part of the batch: {error}. For other "
+                "shapes pass the global batch on every rank, without local=True, or leave the last "
+                "batch out: DataLoader(..., drop_last=True)"
             ) from error
 
     @property
@@ -273,7 +301,7 @@ class Compiled(Closing):
         the maximum of three counts, each over two steps: the second holds nothing from before the
         first.
         """
-        self._flatten(args, kwargs, local)  # refuse a wrong batch before anything is counted
+        self._training_call(args, kwargs, local)  # refuse a wrong batch before anything is counted
         counts = []
         for _ in range(3):
             self._runner.start_counting_tensors()
@@ -286,9 +314,9 @@ class Compiled(Closing):
         """Per rank, when the actions of its schedule ran in the last training step."""
         return self._runner.action_times()
 
-    def report(self) -> str:
-        """The plan, and measurements since."""
-        lines = [str(self.plan)]
+    def report(self, detail: str = "screen") -> str:
+        """The plan in this detail, as `Plan.report` gives it, and measurements since."""
+        lines = [self.plan.report(detail)]
         lines += self._runner.not_compiled
         if self.step_time_s is not None:
             lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")

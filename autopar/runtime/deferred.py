@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.base.errors import InputError
 from autopar.base.exclusive import in_turn
-from autopar.frontend.capture import Arguments
+from autopar.frontend.signature import Arguments
 from autopar.runtime.compiled import Compiled
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autopar.cost_models import (
     Cluster,
     Collective,
+    CollectiveGrid,
     CommunicationModel,
     CostError,
     Level,
@@ -245,11 +246,11 @@ def test_times_over_one_kind_of_link_say_nothing_of_another():
     slow = msgspec.structs.replace(fast, levels=Cluster.preset("2080ti", devices_per_node=2).levels)
     shape = json.dumps(CommunicationModel(fast).group_shape((0, 1)))
     time = CollectiveTime(size_bytes=1 << 24, time_s=8e-5, spread=0.0, num_samples=9)
-    wanted = {"kinds": (Collective.ALL_REDUCE,), "sizes_bytes": (1 << 24,)}
+    grid = CollectiveGrid(kinds=(Collective.ALL_REDUCE,), sizes_bytes=(1 << 24,))
     with ProfileStore(None, fast.device) as store:
         store.put_collective("all_reduce", shape, fast.backend, time)
-        assert all_measured(fast, store, **wanted)
-        assert not all_measured(slow, store, **wanted)
+        assert all_measured(fast, store, grid)
+        assert not all_measured(slow, store, grid)
         found = measured_model(slow, store).estimate("all_reduce", 1 << 24, (0, 1))
     assert found == CommunicationModel(slow).estimate("all_reduce", 1 << 24, (0, 1))
 
@@ -287,7 +288,9 @@ def _measure_with_a_disturbance(rank, world, port, path):
     collective_measure._measure = disturbed
     with ProfileStore(path, cluster.device) as store:
         measure_collectives(
-            cluster, store, kinds=(Collective.ALL_REDUCE,), sizes_bytes=tuple(times_s)
+            cluster,
+            store,
+            CollectiveGrid(kinds=(Collective.ALL_REDUCE,), sizes_bytes=tuple(times_s)),
         )
         (curve,) = store.collectives("gloo").values()
     assert visits == [1 << 10, 1 << 12] * 3 + [1 << 12] * 2
@@ -328,11 +331,11 @@ def _measure_in_a_process(rank, world, port, path):
     cluster = Cluster.preset("cpu", devices_per_node=world)
     with ProfileStore(path, cluster.device) as store:
         sizes = (1 << 10, 1 << 16)
-        model = measure_collectives(cluster, store, sizes_bytes=sizes, max_s=0.005)
+        model = measure_collectives(cluster, store, CollectiveGrid(sizes_bytes=sizes), max_s=0.005)
         spent = model.estimate("all_gather", 1 << 16, (0, 1))
         assert spent.source == Source.MEASURED
         collective_measure._measure = None  # Measuring again would fail.
-        again = measure_collectives(cluster, store, sizes_bytes=sizes)
+        again = measure_collectives(cluster, store, CollectiveGrid(sizes_bytes=sizes))
         assert again.estimate("all_gather", 1 << 16, (0, 1)) == spent
     dist.destroy_process_group()
 
@@ -356,7 +359,7 @@ def _stop_after_the_first_round(rank, world, port, path):
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     cluster = Cluster.preset("cpu", devices_per_node=world)
-    options = {"kinds": (Collective.ALL_REDUCE,), "sizes_bytes": (1 << 10, 1 << 12)}
+    grid = CollectiveGrid(kinds=(Collective.ALL_REDUCE,), sizes_bytes=(1 << 10, 1 << 12))
     measure, visits = collective_measure._measure, []
 
     def stopping(*arguments):
@@ -368,11 +371,11 @@ def _stop_after_the_first_round(rank, world, port, path):
     with ProfileStore(path, cluster.device) as store:
         collective_measure._measure = stopping
         with pytest.raises(KeyboardInterrupt):
-            measure_collectives(cluster, store, **options)
+            measure_collectives(cluster, store, grid)
         collective_measure._measure = measure
-        assert not all_measured(cluster, store, **options)
-        measure_collectives(cluster, store, **options)
-        assert all_measured(cluster, store, **options)
+        assert not all_measured(cluster, store, grid)
+        measure_collectives(cluster, store, grid)
+        assert all_measured(cluster, store, grid)
     dist.destroy_process_group()
 
 

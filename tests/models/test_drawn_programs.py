@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from autopar.base.errors import AutoparError, GradientError
-from autopar.frontend.capture import Arguments, capture
+from autopar.frontend.capture import capture
 from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.frontend.checking.trial import Trial, off_by
 from autopar.frontend.reader import is_random
+from autopar.frontend.signature import Arguments
 from autopar.ir.mesh import Mesh
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.drawn_programs import INPUT, Drawn, draw

@@ -124,9 +124,9 @@ class ProbedService(RankService):
         mover = self.running.mover
         return 0 if mover is None else mover.num_copied_bytes
 
-    def train_step(self, tensors: Sequence[Tensor]) -> Any:
+    def train_step(self, tensors: Sequence[Tensor], slot: int) -> Any:
         with self.memory or contextlib.nullcontext():
-            return super().train_step(tensors)
+            return super().train_step(tensors, slot)
 
     def mapped_bytes(self) -> int:
         """Bytes of this process in memory that it shares with others: that of transports."""

@@ -258,7 +258,7 @@ def test_an_option_of_plan_and_compile_that_travels_with_the_plan() -> None:
     for arguments in how:
         compiled = autopar.compile(model, 2, **options, **arguments)
         assert compiled.plan.graph.batch_norm == "local"
-        assert "statistics of each shard" in str(compiled.plan)
+        assert "statistics of each shard" in compiled.plan.report("full")
         loss = compiled.train_step(**BATCHES[0])
         assert loss.item() == pytest.approx(expected.losses[0], rel=1e-10)
         state = compiled.full_state_dict()
@@ -273,7 +273,7 @@ def test_plans_with_the_other_kind_of_statistics(model: nn.Module, captured: Cap
     plain = capture(model, BATCHES[0])
     whole = make_planned(plain, cluster_of(MESHES[0]), Space(mesh=MESHES[0])).plan
     assert whole.graph.batch_norm == "global"
-    assert "statistics of each shard" not in str(whole)
+    assert "statistics of each shard" not in whole.report("full")
     with pytest.raises(PlanError, match="batch_norm is 'local' here and 'global' in the plan"):
         strategy_of(whole, captured)
     document = json.loads(whole.to_json())

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError, OptimizerError, WorkerError
+from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
 from autopar.lowering.program import lower
+from autopar.planning.planner import make_planned
+from autopar.plans.document import Plan
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
 from autopar.sharding.strategy import Analysis, Strategy
@@ -49,6 +52,7 @@ def compile_here(
     loss_fn: Any = None,
     stored: Any = None,
     initial: nn.Module | None = None,
+    plan: Plan | None = None,
     **options: Any,
 ) -> Compiled:
     captured = capture(model, example, loss_fn=loss_fn)
@@ -63,7 +67,7 @@ def compile_here(
         program=lower(strategy),
         forward_program=lambda: lower(strategy, training=False),
         lower_forward=lower_forward(MESH),
-        plan="the plan",
+        plan=plan,  # type: ignore[arg-type]
         devices=[torch.device("cpu")] * 2,
         model=initial or model,
         options=RunOptions(loss_fn=loss_fn, **options),
@@ -78,7 +82,9 @@ def batch() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def gpt2(batch: dict[str, Tensor]) -> Iterator[tuple[nn.Module, Compiled]]:
     model, _ = build("gpt2")
-    with compile_here(model, batch, optimizer=sgd) as compiled:
+    cluster = Cluster.preset("cpu", devices_per_node=2)
+    plan = make_planned(capture(model, batch), cluster).plan
+    with compile_here(model, batch, plan=plan, optimizer=sgd) as compiled:
         yield model, compiled
 
 
@@ -120,9 +126,9 @@ def test_training_and_taking_the_weights_back(
 def test_what_it_tells(gpt2: tuple[nn.Module, Compiled], batch: dict[str, Tensor]) -> None:
     _, compiled = gpt2
     compiled.train_step(**batch)
-    assert compiled.plan == "the plan"
     assert compiled.step_time_s is not None
-    assert compiled.report().splitlines()[0] == "the plan"
+    for detail in ("screen", "full"):
+        assert compiled.report(detail).startswith(compiled.plan.report(detail))
     assert f"{compiled.step_time_s:.4g} s" in compiled.report()
     assert "transformer" in str(compiled.program)
 

@@ -260,6 +260,7 @@ def test_targets_of_a_loss_function_may_be_left_out(keyword: bool) -> None:
 def test_programs_are_kept_and_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, batch = Net().train(), net_batch(0)
+    monkeypatch.setattr(forward_programs, "MAX_PROGRAMS", 2)
     compiled = compile_on(model, batch, "data parallel").eval()
     captures: list[Any] = []
 
@@ -268,7 +269,6 @@ def test_programs_are_kept_and_the_oldest_makes_room(monkeypatch: pytest.MonkeyP
         return capture(*args, **kwargs)
 
     monkeypatch.setattr(forward_programs, "capture", counting)
-    monkeypatch.setattr(forward_programs, "MAX_PROGRAMS", 2)
     model.eval()
 
     def check(rows: Sequence[int], num_captures: int) -> None:

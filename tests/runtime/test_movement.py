@@ -348,6 +348,23 @@ def test_an_optimizer_that_combines_parameters_needs_a_plan_of_its_own() -> None
         mover_of(movement, torch.device("cpu"), {}, Combined([parameter]))
 
 
+def test_gpus_offload_by_default_where_nothing_else_fits() -> None:
+    model, batches = gpt2()
+    gpu = Cluster.preset("h100-sxm", nodes=1, devices_per_node=1)
+    cpu = Cluster.preset("cpu", nodes=1, devices_per_node=1)
+    plan = functools.partial(autopar.plan, model, example_inputs=batches[0], optimizer=adamw)
+    roomy = plan(gpu)
+    assert roomy.offload is None
+    needed = sum(plan(gpu, recompute="full", update="early").prediction.memory_bytes.values())
+    budget = autopar.MemoryBudget(int(0.9 * needed))
+    tight = plan(gpu, constraints=budget)
+    assert tight.offload is not None
+    assert sum(tight.prediction.memory_bytes.values()) <= budget.size_bytes
+    for cluster, offload in ((gpu, False), (cpu, None)):
+        with pytest.raises(ConstraintError, match="no strategy"):
+            plan(cluster, constraints=budget, offload=offload)
+
+
 def test_offload_is_true_or_false() -> None:
-    with pytest.raises(InputError, match="offload is 'cpu'; it must be True or False"):
+    with pytest.raises(InputError, match="offload is 'cpu'; it must be True, False or None"):
         compiled_for(offload="cpu")

@@ -316,14 +316,14 @@ def planned(model: nn.Module, **options: Any) -> Plan:
 def test_a_plan_says_what_its_pipeline_is(model: nn.Module) -> None:
     plan = planned(model, num_stages=4, num_microbatches=4)
     assert Plan.from_json(plan.to_json()) == plan
-    text = str(plan)
+    text = plan.report("full")
     assert "1f1b, 4 micro-batches, 4 pipeline ranks" in text
     assert "stages begin at  transformer, transformer.h.0, transformer.h.1" in text
     assert "bubbles" in text
     assert "known strategies" not in text
     assert 0.3 < plan.prediction.bubble_share < 0.9  # stages of a small model are uneven
     assert plan.schedule.actions[-1].startswith("device 3: 3F0")
-    assert "pipeline" not in str(planned(model))
+    assert "pipeline" not in planned(model).report("full")
 
 
 def test_memory_follows_the_schedule(model: nn.Module) -> None:

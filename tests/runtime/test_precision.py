@@ -209,7 +209,7 @@ def test_a_plan_says_its_precision_and_is_replayed_with_it(
         model_of(), CLUSTER, batch(0), precision=Precision(reduce="bf16"), **KINDS["zero3"],
         **example,
     )  # fmt: skip
-    assert re.search("precision +bf16, gradients summed in bf16", str(plan))
+    assert re.search("precision +bf16, gradients summed in bf16", plan.report("full"))
     plan.to_json(tmp_path / "plan.json")
     compiled = compiled_for(model_of(), plan=tmp_path / "plan.json")
     assert compiled.plan.to_json() == plan.to_json()

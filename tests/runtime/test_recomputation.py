@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.base.errors import InputError, PlanError
 from autopar.plans.document import Plan
+from autopar.runtime.host.peak_memory import PeakTensors
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import Trained, assert_same, reference_steps, to_double
 from tests.runtime.processes import counted_bytes
@@ -116,6 +119,42 @@ def test_as_little_is_recomputed_as_the_memory_asks_for(kind: str) -> None:
     replayed = compiled_for(kind, 1, plan=Plan.from_json(tight.plan.to_json()))
     assert replayed.plan == tight.plan
     check(kind, replayed)
+
+
+def peak_with_checkpoints(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """The peak bytes of a step of SGD in eager mode, every layer of the model checkpointed."""
+    for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    peak = PeakTensors(torch.device("cpu"))
+    peak.start()
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    return peak.stop()
+
+
+LAYERS = {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 384}
+BERT = transformers.BertConfig(vocab_size=256, num_hidden_layers=3, **LAYERS)
+GPT2 = transformers.GPT2Config(vocab_size=256, n_layer=3, n_embd=96, n_head=4, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(transformers.BertForMaskedLM, BERT), (transformers.GPT2LMHeadModel, GPT2)],
+    ids=["bert", "gpt2"],
+)
+def test_all_recomputed_takes_no_more_than_checkpoints_of_every_layer(
+    make: Any, config: Any
+) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 256, (8, 128))
+    model, batch = make(config), {"input_ids": ids, "labels": ids}
+    compiled = autopar.compile(
+        model, 1, example_inputs=batch, recompute="full", profile_limit_s=0, update="at_end",
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-3), check_gradients=False,
+    )  # fmt: skip
+    held = min(max(compiled.peak_tensor_bytes(**batch)) for _ in range(2))
+    assert held <= peak_with_checkpoints(model, batch)
 
 
 @pytest.mark.parametrize("request_", ["full", 0.5])

@@ -78,7 +78,7 @@ class Peer:
         return self.shared_bytes()
 
     def counted_bytes_of_sends(self, count: int) -> int:
-        """What is counted as tensors while the other rank has not read its messages."""
+        """Bytes counted for tensors while the other rank has read none of ``count`` messages."""
         sent = numbers(self.rank, 100_000)
         peak = PeakTensors(torch.device("cpu"))
         peak.start()

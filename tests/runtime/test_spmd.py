@@ -36,6 +36,10 @@ def test_training_equals_eager_on_every_rank(tmp_path: Path, how: str) -> None:
     assert torch.tensor(losses).isfinite().all()
 
 
+def test_batches_of_other_shapes() -> None:
+    torchrun(2, "tests.runtime.torchrun_shapes")
+
+
 def test_compiling_again_joins_a_new_process_group() -> None:
     torchrun(2, "tests.runtime.torchrun_again")
 

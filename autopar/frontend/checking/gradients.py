@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError, GradientError, InputError
 from autopar.base.free_memory import free_bytes
 from autopar.base.torch_private import pytree, returns_views
-from autopar.frontend.capture import Arguments, Captured, capture, split_inputs
+from autopar.frontend.capture import Captured, capture, split_inputs
 from autopar.frontend.checking.difference import first_difference
 from autopar.frontend.checking.failing import failure_of
 from autopar.frontend.checking.trial import Numbers, Trial, norm_of, off_by
+from autopar.frontend.signature import Arguments
 from autopar.frontend.targets import LossFn
 from autopar.ir.graph import Graph, ValueKind
 

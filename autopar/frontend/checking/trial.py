@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from autopar.base.accelerators import kept_generators
 from autopar.base.torch_private import pytree
 from autopar.frontend.assignments import HeldTensors
-from autopar.frontend.capture import Arguments, Captured, Step
+from autopar.frontend.capture import Captured, Step
 from autopar.frontend.checking.draws import FixedDraws
 from autopar.frontend.checking.evaluation import Watch, evaluate
 from autopar.frontend.copies import copy_with
 from autopar.frontend.reader import is_random, loss_fn_name
+from autopar.frontend.signature import Arguments
 from autopar.frontend.targets import LossFn, find_targets
 from autopar.ir.graph import ValueKind
 

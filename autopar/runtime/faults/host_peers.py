@@ -71,6 +71,11 @@ class HostPeers:
         """The last report of each one; empty outside of a call."""
         return {rank: progress.read(fd) for rank, fd in self._pages.items()}
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """The process ids of those that are known, and of this process."""
+        return frozenset((self._own.pid, *self._pids.values()))
+
     def stopped(self) -> list[int]:
         """The ranks that are stopped, as by SIGSTOP."""
         return [rank for rank, pid in self._pids.items() if is_stopped(pid)]

@@ -14,6 +14,7 @@ import torch
 from autopar.base.accelerators import is_accelerator
 from autopar.cost_models import (
     Cluster,
+    CollectiveGrid,
     CommunicationModel,
     ProfileStore,
     all_measured,
@@ -34,18 +35,22 @@ class CollectiveService:
     def __init__(self, rank: int, world_size: int) -> None:
         del rank, world_size
 
-    def measure(self, cluster: str, path: str) -> _Found:
+    def measure(self, cluster: str, path: str, grid: CollectiveGrid) -> _Found:
         """Measure; returns the times in the store at ``path``, even if it cannot be written."""
         described = Cluster.from_json(cluster)
         store = ProfileStore(Path(path), described.device)
-        measure_collectives(described, store)
+        measure_collectives(described, store, grid)
         return store.collectives(described.backend)
 
 
 def collective_times(
-    cluster: Cluster, devices: Sequence[torch.device], path: Path, start_timeout_s: float
+    cluster: Cluster,
+    devices: Sequence[torch.device],
+    path: Path,
+    grid: CollectiveGrid,
+    start_timeout_s: float,
 ) -> CommunicationModel:
-    """Measure the times that the store at ``path`` lacks, and return all of them.
+    """Measure the times of ``grid`` that the store at ``path`` lacks, and return all that it has.
 
     ``cluster`` is the detected one, with as many devices. Collective under ``torchrun``: all ranks
     describe the same cluster.
@@ -54,14 +59,18 @@ def collective_times(
     if cluster.num_devices == 1:
         return CommunicationModel(cluster)
     if is_spmd() and is_group_of(cluster):
-        return measure_collectives(cluster, store)
-    if not is_spmd() and not all_measured(cluster, store):
-        _measure_in_workers(cluster, devices, store, start_timeout_s)
+        return measure_collectives(cluster, store, grid)
+    if not is_spmd() and not all_measured(cluster, store, grid):
+        _measure_in_workers(cluster, devices, store, grid, start_timeout_s)
     return measured_model(cluster, store)
 
 
 def _measure_in_workers(
-    cluster: Cluster, devices: Sequence[torch.device], store: ProfileStore, start_timeout_s: float
+    cluster: Cluster,
+    devices: Sequence[torch.device],
+    store: ProfileStore,
+    grid: CollectiveGrid,
+    start_timeout_s: float,
 ) -> None:
     kind = devices[0].type
     workers = WorkerGroup(
@@ -73,7 +82,7 @@ def _measure_in_workers(
         start_timeout_s=start_timeout_s,
     )
     with workers:
-        found: _Found = workers.call("measure", cluster.to_json(), str(store.path))[0]
+        found: _Found = workers.call("measure", cluster.to_json(), str(store.path), grid)[0]
     for (collective, shape), curve in found.items():
         for times in curve:
             store.put_collective(collective, shape, cluster.backend, times)

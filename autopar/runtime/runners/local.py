@@ -95,11 +95,11 @@ class RankService:
         assert self.runtime is not None
         return self.runtime
 
-    def train_step(self, tensors: Sequence[Tensor]) -> _Step | None:
+    def train_step(self, tensors: Sequence[Tensor], slot: int) -> _Step | None:
         """Run a step; rank 0 returns its result."""
         runtime, loss, refused = self.running, None, None
         try:
-            loss = runtime.train_step(tensors).cpu()
+            loss = runtime.train_step(tensors, slot=slot).cpu()
         except StepRefused as error:
             refused = error.step
         if self.rank != 0:
@@ -124,6 +124,9 @@ class RankService:
 
     def action_times(self) -> list[ActionTime]:
         return self.running.action_times()
+
+    def set_training_program(self, slot: int, program: bytes) -> None:
+        self.running.set_training_program(slot, unpack(program))
 
     def set_forward_program(self, slot: int, program: bytes) -> None:
         self.running.set_forward_program(slot, unpack(program))
@@ -222,7 +225,7 @@ class LocalRunner:
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
         self.group = start_group()
-        self.step_limit = StepLimit(self.group.call_timeout_s, on_cpu=program.device_type == "cpu")
+        self._trainings = {0: (program, self._new_limit())}
         try:
             self.group.call("prepare", pack(program))
             for portion in portions(needed_state(program, state)):
@@ -246,19 +249,27 @@ class LocalRunner:
             **limits,
         )
 
-    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+    def _new_limit(self) -> StepLimit:
+        on_cpu = self.program.device_type == "cpu"
+        return StepLimit(self.group.call_timeout_s, on_cpu=on_cpu)
+
+    def train_step(
+        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
+    ) -> Tensor:
         _refuse_local(local)
+        program, step_limit = self._trainings[slot]
         started_s = time.monotonic()
         step: _Step = self.group.call(
             "train_step",
             list(tensors),
-            timeout_s=self.step_limit.limit_s,
-            idle_limit_s=self.step_limit.idle_limit_s,
+            slot,
+            timeout_s=step_limit.limit_s,
+            idle_limit_s=step_limit.idle_limit_s,
         )[0]
-        self.step_limit.note(time.monotonic() - started_s)
+        step_limit.note(time.monotonic() - started_s)
         self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
         if step.refused is not None:
-            raise error_of_step(step.refused, self.program)
+            raise error_of_step(step.refused, program)
         assert step.loss is not None
         return step.loss
 
@@ -266,6 +277,10 @@ class LocalRunner:
     def loss_scale(self) -> float:
         found: float = self.group.call("loss_scale")[0]
         return found
+
+    def set_training_program(self, slot: int, program: RankProgram) -> None:
+        self.group.call("set_training_program", slot, pack(program))
+        self._trainings[slot] = program, self._new_limit()
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack(program))

@@ -107,6 +107,7 @@ class SpmdRunner:
             keep_freed_memory()
         self.watch = membership.join(device, timeout_s)
         self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
+        self._trainings = {0: (program, self.step_limit)}
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call(COMPILE):
@@ -118,13 +119,16 @@ class SpmdRunner:
         self.peak_memory.forget_peak()
         self._closed = False
 
-    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
-        with self.watched("train_step()", self.step_limit):
+    def train_step(
+        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
+    ) -> Tensor:
+        program, step_limit = self._trainings[slot]
+        with self.watched("train_step()", step_limit):
             try:
-                return self.runtime.train_step(tensors, local=local)
+                return self.runtime.train_step(tensors, local=local, slot=slot)
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
                 refused = error.step
-        raise error_of_step(refused, self.runtime.program)
+        raise error_of_step(refused, program)
 
     @property
     def not_compiled(self) -> list[str]:
@@ -141,6 +145,11 @@ class SpmdRunner:
     @property
     def grad_norm(self) -> Tensor | None:
         return self.runtime.grad_norm
+
+    def set_training_program(self, slot: int, program: RankProgram) -> None:
+        self.runtime.set_training_program(slot, program)
+        limit = StepLimit(self.step_limit.ceiling_s, on_cpu=self.step_limit.on_cpu)
+        self._trainings[slot] = program, limit
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)

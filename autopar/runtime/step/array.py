@@ -55,13 +55,15 @@ class ArrayRuntime(RankRuntime):
         )
 
     @torch.no_grad()
-    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+    def train_step(
+        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
+    ) -> Tensor:
         """Run one step of all models: ``[3, models]``, with the rows LOSS, NORM, UPDATED."""
         batches = [
             self.inputs(self.program, tensors, index, local=local)
             for index in range(self.program.num_microbatches)
         ]
-        bound = self._training
+        bound = self._trainings[slot]
         self.updates.begin_step()
         self.recovery.begin_step()
         with self._seeded_models(bound.is_random), self._run_by(self.recovery):

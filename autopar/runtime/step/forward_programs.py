@@ -17,19 +17,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
-from autopar.frontend.capture import (
-    Arguments,
-    CallKey,
-    Captured,
-    Signature,
-    call_key,
-    capture,
-)
-from autopar.frontend.copies import without_data
+from autopar.frontend.capture import Captured, capture
+from autopar.frontend.signature import Arguments, CallKey, Signature, call_key
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram
 from autopar.runtime.state.shards import local_input_shape
+from autopar.runtime.step.program_cache import ProgramCache
 
 MAX_PROGRAMS = 8
 """How many forward programs are kept; a new one replaces the least recently used."""
@@ -52,7 +46,6 @@ class ForwardRunner(Protocol):
 class _Forward:
     """The program in ``slot``, and the calls that it serves."""
 
-    key: tuple[bool, CallKey]
     slot: int
     takes_targets: bool
     signature: Signature
@@ -63,6 +56,7 @@ class ForwardPrograms:
     """The forward programs of one compiled model.
 
     ``lower_own`` lowers the training strategy's own forward pass, ``lower_other`` any other one.
+    ``model`` and ``loss_fn`` are captured from, and need no data.
     """
 
     def __init__(
@@ -81,11 +75,11 @@ class ForwardPrograms:
         self._own_key = captured.signature.key()
         self._program = program
         self._was_training = model.training
-        self._model, self._loss_fn = without_data(model, loss_fn)
+        self._model, self._loss_fn = model, loss_fn
         self._lower_own = lower_own
         self._lower_other = lower_other
         self._runner = runner
-        self._known: list[_Forward] = []  # the most recently used is last
+        self._cache: ProgramCache[_Forward] = ProgramCache(MAX_PROGRAMS)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
@@ -114,16 +108,9 @@ class ForwardPrograms:
 
     def _forward(self, call: Arguments, training: bool) -> _Forward:
         key = (training, call_key(*call))
-        found = next((f for f in self._known if f.key == key), None)
-        if found is None:
-            slot = len(self._known)
-            if slot == MAX_PROGRAMS:
-                slot = self._known.pop(0).slot
-            found = self._make(call, key, slot)
-        else:
-            self._known.remove(found)
-        self._known.append(found)
-        return found
+        if key not in self._cache:
+            self._cache.add(key, lambda slot: self._make(call, key, slot))
+        return self._cache[key]
 
     def _make(self, call: Arguments, key: tuple[bool, CallKey], slot: int) -> _Forward:
         training, called = key
@@ -142,7 +129,6 @@ class ForwardPrograms:
             program = self._lower_other(captured, self._held(captured, with_inputs=is_own))
         self._runner.set_forward_program(slot, program)
         return _Forward(
-            key=key,
             slot=slot,
             takes_targets=signature is self._signature,
             signature=signature,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.links import ProcessLinks
-from autopar.runtime.machine.process import ProcessMachine, has_random_ops, labels_of
+from autopar.runtime.machine.process import ProcessMachine, labels_of
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.dtensors import DTensorConverter
@@ -38,6 +37,7 @@ from autopar.runtime.state.optimizers import (
 )
 from autopar.runtime.state.shards import check_local_inputs, local_part, microbatch_of
 from autopar.runtime.step.agreement import Agreement, NonFinite
+from autopar.runtime.step.bound import Bound
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor, StepResult
@@ -50,22 +50,6 @@ from autopar.runtime.step.updates import Updates
 
 _UPDATE = encoded("the update of the weights")
 _DIAGNOSIS = encoded("the search for the first value that is not finite")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bound:
-    """A program with the parameters and constants that it reads; ``buffers`` are names."""
-
-    program: RankProgram
-    executor: Executor[Tensor]
-    is_random: bool
-    parameters: Mapping[int, nn.Parameter]
-    buffers: Mapping[int, str]
-    constants: Mapping[int, Tensor]
-
-    def held(self, buffers: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Constants and present buffers, by value."""
-        return {**self.constants, **{v: buffers[name] for v, name in self.buffers.items()}}
 
 
 class RankRuntime:
@@ -113,9 +97,10 @@ class RankRuntime:
         self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
         # A buffer that training changes is up to date only on the device that changes it.
         self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
-        self._training = self._bound(program)
+        self._training = self._bound(program, self._new_agreement(program))
+        self._trainings = {0: self._training}
         self.not_compiled = self.machine.compile(program, self._training.executor.route)
-        self._forwards: dict[int, _Bound] = {}
+        self._forwards: dict[int, Bound] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
@@ -139,23 +124,20 @@ class RankRuntime:
             self.lr_scheduler = scheduler(self.optimizer)
 
     def _make_updates(self) -> Updates:
-        program, options, clipper, agreement = self.program, self.options, None, None
+        program, options, clipper = self.program, self.options, None
         if program.early is not None and self.optimizer is not None:
             check_early_optimizer(self.optimizer)
         precision = options.precision
         if options.max_grad_norm is not None:
             trained = [p for p in program.parameters if p.trainable]
             clipper = Clipper(options.max_grad_norm, trained, self.communicator)
-        agrees = clipper is None or program.early is not None  # else by the norm
-        if agrees and options.nonfinite is not NonFinite.IGNORE and program.loss is not None:
-            agreement = Agreement(program, self.communicator)
         return Updates(
             self.optimizer,
             self.lr_scheduler,
             {p.value: self._parameters[p.name] for p in self._trainable()},
             {p.value: p.name for p in self._trainable()},
             clipper=clipper,
-            agreement=agreement,
+            agreement=self._training.agreement,
             nonfinite=options.nonfinite,
             is_late=has_late_updates(program),
             scale=None if precision is None or not precision.is_scaled else LossScale(precision),
@@ -164,6 +146,14 @@ class RankRuntime:
             knows_loss=program.pipeline.num_devices == 1,
             mover=self.mover,
         )
+
+    def _new_agreement(self, program: RankProgram) -> Agreement | None:
+        """The ranks' agreement on a step, unless they need none, or agree by the clipped norm."""
+        options = self.options
+        agrees = options.max_grad_norm is None or program.early is not None
+        if agrees and options.nonfinite is not NonFinite.IGNORE and program.loss is not None:
+            return Agreement(program, self.communicator)
+        return None
 
     def _settle(self) -> None:
         """Wait for pending updates, and have all state on the device."""
@@ -175,42 +165,30 @@ class RankRuntime:
     def grad_norm(self) -> Tensor | None:
         return self.updates.grad_norm
 
-    def _bound(self, program: RankProgram) -> _Bound:
-        constants = dict(program.constants)
-        return _Bound(
-            program=program,
-            executor=Executor(program, self.machine, self.links, self.communicator.pipeline_device),
-            is_random=has_random_ops(program),
-            parameters={
-                p.value: self._parameters[p.name]
-                for p in program.parameters
-                if p.name in self._parameters
-            },
-            buffers={b.value: b.name for b in program.buffers if b.name not in constants},
-            constants={
-                b.value: constants[b.name].to(self.device)
-                for b in program.buffers
-                if b.name in constants
-            },
-        )
+    def _bound(self, program: RankProgram, agreement: Agreement | None = None) -> Bound:
+        here = self.communicator.pipeline_device
+        executor = Executor(program, self.machine, self.links, here)
+        return Bound.of(executor, self._parameters, self.device, agreement)
 
     # --- running ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def train_step(self, tensors: Sequence[Tensor], *, local: bool = False) -> Tensor:
+    def train_step(
+        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
+    ) -> Tensor:
         """Run forward, backward and update on one global batch; the loss, equal on all ranks.
 
-        ``tensors`` are the program's inputs, whole; with ``local`` this rank's own shards. A step
-        whose loss or gradients are not finite, or in which an op raises on any rank, changes
-        nothing: it is skipped and counted, or StepRefused is raised, on all ranks alike. Under an
-        early update it may have changed weights, which the error says.
+        ``tensors`` are the inputs of the program in ``slot``, whole; with ``local`` this rank's own
+        shards. A step whose loss or gradients are not finite, or in which an op raises on any rank,
+        changes nothing: it is skipped and counted, or StepRefused is raised, on all ranks alike.
+        Under an early update it may have changed weights, which the error says.
         """
         self._check_optimizer()
+        bound, norm_before = self._select(slot), self.grad_norm
         batches = [
-            self.inputs(self.program, tensors, index, local=local)
-            for index in range(self.program.num_microbatches)
+            self.inputs(bound.program, tensors, index, local=local)
+            for index in range(bound.program.num_microbatches)
         ]
-        bound, norm_before = self._training, self.grad_norm
         self.updates.begin_step()
         self.recovery.begin_step()
         with moving(self.mover, self.machine):
@@ -223,7 +201,8 @@ class RankRuntime:
             self.num_steps += 1
             if buffers:
                 self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
-                self._forget_fixed(self._forwards.values())
+                others = [b for b in self._trainings.values() if b is not bound]
+                self._forget_fixed([*others, *self._forwards.values()])
         elif (failed := self.recovery.failed_step(self.num_steps + 1)) is not None:
             bound.executor.fixed.clear()
             failed = dataclasses.replace(failed, is_partial=self.updates.is_partial)
@@ -271,7 +250,8 @@ class RankRuntime:
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
         """Run a step that was not finite once more, to find the cause; the same on all ranks."""
         report(_DIAGNOSIS)
-        bound, probe = self._training, Probe(self.program, dist.get_rank())
+        bound = self._training
+        probe = Probe(bound.program, dist.get_rank())
         with (
             moving(self.mover, self.machine),
             self._seeded_run(bound.is_random),
@@ -279,7 +259,7 @@ class RankRuntime:
         ):
             bound.executor.step(bound.parameters, bound.held(self._buffers), batches)
         given = {
-            f"input {i.name!r}": batch[i.value] for batch in batches for i in self.program.inputs
+            f"input {i.name!r}": batch[i.value] for batch in batches for i in bound.program.inputs
         }
         given |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
         given |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
@@ -298,24 +278,48 @@ class RankRuntime:
         """The times of the last training step's actions on this rank."""
         return list(self._training.executor.times)
 
-    def _forget_fixed(self, programs: Iterable[_Bound]) -> None:
+    def _forget_fixed(self, programs: Iterable[Bound]) -> None:
         """Drop values computed from buffers alone, as the buffers have changed."""
         for bound in programs:
             bound.executor.fixed.clear()
+
+    def _select(self, slot: int) -> Bound:
+        """The training program in a slot, which steps run from now on."""
+        bound = self._trainings[slot]
+        if bound is not self._training:
+            self.updates.settle()
+            self._training, self.recovery.program = bound, bound.program
+            self.updates.agreement, self.updates.early = bound.agreement, bound.program.early
+        return bound
+
+    def set_training_program(self, slot: int, program: RankProgram) -> None:
+        """Set the program that ``train_step(..., slot=slot)`` runs from now on; 0 is the own one.
+
+        It names, numbers and stores parameters as the own program does.
+        """
+        own = {p.name: p.value for p in self.program.parameters}
+        assert slot > 0
+        assert own == {p.name: p.value for p in program.parameters}
+        self._prepare(program, self._trainings.get(slot))
+        self._trainings[slot] = self._bound(program, self._new_agreement(program))
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         """Set the program that ``forward(slot, ...)`` runs from now on.
 
         It reads the parameters, as training stores them, and the buffers, both by name.
         """
+        self._prepare(program, self._forwards.get(slot))
+        self._forwards[slot] = self._bound(program)
+
+    def _prepare(self, program: RankProgram, replaced: Bound | None) -> None:
+        """Make the groups of a program, and release the one that it replaces."""
         for parameter in program.parameters:
             own = self._programs.get(parameter.name, parameter)
             assert parameter.stored == own.stored, parameter.name
         for label in sorted(labels_of(program)):
             self.communicator.group(label)
-        if slot in self._forwards:
-            self.machine.release(self._forwards[slot].program)
-        self._forwards[slot] = self._bound(program)
+        if replaced is not None:
+            self.machine.release(replaced.program)
 
     @torch.no_grad()
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
@@ -437,7 +441,7 @@ class RankRuntime:
             whole = source.full_tensor() if hasattr(source, "full_tensor") else source
             held = self._buffers[name]
             self._buffers[name] = whole.detach().to(device=held.device, dtype=held.dtype, copy=True)
-            self._forget_fixed([self._training, *self._forwards.values()])
+            self._forget_fixed([*self._trainings.values(), *self._forwards.values()])
 
     @property
     def seed(self) -> int:

@@ -1,0 +1,183 @@
+"""The alternatives that were considered, from the fastest, under the names that users know.
+
+In: a plan. Out: rows with the time of a step, the ratio to the plan's and, where it was estimated,
+the memory of a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.layout import Section
+from autopar.plans.parallelism import ZERO12
+from autopar.plans.parts import PlanFields
+from autopar.plans.strategy_names import (
+    DATA,
+    HYBRID,
+    MARKOV_CHAIN,
+    MEGATRON,
+    MEGATRON_SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+)
+
+USERS_NAMES: Mapping[str, str] = {
+    DATA: "DDP",
+    ZERO3: "FSDP (ZeRO-3)",
+    HYBRID: "HSDP",
+    TENSOR: "TP",
+    MEGATRON: "TP (Megatron)",
+    MEGATRON_SEQUENCE: "TP + SP (Megatron)",
+    MARKOV_CHAIN: "MCMC (FlexFlow)",
+}
+ON_MESH = "another mesh"
+TIE = 0.005
+"""Relative difference in time up to which two alternatives are called a tie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A strategy that was considered; ``memory_bytes`` is None where it was not estimated."""
+
+    name: str
+    mesh: str
+    time_s: float
+    memory_bytes: int | None = None
+    note: str = ""
+
+
+def users_name(name: str) -> str:
+    """``ZeRO-3 x Megatron`` as users know it: ``FSDP (ZeRO-3) x TP (Megatron)``."""
+    if name in USERS_NAMES:
+        return USERS_NAMES[name]
+    return " x ".join(USERS_NAMES.get(part, part) for part in name.split(" x "))
+
+
+def alternatives(plan: PlanFields) -> list[Alternative]:
+    """All alternatives from the fastest; equal ones in one row, and not the plan itself."""
+    found: dict[tuple[object, ...], Alternative] = {}
+    for each in _listed(plan):
+        key = (each.mesh, each.time_s, each.memory_bytes, each.note)
+        found[key] = each if key not in found else replace(each, name=_both(found[key], each))
+    return sorted(found.values(), key=lambda each: each.time_s)
+
+
+def _both(first: Alternative, second: Alternative) -> str:
+    """One name for two equal alternatives: ``ZeRO-1/2 x TP``."""
+    if first.name.startswith(ZERO1) and second.name == first.name.replace(ZERO1, ZERO2):
+        return first.name.replace(ZERO1, ZERO12)
+    *others, last = first.name.split(", ")
+    if last.startswith(ZERO1) and second.name == last.replace(ZERO1, ZERO2):
+        return ", ".join((*others, last.replace(ZERO1, ZERO12)))
+    return f"{first.name}, {second.name}"
+
+
+def _listed(plan: PlanFields) -> list[Alternative]:
+    search, usable = plan.search, plan.cluster.usable_memory_bytes
+    found = []
+    if not plan.is_pipeline:  # the others are no pipelines, and so times of other things
+        for name, known in search.baselines.items():
+            fits = known.memory_bytes <= usable
+            found.append(
+                Alternative(
+                    name=users_name(name), mesh=known.mesh, time_s=known.time_s,
+                    memory_bytes=known.memory_bytes,
+                    note=known.note if fits else "does not fit",
+                )
+            )  # fmt: skip
+        found += _other_meshes(plan)
+    step_s = plan.prediction.step_time_s
+    pipelines = list(search.pipelines.items())
+    chosen = next((i for i, (_, time_s) in enumerate(pipelines) if time_s == step_s), None)
+    found += [
+        Alternative(name=name, mesh="", time_s=time_s)
+        for place, (name, time_s) in enumerate(pipelines)
+        if place != chosen
+    ]
+    return found
+
+
+def _other_meshes(plan: PlanFields) -> list[Alternative]:
+    """The best on each other mesh; those of one time are one, as they are the same strategy."""
+    own, meshes = str(plan.device_mesh), defaultdict[str, list[str]](list)
+    for mesh, time_s in plan.search.considered.items():
+        if mesh != own:
+            meshes[f"{time_s:.5g}"].append(mesh)
+    return [
+        Alternative(
+            name=ON_MESH,
+            mesh=names[0] if len(names) == 1 else f"{names[0]}, {len(names) - 1} more",
+            time_s=plan.search.considered[names[0]],
+            note="memory not limited",
+        )
+        for names in meshes.values()
+    ]
+
+
+def fastest_known(plan: PlanFields) -> Alternative | None:
+    """The fastest known strategy that fits the memory by its estimate, to compare the plan with."""
+    if plan.is_pipeline:
+        without = {n: s for n, s in plan.search.pipelines.items() if n.startswith("no pipeline")}
+        if not without:
+            return None
+        name = min(without, key=lambda each: without[each])
+        return Alternative(name="no pipeline", mesh="", time_s=without[name])
+    for each in alternatives(plan):
+        size = each.memory_bytes
+        if size is None or each.name == USERS_NAMES[MARKOV_CHAIN]:
+            continue
+        if size <= plan.cluster.usable_memory_bytes:
+            return each
+    return None
+
+
+def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
+    """The plan and its best alternatives, in columns that have a value, with ties explained."""
+    step_s, listed = plan.prediction.step_time_s, alternatives(plan)
+    rows = [
+        Alternative(
+            name="this plan", mesh=str(plan.device_mesh), time_s=step_s,
+            memory_bytes=plan.search.estimated_bytes,
+        ),
+        *listed[: max(0, num_rows - 1)],
+    ]  # fmt: skip
+    has_memory = any(each.memory_bytes is not None for each in rows[1:])
+    notes = [_ties(plan, listed)]
+    if len(listed) > len(rows) - 1:
+        notes.append(f"{len(listed) - len(rows) + 1} slower ones: plan.report('full')")
+    return Section(
+        title="best alternatives",
+        columns=("strategy", "mesh", "step", "to plan", "memory (estimated)", "note"),
+        rows=tuple(
+            (
+                each.name,
+                each.mesh,
+                format_seconds(each.time_s),
+                f"{each.time_s / step_s:.2f}x",
+                format_bytes(each.memory_bytes) if has_memory and each.memory_bytes else "",
+                each.note,
+            )
+            for each in rows
+        ),
+        notes=tuple(note for note in notes if note),
+    ).used_columns()
+
+
+def _ties(plan: PlanFields, listed: list[Alternative]) -> str:
+    step_s = plan.prediction.step_time_s
+    tied = [e for e in listed if math.isclose(e.time_s, step_s, rel_tol=TIE)]
+    if not tied:
+        return ""
+    names = [f"the best on {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:3]]
+    names += [f"{len(tied) - 3} more"] * (len(tied) > 3)
+    less = sum(1 for e in tied if (e.memory_bytes or 0) > plan.search.estimated_bytes)
+    why = "the plan takes less memory than each" if less == len(tied) else "any of them would do"
+    factor = plan.prediction.analytical_factor
+    sure = f", and prices may be off by {factor:.3g}x" if factor is not None else ""
+    return f"ties: {', '.join(names)} within {TIE:.1%} of the plan{sure}; {why}."

@@ -1,0 +1,136 @@
+"""The strategy by block: repeated blocks folded to one row.
+
+In: a plan. Out: groups of blocks that are parallelized alike, with their bytes and times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.plans.parallelism import DOMINANT, Shares, name_along, shares_of
+from autopar.plans.parts import ModulePlan, PlanFields
+
+_NUMBER = re.compile(r"\d+")
+MAX_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGroup:
+    """Blocks that are parallelized alike; bytes and seconds are the sums of all of them."""
+
+    names: tuple[str, ...]
+    shares: Shares
+    splits: tuple[str, ...]
+    parameters: tuple[str, ...]
+    modules: tuple[ModulePlan, ...]
+
+    @property
+    def label(self) -> str:
+        """``layers.0-31 (32x)``."""
+        return folded(self.names)
+
+    def strategy(self, axis_names: Sequence[str]) -> str:
+        """``TP``, or by axis ``FSDP x TP``."""
+        named = [name_along(each) for each in self.shares[: len(axis_names)]]
+        kinds = [name for name in named if name]
+        return " x ".join(kinds[:1] if len(set(kinds)) == 1 else kinds)
+
+    def seconds(self, field: str) -> float:
+        return float(sum(getattr(module, field) for module in self.modules))
+
+    def size_bytes(self, plan: PlanFields) -> int:
+        return sum(plan.uses[name].size_bytes for name in self.parameters)
+
+
+def block_groups(plan: PlanFields) -> list[BlockGroup]:
+    """The groups of a plan's blocks, in graph order; blocks without time or parameters left out."""
+    owned = parameters_of_blocks(plan)
+    modules: defaultdict[str, list[ModulePlan]] = defaultdict(list)
+    for module in plan.modules:
+        modules[module.block].append(module)
+    groups: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for block, inside in modules.items():
+        if not owned[block] and not any(m.forward_s or m.backward_s for m in inside):
+            continue
+        shares = shares_of(plan, owned[block])
+        looks = tuple(name_along(each) for each in shares)
+        size = sum(plan.uses[name].size_bytes for name in owned[block])
+        groups[pattern_of(block), looks, _splits(plan, inside), size].append(block)
+    return [
+        BlockGroup(
+            names=tuple(names),
+            shares=shares_of(plan, [p for name in names for p in owned[name]]),
+            splits=_splits(plan, [m for name in names for m in modules[name]]),
+            parameters=tuple(p for name in names for p in owned[name]),
+            modules=tuple(m for name in names for m in modules[name]),
+        )
+        for names in groups.values()
+    ]
+
+
+def parameters_of_blocks(plan: PlanFields) -> defaultdict[str, list[str]]:
+    """The parameters that belong to each block: to the first that has their module."""
+    block_of: dict[str, str] = {}
+    for module in plan.modules:
+        block_of.setdefault(module.name, module.block)
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in plan.parameters:
+        found[block_of.get(name.rpartition(".")[0], "")].append(name)
+    return found
+
+
+def _splits(plan: PlanFields, modules: Sequence[ModulePlan]) -> tuple[str, ...]:
+    """How most of the computation is split along each axis: one word, or a few."""
+    found = []
+    for axis in range(len(plan.mesh.axis_names)):
+        words: Counter[str] = Counter()
+        for module in modules:
+            seconds = module.forward_s + module.backward_s
+            words[module.splits.split()[axis]] += seconds  # type: ignore[assignment]
+        found.append(_words(words))
+    return tuple(found)
+
+
+def _words(time_s: Counter[str]) -> str:
+    total_s, named = time_s.total(), time_s.most_common()
+    if not total_s:
+        return "-"
+    if named[0][1] >= DOMINANT * total_s:
+        return named[0][0]
+    some = [word for word, seconds in named if seconds > 0.02 * total_s][:MAX_WORDS]
+    return "/".join("whole" if word == "-" else word for word in some)
+
+
+def stages_of_blocks(plan: PlanFields) -> dict[str, int]:
+    """The pipeline stage of every block."""
+    starts = {name: number for number, name in enumerate(plan.schedule.first_blocks)}
+    found: dict[str, int] = {}
+    stage = 0
+    for module in plan.modules:
+        stage = found[module.block] = starts.get(module.block, stage)
+    return found
+
+
+def pattern_of(name: str) -> str:
+    """The name with a ``#`` in place of each number: the same for repeated layers."""
+    return _NUMBER.sub("#", name)
+
+
+def folded(names: Sequence[str]) -> str:
+    """One label for many names: ``h.0-11 (12x)`` where they differ in one number only."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+    moving = [i for i, each in enumerate(zip(*numbers)) if len(set(each)) > 1]
+    count = f"({len(names)}x)"
+    if len({pattern_of(name) for name in names}) > 1 or len(moving) != 1:
+        return f"{names[0]}..{names[-1]} {count}"
+    (place,) = moving
+    found = [each[place] for each in numbers]
+    dense = found == list(range(found[0], found[0] + len(found)))
+    text = f"{found[0]}-{found[-1]}" if dense else f"{found[0]}..{found[-1]}"
+    parts = iter(range(len(numbers[0])))
+    return _NUMBER.sub(lambda m: text if next(parts) == place else m[0], names[0]) + f" {count}"

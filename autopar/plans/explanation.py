@@ -1,0 +1,257 @@
+"""The strategy of one module explained, and two plans compared.
+
+In: one or two plans. Out: a page. A plan keeps what was chosen, not the prices of other choices, so
+no runner-up is named for a module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autopar.base.documents import shown
+from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
+from autopar.base.units import format_bytes, format_seconds
+from autopar.ir.blocks import lies_in
+from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
+from autopar.plans.layout import Section
+from autopar.plans.page import Page
+from autopar.plans.parallelism import kinds_of, strategy_name
+from autopar.plans.parts import MODULE_TIMES, ModulePlan, PlanFields
+from autopar.plans.summary import headline, needed_bytes, time_text
+
+MAX_ROWS = 40
+RUNNER_UP = (
+    "The plan keeps no prices of other choices. To price one: autopar.plan(..., "
+    "constraints=[autopar.Pin(...)]), then plan.diff(other)."
+)
+
+
+def explanation(plan: PlanFields, name: str) -> Page:
+    """Explain the strategy of a module, block, parameter or op, which must be in the plan.
+
+    Raises InputError for another name.
+    """
+    modules, parameters, ops = _named(plan, name)
+    tables = (_parameters(plan, parameters), _ops(plan, ops), _times(modules))
+    facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=(RUNNER_UP,))
+    step = format_seconds(plan.prediction.step_time_s)
+    return Page(
+        headline=f"{name} in {strategy_name(plan)}, {step} a step",
+        sections=(*(table for table in tables if table.rows), facts),
+    )
+
+
+def _named(plan: PlanFields, name: str) -> tuple[list[ModulePlan], list[str], list[str]]:
+    """The modules, parameters and ops that a name stands for."""
+    if not isinstance(name, str):
+        raise InputError(f"name is {shown(name)}; write the name of a module: 'layers.3.mlp'")
+    modules = [m for m in plan.modules if name == m.block or (name and lies_in(m.name, name))]
+    if modules:
+        paths = {module.name for module in modules}
+        parameters = [p for p in plan.parameters if p.rpartition(".")[0] in paths]
+        return modules, parameters, [op for module in modules for op in module.ops]
+    if name in plan.parameters:
+        path = name.rpartition(".")[0]
+        return [], [name], [op for m in plan.modules if m.name == path for op in m.ops]
+    inside = [module for module in plan.modules if name in module.ops]
+    if inside:
+        return [], [], [name]
+    known = {
+        *(module.name for module in plan.modules),
+        *(module.block for module in plan.modules),
+        *plan.parameters,
+        *(op for module in plan.modules for op in module.ops),
+    }
+    raise InputError(
+        f"the plan has no module, block, parameter or op {shown(name)}; plan.report() lists blocks"
+        + did_you_mean(name, sorted(known - {""}))
+    )
+
+
+def _cut(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """At most `MAX_ROWS` rows, and a note of how many there are more."""
+    rest = len(rows) - MAX_ROWS
+    return tuple(rows[:MAX_ROWS]), (f"and {rest} more; name a smaller module",) * (rest > 0)
+
+
+def _parameters(plan: PlanFields, names: list[str]) -> Section:
+    """Stored and needed placements, one word for each mesh axis."""
+    rows = [
+        (
+            name,
+            " x ".join(dict.fromkeys(kinds_of(plan, name))),
+            plan.parameters[name],
+            plan.uses[name].needs,
+            format_bytes(plan.uses[name].size_bytes),
+            format_bytes(plan.uses[name].local_bytes),
+        )
+        for name in names
+    ]
+    shown_rows, notes = _cut(rows)
+    return Section(
+        title=f"parameters, placements on {plan.device_mesh}",
+        columns=("parameter", "strategy", "stored", "needed", "whole", "a device"),
+        rows=shown_rows,
+        notes=notes,
+    )
+
+
+def _ops(plan: PlanFields, names: list[str]) -> Section:
+    """The dimension of its iteration space that each mesh axis splits."""
+    whole = " ".join("-" * len(plan.mesh.axis_names))
+    rows = [
+        (
+            name,
+            plan.ops.get(name, whole),
+            "every device computes the same" if name not in plan.ops else "",
+            plan.relays.get(name, ""),
+        )
+        for name in names
+    ]
+    shown_rows, notes = _cut(rows)
+    return Section(
+        title="ops, the dimension that each mesh axis splits",
+        columns=("op", "split", "", "result redistributed to"),
+        rows=shown_rows,
+        notes=notes,
+    ).used_columns()
+
+
+def _times(modules: list[ModulePlan]) -> Section:
+    rows = [
+        (m.name or m.block, m.splits, *(time_text(getattr(m, part)) for part in MODULE_TIMES))
+        for m in modules
+        if any(getattr(m, part) for part in MODULE_TIMES)
+    ]
+    shown_rows, notes = _cut(rows)
+    if len(rows) > 1:
+        sums = (sum(getattr(m, part) for m in modules) for part in MODULE_TIMES)
+        shown_rows += (("sum", "", *map(time_text, sums)),)
+    return Section(
+        title="predicted time of a step on one device",
+        columns=("module", "split", "forward", "input grad.", "weight grad.", "commun.", "update"),
+        rows=shown_rows,
+        notes=notes,
+    ).used_columns()
+
+
+def _facts(
+    plan: PlanFields, modules: list[ModulePlan], parameters: list[str], ops: list[str]
+) -> tuple[tuple[str, str], ...]:
+    """Blocks, stage, recomputation, compiled graphs and memory."""
+    rows = []
+    used = modules or [m for m in plan.modules if not set(m.ops).isdisjoint(ops)]
+    blocks = list(dict.fromkeys(module.block for module in used))
+    if blocks:
+        rows.append(("block", folded(blocks)))
+    if plan.is_pipeline and blocks:
+        stage_of = stages_of_blocks(plan)
+        stages = sorted({stage_of[block] for block in blocks})
+        rows.append(("stage", ", ".join(map(str, stages))))
+    for group in plan.recomputation:
+        inside = [block for block in group.blocks if block in blocks]
+        if inside:
+            kept, default = format_bytes(group.kept_bytes), format_bytes(group.default_bytes)
+            text = f"{folded(inside)} keeps {kept} of {default} a micro-batch"
+            rows.append(("recomputed", f"{text}, +{format_seconds(group.time_s)}"))
+    for kernel in plan.kernels:
+        inside = [block for block in kernel.blocks if block in blocks]
+        if inside and kernel.compiled:
+            rows.append(("compiled", f"{folded(inside)}: {', '.join(kernel.compiled)}"))
+    if parameters:
+        local = sum(plan.uses[name].local_bytes for name in parameters)
+        states = plan.prediction.num_optimizer_states
+        text = f"{format_bytes(local)} of parameters a device"
+        if states:
+            text += f", and {format_bytes(states * local)} of optimizer state"
+        rows.append(("memory", text))
+    return tuple(rows)
+
+
+# --- two plans ---------------------------------------------------------------------------------
+def difference(plan: PlanFields, other: PlanFields) -> Page:
+    """Compare two plans: first their figures, then placements and splits, repeated ones folded."""
+    if not isinstance(other, PlanFields):
+        raise InputError(f"other is {shown(other)}; pass the plan to compare with")
+    if plan == other:
+        return Page(headline="the plans are equal", sections=())
+    mine, theirs = _figures(plan), _figures(other)
+    rows = [
+        (name, mine.get(name, ""), theirs.get(name, ""))
+        for name in {**mine, **theirs}
+        if mine.get(name, "") != theirs.get(name, "")
+    ]
+    sections = [
+        Section(title="what differs", columns=("", "this", "other"), rows=tuple(rows)),
+        _changes("parameters, as they are stored", plan.parameters, other.parameters),
+        _changes("ops, the dimension that each mesh axis splits", plan.ops, other.ops),
+    ]
+    notes: tuple[str, ...] = ()
+    if plan.graph.fingerprint != other.graph.fingerprint:
+        notes = ("The plans are for different graphs: another model, batch or precision.",)
+    ratio = other.prediction.step_time_s / plan.prediction.step_time_s
+    return Page(
+        headline=f"this plan: {headline(plan)}",
+        sections=(
+            Section(title="", notes=(f"the other: {headline(other)}", *notes)),
+            *(section for section in sections if section.rows),
+            Section(title="", notes=(f"A step of the other takes {ratio:.3f}x the time.",)),
+        ),
+    )
+
+
+def _figures(plan: PlanFields) -> dict[str, str]:
+    p, schedule = plan.prediction, plan.schedule
+    memory = {
+        f"memory: {name.replace('_', ' ')}": format_bytes(size)
+        for name, size in p.memory_bytes.items()
+    }
+    return {
+        "strategy": strategy_name(plan),
+        "devices": f"{plan.cluster.num_devices} x {plan.cluster.device.name}",
+        "mesh": str(plan.device_mesh),
+        "schedule": f"{schedule.name}, {schedule.num_stages} stages",
+        "micro-batches": str(schedule.num_microbatches),
+        "parameters": f"{plan.graph.num_parameters:,}",
+        "inputs": ", ".join(f"{name} {text}" for name, text in plan.graph.inputs.items()),
+        "precision": "" if plan.graph.precision is None else str(plan.graph.precision),
+        "update": plan.update.when.replace("_", " "),
+        "step": format_seconds(p.step_time_s),
+        "MFU": f"{p.model_flops_utilisation:.1%}",
+        "forward": format_seconds(p.forward_s),
+        "backward": format_seconds(p.backward_s),
+        "exposed communication": format_seconds(p.communication_s),
+        "overlapped communication": format_seconds(p.hidden_s),
+        "weight update": format_seconds(p.update_s),
+        "bubble": f"{p.bubble_share:.1%}",
+        "memory of a device": format_bytes(needed_bytes(plan)),
+        **memory,
+        "blocks that recompute": str(sum(len(g.blocks) for g in plan.recomputation)),
+        "moved to the host and back": _moved(plan),
+    }
+
+
+def _moved(plan: PlanFields) -> str:
+    return "" if plan.offload is None else f"{format_bytes(plan.offload.moved_bytes)} a step"
+
+
+def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> Section:
+    """The names whose texts differ; those that change alike and differ in a number are one row."""
+    groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name in {**mine, **theirs}:
+        pair = (mine.get(name, "-"), theirs.get(name, "-"))
+        if pair[0] != pair[1]:
+            groups[(pattern_of(name), *pair)].append(name)
+    rows: list[tuple[str, ...]] = [
+        (folded(names), first, second) for (_, first, second), names in groups.items()
+    ]
+    shown_rows, _ = _cut(rows)
+    rest = len(rows) - len(shown_rows)
+    return Section(
+        title=title,
+        columns=("name", "this", "other"),
+        rows=shown_rows,
+        notes=(f"and {rest} more",) * (rest > 0),
+    )

@@ -1,0 +1,130 @@
+"""The names that users know for what a plan does: DDP, FSDP, ZeRO, HSDP, TP, PP.
+
+In: the stored and the needed placement of each parameter. Out: for a set of parameters, the kind of
+parallelism along every mesh axis, and one name for all of it.
+
+=========  ==========  ===========================================================================
+stored     needed      known as
+=========  ==========  ===========================================================================
+R          V           DDP: whole on every device; gradients are all-reduced
+S          V           FSDP (ZeRO-3) where it is released after each pass; else gathered once:
+                       ZeRO-2 where every micro-batch reduce-scatters its gradient, ZeRO-1 where
+                       gradients accumulate whole (the same with one micro-batch)
+S          S           TP: every device computes with its shard
+R          R           replicated: every device computes the same
+=========  ==========  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from autopar.plans.parts import PlanFields
+
+DDP, FSDP, ZERO1, ZERO2, ZERO12 = "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-1/2"
+SEQUENCE, TENSOR, REPLICATED = "SP", "TP", "replicated"
+HYBRID = "HSDP"
+
+MEANING: Mapping[str, str] = {
+    DDP: "parameters whole on every device, gradients all-reduced",
+    FSDP: "ZeRO-3: parameters sharded, gathered for each forward and each backward pass",
+    ZERO1: "parameters and optimizer state sharded, gathered once a step; gradients reduced once",
+    ZERO2: "as ZeRO-1, gradients reduce-scattered in every micro-batch",
+    ZERO12: "parameters, gradients, optimizer state sharded; parameters gathered once a step",
+    SEQUENCE: "the sequence is split, parameters whole, gradients all-reduced",
+    TENSOR: "each device stores a shard of the weights and computes with it",
+    REPLICATED: "every device computes the same",
+}
+"""What each kind of parallelism means, in the order in which a legend lists them."""
+
+DOMINANT = 0.9
+"""The share of a model's bytes from which on a kind of parallelism gives it its name."""
+
+Shares = tuple[Mapping[str, float], ...]
+"""For each mesh axis, the kinds of parallelism along it and their share of the bytes."""
+
+
+def kinds_of(plan: PlanFields, name: str) -> tuple[str, ...]:
+    """The kind of parallelism of a parameter along each mesh axis."""
+    stored, needed = plan.parameters[name].split(), plan.uses[name].needs.split()
+    return tuple(_kind(plan, name, s, n) for s, n in zip(stored, needed))
+
+
+def _kind(plan: PlanFields, name: str, stored: str, needed: str) -> str:
+    if stored.startswith("S") and not needed.startswith(("S", "P")):
+        if name in plan.released:
+            return FSDP
+        if plan.schedule.num_microbatches == 1:
+            return ZERO12
+        return ZERO2 if name in plan.scattered else ZERO1
+    if stored == "R" and needed == "V":
+        return DDP
+    return REPLICATED if needed == "R" else TENSOR
+
+
+def shares_of(plan: PlanFields, names: Iterable[str]) -> Shares:
+    """The kinds of parallelism of some parameters by axis, the one of most bytes first."""
+    found: list[Counter[str]] = [Counter() for _ in plan.mesh.axis_names]
+    for name in names:
+        for axis, kind in enumerate(kinds_of(plan, name)):
+            found[axis][kind] += plan.uses[name].size_bytes
+    return tuple(
+        {kind: size / max(1, counts.total()) for kind, size in counts.most_common()}
+        for counts in found
+    )
+
+
+def name_along(shares: Mapping[str, float], *, short: bool = False) -> str:
+    """``DDP``, or ``mixed (62% TP, 38% DDP)`` where no kind has nearly all bytes.
+
+    The ``short`` name has no shares.
+    """
+    if not shares:
+        return ""
+    first = next(iter(shares))
+    if shares[first] >= DOMINANT:
+        return first
+    parts = [
+        kind if short else f"{share:.0%} {kind}" for kind, share in shares.items() if share >= 0.005
+    ]
+    return f"mixed ({', '.join(parts)})"
+
+
+def _name_of_shares(plan: PlanFields, shares: Shares, *, short: bool) -> str:
+    """The name along all axes: ``HSDP over 2 x 8``, ``FSDP over 8 x TP over 8``."""
+    sizes = plan.mesh.axis_sizes
+    named = [(name_along(each, short=short), size) for each, size in zip(shares, sizes) if size > 1]
+    runs = [
+        (name, math.prod(size for _, size in run)) for name, run in groupby(named, lambda n: n[0])
+    ]
+    if len(runs) > 1 and runs[0][0] == DDP and runs[1][0] == FSDP:
+        runs[:2] = [(HYBRID, (runs[0][1], runs[1][1]))]  # type: ignore[list-item]
+    texts = []
+    for name, size in runs:
+        over = " x ".join(map(str, size)) if isinstance(size, tuple) else size
+        texts.append(f"{name} over {over}" if name else "")
+    return " x ".join(text for text in texts if text)
+
+
+def strategy_name(plan: PlanFields, *, short: bool = False) -> str:
+    """The plan's strategy as users know it: ``PP over 4 (1f1b) x DDP over 2``, ``FSDP over 8``."""
+    ranks = plan.schedule.num_devices
+    pipeline = f"PP over {ranks} ({plan.schedule.name})" if ranks > 1 else ""
+    shares = _by_sequence(plan, shares_of(plan, plan.parameters))
+    inner = _name_of_shares(plan, shares, short=short)
+    return " x ".join(part for part in (pipeline, inner) if part) or "one device"
+
+
+def _by_sequence(plan: PlanFields, shares: Shares) -> Shares:
+    """Data parallelism along the sequence instead of the batch is sequence parallelism."""
+    found = []
+    for axis, each in enumerate(shares):
+        words: Counter[str] = Counter()
+        for module in plan.modules:
+            words[module.splits.split()[axis]] += module.forward_s  # type: ignore[assignment]
+        along = words["sequence"] > words["batch"]
+        found.append({SEQUENCE if along and k == DDP else k: share for k, share in each.items()})
+    return tuple(found)

@@ -1,0 +1,249 @@
+"""The one-screen report of a plan: at most 100 columns and 40 lines, whatever the model.
+
+In: a plan. Out: a headline in the field's words and sections of rows, without layout; the screen
+is their text. `autopar.plans.text` has all details.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autopar.base.units import format_bytes, format_seconds
+from autopar.cost_models.memory import device_bytes
+from autopar.plans.alternatives import alternatives_section, fastest_known
+from autopar.plans.blocks import BlockGroup, block_groups
+from autopar.plans.figures import memory_figure, step_figure, timeline_figure
+from autopar.plans.layout import WIDTH, Section, shortened, text_lines
+from autopar.plans.page import Page
+from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
+from autopar.plans.parts import PlanFields
+from autopar.plans.text import early_text, plan_sections
+
+LINES = 40
+BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
+LEAST_S = 5e-8  # shorter times are not shown
+DETAILS = "all details: plan.report('full'); one module: plan.explain('NAME')"
+
+
+def headline(plan: PlanFields) -> str:
+    """One line: strategy, step time, MFU and memory, beside the fastest known strategy.
+
+    Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``.
+    """
+    text = _headline(plan, strategy_name(plan))
+    return text if len(text) <= WIDTH else _headline(plan, strategy_name(plan, short=True))
+
+
+def _headline(plan: PlanFields, name: str) -> str:
+    p = plan.prediction
+    parts = [name, f"{format_seconds(p.step_time_s)} a step"]
+    if p.model_flops_utilisation:
+        digits = 0 if p.model_flops_utilisation > 0.1 else 1
+        parts.append(f"{p.model_flops_utilisation:.{digits}%} MFU")
+    parts.append(_memory_of_all(plan))
+    known = fastest_known(plan)
+    if known is None:
+        return ", ".join(parts)
+    other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
+    ratio = known.time_s / p.step_time_s
+    return f"{', '.join(parts)}; {ratio:.2f}x as fast as {other}"
+
+
+def _memory_of_all(plan: PlanFields) -> str:
+    """``61.00 of 79.00 GiB``: what a step takes of what a plan may use."""
+    needed = format_bytes(needed_bytes(plan))
+    usable = format_bytes(plan.cluster.usable_memory_bytes)
+    number, unit = needed.split(" ")
+    return f"{number if usable.endswith(unit) else needed} of {usable}"
+
+
+def needed_bytes(plan: PlanFields) -> int:
+    """The memory of a device that a step takes, with what the allocator or the process adds."""
+    found = plan.prediction.resident_bytes
+    if found is not None:
+        return found
+    return device_bytes(plan.prediction.memory_bytes, plan.cluster.device)
+
+
+def summary_sections(plan: PlanFields) -> list[Section]:
+    """The sections of the screen under the headline."""
+    groups = block_groups(plan)
+    first = [
+        Section(title="", rows=_facts(plan)),
+        Section(title="step", rows=_step(plan)),
+        _blocks(plan, groups),
+        Section(title="memory of a device", rows=memory_rows(plan)),
+    ]
+    used = 2 + sum(len(text_lines(section)) for section in first)
+    last = Section(title="", notes=(DETAILS,))
+    rows = LINES - used - len(text_lines(last)) - 2  # the table's title and header
+    for num in range(min(rows, MOST_ALTERNATIVES), LEAST_ALTERNATIVES, -1):
+        table = alternatives_section(plan, num)
+        if len(text_lines(table)) <= rows + 2:
+            break
+    else:
+        table = alternatives_section(plan, LEAST_ALTERNATIVES)
+    return [*first, *([table] if len(table.rows) > 1 else []), last]
+
+
+def summary_page(plan: PlanFields) -> Page:
+    """The screen as text; as a page also with figures and all details."""
+    figures = (step_figure(plan), memory_figure(plan), timeline_figure(plan))
+    details = [Section(title=title, rows=tuple(rows)) for title, rows in plan_sections(plan)]
+    return Page(
+        headline=headline(plan),
+        sections=tuple(summary_sections(plan)),
+        figures=tuple(figure for figure in figures if figure),
+        details=tuple(details),
+    )
+
+
+def format_summary(plan: PlanFields, width: int = WIDTH) -> str:
+    """The screen as text of at most ``width`` columns."""
+    page = Page(headline=headline(plan), sections=tuple(summary_sections(plan)))
+    return page.to_text(width)
+
+
+def _cut(text: str, num_lines: int = 1) -> str:
+    """The text, shortened to about this many lines of a row."""
+    return shortened(text, num_lines * (WIDTH - 24))
+
+
+def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
+    graph, schedule = plan.graph, plan.schedule
+    where = " on each pipeline rank" if schedule.num_devices > 1 else ""
+    model = f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"
+    if graph.precision is not None:
+        model += f", {graph.precision}"
+    if graph.batch_norm == "local":
+        model += ", batch norm over each shard"
+    inputs = ", ".join(f"{name} {text}" for name, text in graph.inputs.items())
+    devices = f"{plan.cluster.num_devices} x {plan.cluster.device.name}"
+    rows = [
+        ("model", _cut(f"{model}; {inputs}", 2)),
+        ("devices", _cut(f"{devices}, mesh {plan.device_mesh}{where}")),
+    ]
+    if plan.is_pipeline or schedule.num_microbatches > 1:
+        text = schedule.name if plan.is_pipeline else "no pipeline"
+        text += f", {schedule.num_microbatches} micro-batch"
+        text += "es" * (schedule.num_microbatches > 1)
+        if plan.is_pipeline:
+            text += f", {schedule.num_stages} stages on {schedule.num_devices} pipeline rank"
+            text += "s" * (schedule.num_devices > 1)
+            text += f", first blocks {', '.join(schedule.first_blocks)}"
+        rows.append(("schedule", _cut(text, 2)))
+    return (*rows, *_extras(plan))
+
+
+def _extras(plan: PlanFields) -> list[tuple[str, str]]:
+    """One row for each of early update, recomputation, compiled blocks and offloading."""
+    rows = []
+    update, schedule = plan.update, plan.schedule
+    if update.when == "early":
+        rows.append(("update", early_text(update)))
+    if plan.recomputation:
+        blocks = sum(len(group.blocks) for group in plan.recomputation)
+        saved = sum(len(g.blocks) * (g.default_bytes - g.kept_bytes) for g in plan.recomputation)
+        time_s = sum(len(group.blocks) * group.time_s for group in plan.recomputation)
+        time_s *= schedule.num_microbatches * update.update.num_passes
+        text = f"recomputation in {blocks} block{'s' * (blocks > 1)}: "
+        text += f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} kept a micro-batch"
+        rows.append(("recomputed", f"{text}, +{format_seconds(time_s)} a step"))
+    compiled = sum(len(group.blocks) * len(group.compiled) for group in plan.kernels)
+    if plan.kernels:
+        failed = sum(len(group.failures) for group in plan.kernels)
+        text = f"{compiled} graphs of blocks by Inductor"
+        rows.append(("compiled", text + f", {failed} kinds could not be" * (failed > 0)))
+    if plan.offload is not None:
+        moved = format_bytes(plan.offload.moved_bytes)
+        wait = format_seconds(plan.offload.stall_s)
+        rows.append(("offloaded", f"{moved} a step, both ways; computation waits {wait}"))
+    return rows
+
+
+def _step(plan: PlanFields) -> tuple[tuple[str, str], ...]:
+    p = plan.prediction
+    compute = f"forward {format_seconds(p.forward_s)}, backward {format_seconds(p.backward_s)}"
+    rate = f"{p.samples_per_s:,.4g} samples/s"
+    if p.tokens_per_s is not None:
+        rate = f"{p.tokens_per_s:,.0f} tokens/s, {rate}"
+    communication = f"{format_seconds(p.communication_s)} exposed"
+    if p.hidden_s:
+        communication += f", {format_seconds(p.hidden_s)} overlapped"
+    bubble = [("bubble", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []
+    return (
+        ("total", f"{format_seconds(p.step_time_s)}, {rate}"),
+        ("computation", f"{compute}, update {format_seconds(p.update_s)}"),
+        ("communication", communication),
+        *bubble,
+        ("prices", _cut(_sources(plan), 2)),
+    )
+
+
+def _sources(plan: PlanFields) -> str:
+    p = plan.prediction
+    text = "ops " + ", ".join(f"{count} {name}" for name, count in p.sources.items())
+    if p.num_noisy:
+        text += f" ({p.num_noisy} noisy)"
+    if p.analytical_factor is not None:
+        text += f", which may be off by {p.analytical_factor:.3g}x"
+    text += f"; communication {p.communication_source}" + " (noisy)" * p.communication_is_noisy
+    if p.unpriced:
+        text += f"; {len(p.unpriced)} operators without a cost model"
+    if plan.redundant_ops:
+        text += f"; {len(plan.redundant_ops)} operators without a rule"
+    if plan.search.gap:
+        return f"{text}; search {plan.search.status.lower()}, gap {plan.search.gap:.2%}"
+    return f"{text}; search {plan.search.status.lower()}"
+
+
+def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
+    rows = [
+        (
+            group.label,
+            format_bytes(group.size_bytes(plan)) if group.parameters else "",
+            group.strategy(plan.mesh.axis_names),
+            " x ".join(group.splits),
+            time_text(group.seconds("forward_s")),
+            time_text(group.seconds("backward_s")),
+            time_text(group.seconds("communication_s")),
+        )
+        for group in groups
+    ]
+    notes = [_legend(plan)] if plan.parameters else []
+    if len(rows) > BLOCK_ROWS:
+        half = BLOCK_ROWS // 2
+        left = rows[half : len(rows) - (BLOCK_ROWS - 1 - half)]
+        empty = ("",) * 6
+        rows[half : half + len(left)] = [(f"{len(left)} other kinds of block", *empty)]
+    return Section(
+        title="strategy by block" + ", of all pipeline ranks" * plan.is_pipeline,
+        columns=("block", "parameters", "strategy", "split", "forward", "backward", "commun."),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    ).used_columns()
+
+
+def time_text(seconds: float) -> str:
+    """The time, or nothing for one that is too short to matter."""
+    return format_seconds(seconds) if seconds >= LEAST_S else ""
+
+
+def _legend(plan: PlanFields) -> str:
+    """The kinds of parallelism in the plan, explained."""
+    found = {kind for name in plan.parameters for kind in kinds_of(plan, name)}
+    texts = [f"{kind}: {text}" for kind, text in MEANING.items() if kind in found]
+    return _cut("; ".join(texts), 3)
+
+
+def memory_rows(plan: PlanFields) -> tuple[tuple[str, str], ...]:
+    memory = plan.prediction.memory_bytes
+    by_size = sorted(memory.items(), key=lambda item: -item[1])
+    texts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in by_size if size]
+    is_gpu = plan.prediction.resident_bytes is None
+    name = "with fragmentation" if is_gpu else "process grows by"
+    return (
+        ("tensors", f"{format_bytes(sum(memory.values()))}: {', '.join(texts)}"),
+        (name, _memory_of_all(plan)),
+        ("peak", _cut(plan.prediction.memory_peak_at)),
+    )

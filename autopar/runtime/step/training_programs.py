@@ -1,0 +1,133 @@
+"""Training programs of a compiled model: one per shapes of the batch, lowered on demand.
+
+In: calls of ``train_step`` with tensors of other sizes than the example's, such as the last batch
+of a loader or sequences of another length. Out: the slot of a program for them. The model is
+captured again, planned on the same mesh with parameters as they are stored, and lowered; optimizer
+state, buffers and random numbers belong to the runtime, which no program changes by being made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError, InputError
+from autopar.frontend.capture import Captured, capture
+from autopar.frontend.signature import Signature
+from autopar.lowering.types import RankProgram
+from autopar.runtime.step.program_cache import ProgramCache
+
+MAX_PROGRAMS = 16
+"""How many programs are kept besides the example's; a new one replaces the least recently used."""
+
+LowerTraining = Callable[[Captured], RankProgram]
+"""Plans and lowers a training step over parameters as they are stored already."""
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingRunner(Protocol):
+    """Runs training programs, each in a slot, where it replaces an earlier one."""
+
+    def watched(self, name: str) -> AbstractContextManager[None]: ...
+
+    def set_training_program(self, slot: int, program: RankProgram) -> None: ...
+
+
+class TrainingCall(NamedTuple):
+    """The tensors of a training step, and the slot of the program that runs it."""
+
+    slot: int
+    tensors: list[Tensor]
+
+
+class TrainingPrograms:
+    """The training programs of one compiled model; that of the example is in slot 0.
+
+    ``model`` and ``loss_fn`` are captured from, and need no data. Without ``lower``, only batches
+    like the example's are trained on.
+    """
+
+    def __init__(
+        self,
+        *,
+        captured: Captured,
+        model: nn.Module,
+        loss_fn: Any,
+        lower: LowerTraining | None,
+        runner: TrainingRunner,
+    ) -> None:
+        self._signature = captured.signature
+        self._precision = captured.precision
+        self._model = model
+        self._loss_fn = loss_fn
+        self._lower = lower
+        self._runner = runner
+        self._cache: ProgramCache[int] = ProgramCache(MAX_PROGRAMS, first_slot=1)
+        self._has_warned = False
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingCall:
+        """The tensors of a call and the slot of its program, which is made if there is none yet.
+
+        Raises InputError where the call differs from the example in more than sizes.
+        """
+        own = self._signature
+        signature = own.with_shapes_of(args, kwargs)
+        if signature is own:
+            return TrainingCall(0, own.flatten(args, kwargs))
+        tensors = signature.flatten(args, kwargs)
+        if self._lower is None:
+            raise self._one_shape(args, kwargs)
+        key = signature.input_shapes
+        if key not in self._cache:
+            with self._runner.watched("compiling for a batch of other shapes"):
+                self._cache.add(key, lambda slot: self._make(slot, signature))
+        return TrainingCall(self._cache[key], tensors)
+
+    def _one_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputError:
+        """The error for a batch of other shapes where only the example's can be trained on."""
+        try:
+            self._signature.flatten(args, kwargs)
+        except InputError as error:
+            return InputError(
+                f"{error}. Pipelines, schedules, offloading and arrays of models train on "
+                "batches of one shape: leave the last one of an epoch out by DataLoader(..., "
+                "drop_last=True)"
+            )
+        raise AssertionError("the shapes are the example's")
+
+    def _make(self, slot: int, signature: Signature) -> int:
+        assert self._lower is not None
+        self._warn_once()
+        started_s = time.perf_counter()
+        try:
+            captured = capture(
+                self._model, signature.example(), loss_fn=self._loss_fn, precision=self._precision
+            )
+            program = self._lower(captured)
+        except AutoparError as error:
+            error.add_note(
+                f"while compiling for a batch of other shapes, {signature.describe()}; nothing has "
+                "changed. Pad the batch, or leave the last one of an epoch out: DataLoader(..., "
+                "drop_last=True)"
+            )
+            raise
+        self._runner.set_training_program(slot, program)
+        _log.info(
+            "compiled for a batch of other shapes in %.1f s: %s",
+            time.perf_counter() - started_s, signature.describe(),
+        )  # fmt: skip
+        return slot
+
+    def _warn_once(self) -> None:
+        if self._cache.is_full and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "batches have more than %d different shapes, so programs are compiled again and "
+                "again; pad sequences to fewer lengths, such as multiples of 64", MAX_PROGRAMS,
+            )  # fmt: skip

@@ -1,0 +1,228 @@
+"""The command line: exit codes, what goes to which stream, and the numbers of the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar import Cluster, Plan
+from autopar.base.errors import InputError
+from autopar.cli import main
+from autopar.report.progress import show_progress
+
+MODELS = """
+import torch
+from torch import nn
+
+DEVICES = []
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.layers(x), y)
+
+def net():
+    DEVICES.append(torch.empty(0).device.type)
+    return Net(), (torch.zeros(8, 16), torch.zeros(8, 16))
+
+def needs_values():
+    DEVICES.append(torch.ones(1).mul(2).item())
+    return net()
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+def broken():
+    raise RuntimeError("no weights here")
+
+def odd():
+    return Net()
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    (path / "cli_models.py").write_text(MODELS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+
+
+@pytest.fixture(scope="module")
+def llama_plan(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it, from the folder of the model."""
+    command = [
+        sys.executable, "-m", "autopar", "plan", "cli_models:llama", "--cluster", "h100-sxm:2x2",
+        "--precision", "bf16", "-o", "llama.json",
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_a_llama_on_the_meta_device_is_planned(
+    llama_plan: subprocess.CompletedProcess[str], folder: Path
+) -> None:
+    assert llama_plan.returncode == 0, llama_plan.stderr
+    plan = Plan.from_json(folder / "llama.json")
+    assert llama_plan.stdout == f"{plan}\n"
+    assert plan.cluster == Cluster.preset("h100-sxm", nodes=2, devices_per_node=2)
+    assert "search" in llama_plan.stderr
+    assert "Traceback" not in llama_plan.stderr
+    assert "\x1b" not in llama_plan.stdout + llama_plan.stderr
+
+
+def test_plans_are_read_back(
+    llama_plan: subprocess.CompletedProcess[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = Plan.from_json(folder / "llama.json")
+    layer = "model.layers.1"
+    for arguments, output in (
+        (["show", "llama.json"], str(plan)),
+        (["show", "llama.json", "--full"], plan.report("full")),
+        (["explain", "llama.json", layer], str(plan.explain(layer))),
+        (["diff", "llama.json", "llama.json"], "the plans are equal"),
+        (["report", "llama.json", "-o", "r.html"], ""),
+    ):
+        assert main(arguments) == 0
+        assert capsys.readouterr() == (output + "\n" * bool(output), "")
+    assert str(plan).splitlines()[0] in (folder / "r.html").read_text()
+
+
+def test_factories_run_under_the_meta_device_where_they_allow_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import cli_models  # type: ignore[import-not-found]
+
+    for factory, seen in (("net", ["meta"]), ("needs_values", [2.0, "cpu"])):
+        cli_models.DEVICES.clear()
+        assert main(["plan", f"cli_models:{factory}", "--cluster", "cpu:1x2", "--quiet"]) == 0
+        assert seen == cli_models.DEVICES
+        assert capsys.readouterr().err == ""
+
+
+def test_options_reach_the_plan(folder: Path) -> None:
+    options = ["--mesh", "dp=2,tp", "--num-microbatches", "2", "--recompute", "none", "--quiet"]
+    arguments = ["plan", "cli_models:net", "--cluster", "cpu:1x4", "-o", "net.json", *options]
+    assert main(arguments) == 0
+    plan = Plan.from_json(folder / "net.json")
+    assert plan.mesh.axis_names == ("dp", "tp")
+    assert plan.mesh.axis_sizes == (2, 2)
+    assert plan.schedule.num_microbatches == 2
+
+
+def test_what_is_not_asked_for_is_left_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def note(*_: object, **options: object) -> None:
+        asked.update(options)
+        raise InputError("noted")
+
+    monkeypatch.setattr("autopar.cli.make_plan", note)
+    for given, offload, recompute in (
+        ([], None, None),
+        (["--offload", "--recompute", "8589934592"], True, 8 << 30),
+        (["--no-offload", "--recompute", "0.5"], False, 0.5),
+        (["--recompute", "8GiB"], None, "8GiB"),
+    ):
+        assert main(["plan", "cli_models:net", "--cluster", "cpu", *given]) == 1
+        assert (asked["offload"], asked["recompute"]) == (offload, recompute)
+        assert type(asked["recompute"]) is type(recompute)
+
+
+def test_memory_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", "cli_models:net", "--cluster", "a100-80:1x2", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert "optimizer state" in text
+    assert "DDP" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "cli_models", "--cluster", "cpu"], "MODULE:FACTORY"),
+        (["plan", "cli_no:net", "--cluster", "cpu"], "cannot import cli_no: ModuleNotFoundError"),
+        (["plan", "cli_models:nott", "--cluster", "cpu"], "has no 'nott'"),
+        (["plan", "cli_models:number", "--cluster", "cpu"], "write a function"),
+        (["plan", "cli_models:odd", "--cluster", "cpu"], "return model, "),
+        (["plan", "cli_models:broken", "--cluster", "cpu"], "RuntimeError: no weights here ("),
+        (["plan", "cli_models:net", "--cluster", "h100-sxm:8"], "h100-sxm:8x8"),
+        (["plan", "cli_models:net", "--cluster", "h1000"], "there is no preset 'h1000'"),
+        (["plan", "cli_models:net", "--cluster", "cpu", "--mesh", "dp=x"], "--mesh dp=8,tp=8"),
+        (["cluster", "nowhere.json"], "cannot read 'nowhere.json'"),
+        (["show", "nowhere.json"], "cannot read 'nowhere.json'"),
+    ],
+)
+def test_errors_are_explained_without_a_traceback(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("autopar: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["shwo"], ["plan", "a:b"]])
+def test_a_wrong_command_line_exits_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: autopar" in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = ("plan", "show", "explain", "diff", "report", "clusters", "schema")
+    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in commands)):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert "example" in text or arguments == ["--version"]
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_progress_has_no_escape_codes_without_a_terminal_or_with_no_color(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with show_progress(True) as say:
+        say("search on mesh x=4")
+    assert capsys.readouterr() == ("", "search on mesh x=4\n")
+
+
+def test_clusters_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clusters"]) == 0
+    assert "h100-sxm" in capsys.readouterr().out
+    assert main(["cluster", "a100-80:2x4"]) == 0
+    text = capsys.readouterr().out
+    assert Cluster.from_json(text) == Cluster.preset("a100-80", nodes=2, devices_per_node=4)
+    assert main(["schema"]) == 0
+    assert "Plan" in json.loads(capsys.readouterr().out)["$defs"]

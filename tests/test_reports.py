@@ -1,0 +1,327 @@
+"""Reports: one screen whatever the plan, the same numbers as text and as HTML, names escaped."""
+
+from __future__ import annotations
+
+import functools
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import Cluster, Force, MemoryBudget, Plan
+from autopar.base.errors import InputError, PlanError
+from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.alternatives import alternatives
+from autopar.plans.blocks import folded
+from autopar.plans.explanation import _changes
+from autopar.plans.layout import Section, text_lines
+from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
+from autopar.plans.summary import LINES, WIDTH, summary_sections
+from tests.models.zoo import build
+
+CLUSTER = Cluster.preset("a100-80", devices_per_node=4)
+CASES: dict[str, dict[str, Any]] = {
+    "free": {},
+    "DDP": {"constraints": [Force("data_parallel")]},
+    "FSDP": {"constraints": [Force("zero3")], "reshard_after_forward": True, "mesh": {"x": 4}},
+    "ZeRO-1/2": {"constraints": [Force("zero3")], "reshard_after_forward": False},
+    "ZeRO-1": {
+        "constraints": [Force("zero3")], "reshard_after_forward": False,
+        "num_microbatches": 2, "reduce_every_microbatch": False, "mesh": {"x": 4},
+    },
+    "ZeRO-2": {
+        "constraints": [Force("zero3")], "reshard_after_forward": False,
+        "num_microbatches": 2, "reduce_every_microbatch": True, "mesh": {"x": 4},
+    },
+    "TP": {"constraints": [Force("tensor_parallel")], "mesh": {"x": 4}},
+    "HSDP": {
+        "constraints": [Force("data_parallel", "a"), Force("zero3", "b")],
+        "mesh": {"a": 2, "b": 2}, "reshard_after_forward": True,
+    },
+    "PP": {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 2},
+    "recomputed": {"recompute": "full", "constraints": [Force("data_parallel")]},
+    "early": {"update": "early"},
+}  # fmt: skip
+OTHERS = ("mlp", "resnet")
+
+
+@functools.cache
+def planned(case: str) -> Plan:
+    model, make_batch = build(case if case in OTHERS else "gpt2")
+    batch = make_batch(0) if case in OTHERS else make_batch(0, batch=8)
+    return autopar.plan(model, CLUSTER, batch, **CASES.get(case, {}))
+
+
+@functools.cache
+def offloaded() -> Plan:
+    model, make_batch = build("gpt2")
+    held = sum(planned("DDP").prediction.memory_bytes.values())
+    budget = MemoryBudget(int(0.9 * held))
+    return autopar.plan(
+        model, CLUSTER, make_batch(0, batch=8), offload=True, recompute="none",
+        constraints=[Force("data_parallel"), budget],
+    )  # fmt: skip
+
+
+def large() -> Plan:
+    """A plan of many kinds of blocks, long names and many alternatives, made by hand."""
+    document = json.loads(planned("free").to_json())
+    name = "a_module_with_a_very_long_name_that_fills_a_line" * 3
+    first = document["modules"][0]
+    document["modules"] += [
+        {**first, "block": f"{name}.{'x' * n}", "forward_s": 1.0, "splits": " ".join(["d"])}
+        for n in range(60)
+    ]
+    axes = len(document["mesh"]["axis_names"])
+    for module in document["modules"]:
+        module["splits"] = " ".join(["batch"] * axes)
+    document["graph"]["inputs"] |= {f"input_{n}": "float32[1, 2, 3, 4]" for n in range(60)}
+    document["search"]["pipelines"] = {f"way {n} {name}": 1.0 + n for n in range(99)}
+    document["prediction"]["sources"] = {f"source {n}": n for n in range(60)}
+    return Plan.from_json(json.dumps(document))
+
+
+ALL = [*CASES, *OTHERS]
+
+
+@pytest.mark.parametrize("case", [*ALL, "large", "offloaded"])
+def test_a_report_fits_one_screen(case: str) -> None:
+    plan = {"large": large, "offloaded": offloaded}.get(case, lambda: planned(case))()
+    lines = str(plan).splitlines()
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= WIDTH
+    assert all(line.isprintable() and line == line.rstrip() for line in lines)
+    assert format_seconds(plan.prediction.step_time_s) + " a step" in lines[0]
+    assert len(repr(plan).splitlines()) == 1
+    for title in ("step", "memory of a device"):
+        assert title in lines
+    assert any(line.startswith("strategy by block") for line in lines)
+
+
+@pytest.mark.parametrize("case", ["DDP", "FSDP", "ZeRO-1/2", "ZeRO-1", "ZeRO-2", "TP", "HSDP"])
+def test_a_strategy_has_the_name_that_users_know(case: str) -> None:
+    plan = planned(case)
+    over = "2 x 2" if case == "HSDP" else "4"
+    assert str(plan).startswith(f"{case} over {over}, ")
+    if case not in ("HSDP", "FSDP"):
+        assert f"{case}: " in str(plan)  # the legend
+
+
+def test_words_of_each_kind_of_plan() -> None:
+    assert str(planned("PP")).startswith("PP over 2 (1f1b) x ")
+    for case, words in {
+        "PP": ("bubble", "2 micro-batches, 2 stages on 2 pipeline ranks"),
+        "recomputed": ("recomputation in", "kept a micro-batch"),
+        "early": ("early: at most",),
+        "free": ("exposed", "best alternatives", "ties: ", "to plan"),
+    }.items():
+        for word in words:
+            assert word in str(planned(case)), (case, word)
+    assert "computation waits" in str(offloaded())
+
+
+@pytest.mark.parametrize("case", ["FSDP", "ZeRO-1", "ZeRO-2", "TP", "DDP", "recomputed", "resnet"])
+def test_times_of_modules_add_up_to_the_step(case: str) -> None:
+    plan = planned(case)
+    p, modules = plan.prediction, plan.modules
+    again_s = sum(len(group.blocks) * group.time_s for group in plan.recomputation)
+    assert sum(m.forward_s for m in modules) == pytest.approx(p.forward_s, rel=1e-6)
+    backward_s = sum(m.backward_s for m in modules) + again_s * plan.schedule.num_microbatches
+    assert backward_s == pytest.approx(p.backward_s, rel=1e-6)
+    assert sum(m.update_s for m in modules) == pytest.approx(p.update_s, rel=1e-6)
+    moved_s = sum(m.communication_s for m in modules)
+    slowdown = plan.cluster.overlap_slowdown
+    least_s, most_s = p.communication_s, p.communication_s + slowdown * p.hidden_s
+    assert least_s * (1 - 1e-6) <= moved_s <= most_s * (1 + 1e-6)
+
+
+def test_every_op_is_in_one_module_and_parts_of_parameters_are_counted() -> None:
+    plan = planned("FSDP")
+    ops = [op for module in plan.modules for op in module.ops]
+    assert len(ops) == len(set(ops)) == plan.graph.num_ops
+    for name, use in plan.uses.items():
+        if plan.parameters[name] == "S0":
+            assert use.size_bytes <= 4 * use.local_bytes <= 2 * use.size_bytes
+        else:
+            assert use.local_bytes == use.size_bytes
+    assert sum(use.local_bytes for use in plan.uses.values()) == pytest.approx(
+        plan.prediction.memory_bytes["parameters"], rel=0.3
+    )
+
+
+# --- HTML ------------------------------------------------------------------------------------
+VOID = {"meta", "br"}
+
+
+class Read(HTMLParser):
+    """The texts and tags of a page; raises where tags are not balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("case", ["free", "PP", "recomputed", "resnet"])
+def test_a_page_has_the_numbers_of_the_text(case: str, tmp_path: Path) -> None:
+    plan = planned(case)
+    path = tmp_path / "report.html"
+    plan.save_report(path)
+    for page in (Read(path.read_text()), Read(plan._repr_html_())):
+        assert str(plan).splitlines()[0] in " ".join(page.texts)
+        for section in summary_sections(plan):
+            for cell in (cell for row in (section.columns, *section.rows) for cell in row):
+                assert not cell or cell in page.texts
+        assert {"table", "svg", "th", "td"} <= set(page.tags)
+        assert not {"script", "link", "img", "iframe"} & set(page.tags)
+        assert not any(
+            name.startswith("on") or name in ("src", "href") for name, _ in page.attributes
+        )
+    assert "color-scheme" in path.read_text()
+    assert page.tags.count("svg") == (3 if plan.is_pipeline else 2)
+    p, document = plan.prediction, json.loads(plan.to_json())["prediction"]
+    assert format_seconds(document["step_time_s"]) in str(plan)
+    assert format_seconds(document["communication_s"]) in str(plan)
+    assert format_bytes(sum(document["memory_bytes"].values())) in str(plan)
+    assert format_seconds(p.step_time_s) in plan.report("full")
+
+
+def test_names_are_escaped_and_move_no_cursor() -> None:
+    text = planned("free").to_json()
+    named = Plan.from_json(
+        text.replace("transformer.h.", "<b>&\\u202e.h.").replace('"totals', '"<i>')
+    )
+    page = Read(named._repr_html_())
+    assert "b" not in page.tags
+    assert any("<b>&" in text for text in page.texts)
+    assert "\u202e" not in named._repr_html_() + str(named) + str(named.explain("<b>&\u202e.h.0"))
+
+
+def test_what_reports_read_is_checked() -> None:
+    document = json.loads(planned("DDP").to_json())
+    for path, value, message in (
+        (("modules", 0, "forward_s"), -1.0, r"modules\[0\].forward_s: it cannot be negative"),
+        (("modules", 0, "splits"), "a b c", r"modules\[0\].splits"),
+        (("uses", "lm_head.weight"), {"needs": "R", "size_bytes": 1, "local_bytes": 1}, "missing"),
+    ):
+        changed = json.loads(json.dumps(document))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(PlanError, match=message):
+            Plan.from_json(json.dumps(changed))
+
+
+# --- explain and diff ------------------------------------------------------------------------
+def test_a_module_is_explained() -> None:
+    plan = planned("ZeRO-1/2")
+    name = "transformer.h.1.mlp"
+    text = str(plan.explain(name))
+    inside = [m for m in plan.modules if m.name.startswith(f"{name}.")]
+    for parameter in (p for p in plan.parameters if p.startswith(name)):
+        assert parameter in text
+        assert plan.parameters[parameter] in text
+    for module in inside:
+        assert format_seconds(module.forward_s) in text
+        assert all(op in text for op in module.ops)
+    assert "transformer.h.0" not in text
+    local = sum(u.local_bytes for p, u in plan.uses.items() if p.startswith(name))
+    assert f"{format_bytes(local)} of parameters a device" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    Read(plan.explain(name)._repr_html_())
+
+
+def test_blocks_parameters_and_ops_are_explained() -> None:
+    plan = planned("PP")
+    op = plan.modules[-1].ops[0]
+    for name in ("transformer.h.1", "transformer.wte.weight", op):
+        assert str(plan.explain(name)).startswith(f"{name} in PP over 2")
+    assert "stage" in str(plan.explain("transformer.h.1"))
+    with pytest.raises(InputError, match=r"did you mean 'transformer\.h\.1\.mlp"):
+        plan.explain("transformer.h.1.mpl.c_fc")
+    with pytest.raises(InputError, match="name of a module"):
+        plan.explain(3)
+
+
+def test_two_plans_are_compared() -> None:
+    first, second = planned("DDP"), planned("FSDP")
+    text = str(first.diff(second))
+    for plan in (first, second):
+        assert format_seconds(plan.prediction.step_time_s) in text
+    assert "transformer.h.0-1.mlp.c_fc.weight (2x)" in text
+    assert str(first.diff(first)) == "the plans are equal"
+    assert "for different graphs" in str(first.diff(planned("mlp")))
+    with pytest.raises(InputError, match="pass the plan"):
+        first.diff("plan.json")
+
+
+def test_a_strategy_of_two_parts_is_named_whole() -> None:
+    document = json.loads(planned("free").to_json())
+    known = document["search"]["baselines"][DATA]
+    document["search"]["baselines"] = {name_of(ZERO3, MEGATRON): known}
+    document["search"]["considered"] = {}
+    plan = Plan.from_json(json.dumps(document))
+    assert alternatives(plan)[0].name == "FSDP (ZeRO-3) x TP (Megatron)"
+    assert str(plan).splitlines()[0].endswith("x as fast as FSDP x TP")
+
+
+def test_layers_of_one_and_of_two_digits_are_alike() -> None:
+    names = {f"h.{n}.weight": "R" for n in range(12)}
+    section = _changes("parameters", names, dict.fromkeys(names, "S0"))
+    assert section.rows == (("h.0-11.weight (12x)", "R", "S0"),)
+
+
+def test_an_unknown_detail_is_refused() -> None:
+    with pytest.raises(InputError, match=r"plan\.report\('full'\)"):
+        planned("DDP").report("long")
+
+
+# --- layout ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["h.0", "h.1", "h.2"], "h.0-2 (3x)"),
+        (["h.0.a", "h.2.a"], "h.0..2.a (2x)"),
+        (["a.0.b.1", "a.1.b.0"], "a.0.b.1..a.1.b.0 (2x)"),
+        (["head"], "head"),
+    ],
+)
+def test_repeated_names_are_folded(names: list[str], label: str) -> None:
+    assert folded(names) == label
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_wide_tables_are_cut(width: int) -> None:
+    section = Section(
+        title="t" * 150, columns=("name", "12", "c"), rows=(("n" * 90, "7 s", "c" * 90),) * 2
+    )
+    lines = text_lines(section, width)
+    assert max(map(len, lines)) <= width
+    assert all("..." in line for line in lines if "12" not in line)
+    assert "7 s" in lines[-1]
+    assert Section(title="", columns=("a", "b"), rows=(("", "x"),)).used_columns().columns == ("b",)
