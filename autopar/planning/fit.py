@@ -36,6 +36,7 @@ from autopar.memory.program import ProgramMemory, fullest, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import may_choose_early, updated_as
 from autopar.planning.movement import Moved, moved_to_fit
+from autopar.planning.option import Option, with_form
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.releases import (
@@ -44,7 +45,7 @@ from autopar.planning.releases import (
     scattered_to_fit,
     with_scattered,
 )
-from autopar.planning.schedule_search import Option, Search, with_form
+from autopar.planning.schedule_search import Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
 from autopar.planning.staging import pipeline_times
@@ -467,8 +468,12 @@ class Fit:
 
 def _key(option: Option) -> tuple[str, bool, bool, bool]:
     """Key of options whose memory estimate is assumed to be off by the same ratio."""
-    name = "" if option.choice is None else option.choice.schedule.name.split(",")[0]
-    return name, option.recomputes, bool(option.best.released), bool(option.best.scattered)
+    return (
+        option.generator,
+        option.recomputes,
+        bool(option.best.released),
+        bool(option.best.scattered),
+    )
 
 
 def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:

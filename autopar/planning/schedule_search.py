@@ -21,14 +21,14 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
-from autopar.planning.movement import Moved
+from autopar.planning.option import Option, dominating, with_form
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.recompute_request import Request
 from autopar.planning.setting import Setting
@@ -61,68 +61,6 @@ from autopar.search import Solution
 SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One way to train, priced; without a pipeline it has neither ``choice`` nor ``staged``.
-
-    ``origin`` are the results of the search without a memory limit, on one mesh or several,
-    ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
-    often it was searched again within less memory because its counted memory did not fit.
-    ``recomputes``: blocks recompute, until ``is_decided`` by an estimate that saves
-    ``saved_bytes``, or, if the user fixes what is recomputed, as if they ran whole forward passes.
-    ``movement``: what moves to the host.
-    """
-
-    combination: Combination
-    origin: tuple[Candidate, ...]
-    searched: tuple[Candidate, ...]
-    best: Candidate
-    time_s: float
-    choice: PipelineChoice | None = None
-    staged: Staged | None = None
-    residence: Residence = WHOLE
-    trial: int = 0
-    recomputes: bool = False
-    is_decided: bool = False
-    saved_bytes: float | None = None
-    movement: Moved | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether its memory is not to be estimated: it has been lowered to make it fit."""
-        return self.is_decided or self.movement is not None
-
-    @property
-    def estimated_bytes(self) -> float:
-        """Estimated memory of the device that holds most, as a search within a budget counts it."""
-        return self.best.estimated_bytes(self.residence)
-
-    @property
-    def needed_bytes(self) -> float:
-        """Estimated memory with what it is estimated to recompute, if that is searched."""
-        if self.saved_bytes is None:
-            return self.estimated_bytes
-        return self.best.estimated_bytes(self.held) - self.saved_bytes
-
-    @property
-    def held(self) -> Residence:
-        """The fraction of the model that a pipeline rank holds if nothing is recomputed."""
-        if self.choice is None:
-            return WHOLE
-        return residence_of(self.choice.schedule, self.best.priced.pricing.analysis)
-
-    def __str__(self) -> str:
-        recomputed = ", recomputed" * self.recomputes
-        recomputed += ", offloaded" * (self.movement is not None)
-        if self.choice is None:
-            return f"{self.combination}{recomputed}"
-        schedule, shape = self.choice.schedule.name, self.choice.schedule.shape
-        return (
-            f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
-            f"{shape.num_microbatches} micro-batches{recomputed}"
-        )
 
 
 class Search:
@@ -392,7 +330,12 @@ class Search:
             if option is not None:
                 self._note_time(option)
                 found.append(option)
-        kept = [option for option in found if not any(_dominates(o, option) for o in found)]
+        kept = []
+        for option in found:
+            if (better := dominating(option, found)) is None:
+                kept.append(option)
+            elif self.times_s.pop(str(option), None) is not None:
+                self.reasons[str(option)] = f"no faster than {better}, and holds no less"
         self.options += kept
         return kept
 
@@ -463,18 +406,6 @@ class Search:
             )
 
 
-def with_form(
-    candidate: Candidate, *, released: bool = False, scattered: bool = False
-) -> Candidate:
-    """A candidate in a form of `Search.smaller_forms`."""
-    every = candidate.priced.parameters()
-    return replace(
-        candidate,
-        released=every if released else candidate.released,
-        scattered=every if scattered else candidate.scattered,
-    )
-
-
 def _all_recomputed(candidate: Candidate) -> Candidate:
     """A candidate as if each block ran its forward pass again, without communication."""
     blocks = {
@@ -485,14 +416,3 @@ def _all_recomputed(candidate: Candidate) -> Candidate:
         for name, times in candidate.times.blocks.items()
     }  # fmt: skip
     return replace(candidate, recomputation=Recomputation(blocks=blocks))
-
-
-def _dominates(one: Option, other: Option) -> bool:
-    """Whether one option is faster than another of the same sharding and holds no more.
-
-    Of equal ones, the one with the first name.
-    """
-    holds = one.residence.weights, one.residence.activations
-    held = other.residence.weights, other.residence.activations
-    is_less = (one.time_s, *holds, str(one)) < (other.time_s, *held, str(other))
-    return is_less and all(a <= b for a, b in zip(holds, held))

@@ -1,0 +1,115 @@
+"""An option of a plan: one way to train, priced, without or with a schedule of stages.
+
+In: candidates, the results of searching a combination's sharding, and perhaps a schedule over their
+stages. Out: one value with its time and its memory, which the search compares and the budget loop
+(`autopar.planning.fit`) lowers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from autopar.planning.combinations import Combination
+from autopar.planning.movement import Moved
+from autopar.planning.space import PipelineChoice
+from autopar.planning.staging import Staged, residence_of
+from autopar.pricing.candidate import Candidate
+from autopar.pricing.problem import WHOLE, Residence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to train, priced; without a pipeline it has neither ``choice`` nor ``staged``.
+
+    ``origin`` are the results of the search without a memory limit, on one mesh or several,
+    ``searched`` those of the last search, and ``best`` is the fastest of the latter. ``trial``: how
+    often it was searched again within less memory because its counted memory did not fit.
+    ``recomputes``: blocks recompute, until ``is_decided`` by an estimate that saves
+    ``saved_bytes``, or, if the user fixes what is recomputed, as if they ran whole forward passes.
+    ``movement``: what moves to the host.
+    """
+
+    combination: Combination
+    origin: tuple[Candidate, ...]
+    searched: tuple[Candidate, ...]
+    best: Candidate
+    time_s: float
+    choice: PipelineChoice | None = None
+    staged: Staged | None = None
+    residence: Residence = WHOLE
+    trial: int = 0
+    recomputes: bool = False
+    is_decided: bool = False
+    saved_bytes: float | None = None
+    movement: Moved | None = None
+
+    @property
+    def generator(self) -> str:
+        """The schedule's name without its options; empty without a pipeline."""
+        return "" if self.choice is None else self.choice.schedule.name.split(",")[0]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its memory is not to be estimated: it has been lowered to make it fit."""
+        return self.is_decided or self.movement is not None
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Estimated memory of the device that holds most, as a search within a budget counts it."""
+        return self.best.estimated_bytes(self.residence)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Estimated memory with what it is estimated to recompute, if that is searched."""
+        if self.saved_bytes is None:
+            return self.estimated_bytes
+        return self.best.estimated_bytes(self.held) - self.saved_bytes
+
+    @property
+    def held(self) -> Residence:
+        """The fraction of the model that a pipeline rank holds if nothing is recomputed."""
+        if self.choice is None:
+            return WHOLE
+        return residence_of(self.choice.schedule, self.best.priced.pricing.analysis)
+
+    def __str__(self) -> str:
+        recomputed = ", recomputed" * self.recomputes
+        recomputed += ", offloaded" * (self.movement is not None)
+        if self.choice is None:
+            return f"{self.combination}{recomputed}"
+        schedule, shape = self.choice.schedule.name, self.choice.schedule.shape
+        return (
+            f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
+            f"{shape.num_microbatches} micro-batches{recomputed}"
+        )
+
+
+def with_form(
+    candidate: Candidate, *, released: bool = False, scattered: bool = False
+) -> Candidate:
+    """A candidate in a form of `Search.smaller_forms`."""
+    every = candidate.priced.parameters()
+    return replace(
+        candidate,
+        released=every if released else candidate.released,
+        scattered=every if scattered else candidate.scattered,
+    )
+
+
+def dominating(option: Option, others: Iterable[Option]) -> Option | None:
+    """Another form of the option's generator that is no slower and holds no more, if there is one.
+
+    Of equal ones, the one with the first name. Other generators do not count, as estimates of their
+    memory are off by other ratios: ZB-H1's is too low, since its W run later.
+    """
+
+    def cost(each: Option) -> tuple[float, float, float, str]:
+        held = each.residence
+        return each.time_s, held.weights, held.activations, str(each)
+
+    for other in others:
+        is_less = all(a <= b for a, b in zip(cost(other)[:3], cost(option)[:3]))
+        if is_less and other.generator == option.generator and cost(other) < cost(option):
+            return other
+    return None
