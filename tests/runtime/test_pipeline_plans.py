@@ -407,7 +407,9 @@ def test_schedules_that_are_only_simulated_are_refused(
     model: nn.Module, options: dict[str, Any], message: str
 ) -> None:
     """By their first unsupported step, which would otherwise run serially without notice."""
-    text = rf"schedule='[\w, ]+': schedule '[\w, ]+': .*{message}.* simulated but not run.*schedule='1f1b'"
+    name = r"'[\w, ]+'"
+    fix = "simulated but not run.*schedule='1f1b'"
+    text = rf"schedule={name}: schedule {name}: .*{message}.* {fix}"
     with pytest.raises(InputError, match=text):
         planned(model, **options)
     with pytest.raises(InputError, match=text):
