@@ -25,6 +25,7 @@ _PLACES = {
     "GraphError": "autopar.base.errors:GraphError",
     "InputError": "autopar.base.errors:InputError",
     "MemoryBudget": "autopar.planning.constraints:MemoryBudget",
+    "MissingError": "autopar.base.errors:MissingError",
     "NonFiniteError": "autopar.base.errors:NonFiniteError",
     "OptimizerError": "autopar.base.errors:OptimizerError",
     "Pin": "autopar.planning.constraints:Pin",

@@ -178,18 +178,22 @@ def plan(
 
 
 @overload
-def compile(model: nn.Module, devices: Devices, **options: Any) -> Compiled: ...
+def compile(
+    model: nn.Module, devices: Devices, example_inputs: Any = None, **options: Any
+) -> Compiled: ...
 
 
 @overload
-def compile(model: Sequence[nn.Module], devices: Devices, **options: Any) -> Array: ...
+def compile(
+    model: Sequence[nn.Module], devices: Devices, example_inputs: Any = None, **options: Any
+) -> Array: ...
 
 
 def compile(  # type: ignore[misc]
     model: nn.Module | Sequence[nn.Module],
     devices: Devices,
-    *,
     example_inputs: Any = None,
+    *,
     loss_fn: Any = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
@@ -296,7 +300,7 @@ def compile(  # type: ignore[misc]
     compiler = _Compiler(model, devices, options(nonfinite=nonfinite, **own), progress=progress)
     if example_inputs is not None:
         return compiler.compile(example_inputs)
-    return Deferred(compiler.compile, training=model.training)
+    return Deferred(compiler.compile, training=model.training, has_optimizer=optimizer is not None)
 
 
 def _array(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from autopar.base.errors import ClusterError
+from autopar.base.spelling import did_you_mean
 from autopar.cost_models.hardware import DeviceSpec, Hardware, Level, PeakFlops, is_count
 
 _TERA = 1e12
@@ -463,7 +464,8 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> H
     if not isinstance(name, str) or name not in _PRESETS:
         raise ClusterError(
             f"there is no preset {name!r}; there are {', '.join(PRESET_NAMES)}. Describe other "
-            "hardware as JSON: start from Cluster.preset('h100-sxm').to_json('cluster.json')."
+            "hardware as JSON: start from Cluster.preset('h100-sxm').to_json('cluster.json')"
+            + did_you_mean(str(name), PRESET_NAMES)
         )
     for field, value in (("nodes", nodes), ("devices_per_node", devices_per_node)):
         if not is_count(value):

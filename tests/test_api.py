@@ -115,7 +115,7 @@ def test_loss_function_positional_inputs_and_first_call():
         constraints=[autopar.Force("data_parallel")], profile_limit_s=0,
     ) as compiled:  # fmt: skip
         assert isinstance(compiled, Compiled)
-        with pytest.raises(autopar.InputError, match="nothing is compiled yet"):
+        with pytest.raises(AttributeError, match="nothing is compiled yet"):
             compiled.report()
         with pytest.raises(autopar.InputError, match="needs the whole batch"):
             compiled.train_step(x, y, local=True)

@@ -21,6 +21,10 @@ class InputError(AutoparError, ValueError):
     """Inputs of the wrong kind, number, shape or dtype."""
 
 
+class MissingError(AutoparError, AttributeError):
+    """A compiled model has no such attribute; the message says what to call instead."""
+
+
 class DeviceError(AutoparError, ValueError):
     """The devices asked for do not exist or do not fit the plan."""
 

@@ -13,11 +13,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     Case is ignored and dashes count as underscores; a name too long to be typed is not compared.
     """
+    found = closest(name, known)
+    return "" if found is None else f"; did you mean {str(found)!r}?"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most similar, compared as by `did_you_mean`; None if none is."""
     if len(name) > MAX_LENGTH:
-        return ""
+        return None
     plain = {_plain(each): each for each in known}
     found = difflib.get_close_matches(_plain(name), plain, n=1)
-    return "".join(f"; did you mean {str(plain[each])!r}?" for each in found)
+    return plain[found[0]] if found else None
 
 
 def _plain(name: str) -> str:

@@ -6,10 +6,12 @@ No other module imports a name with a leading underscore from torch.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -55,11 +57,14 @@ __all__ = [
     "outside_of_tracing",
     "overloads_named",
     "pytree",
+    "runs_uncompiled",
     "without_generated_code",
     "without_patched_modules",
     "without_vmap_loops",
     "written_arguments",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def keyed_leaves(tree: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
@@ -371,6 +376,26 @@ def without_vmap_loops() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
+
+
+def runs_uncompiled(function: F) -> F:
+    """A method that ``torch.compile`` around its caller leaves as it is, with all that it calls.
+
+    ``torch.compiler.disable`` does that, and imports Dynamo, without which nothing is compiled:
+    so only once that is imported. ``_torchdynamo_disable`` is what it sets (2.11 to 2.13).
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(F, run)
 
 
 # --- processes -----------------------------------------------------------------------------

@@ -48,7 +48,14 @@ from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline
 from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_access import index_strided_access
 from autopar.frontend.signature import Arguments, InputSlot, Signature
-from autopar.frontend.targets import LossFn, Targets, check_loss_fn, checked_loss, find_targets
+from autopar.frontend.targets import (
+    LossFn,
+    Targets,
+    check_loss_fn,
+    check_takes,
+    checked_loss,
+    find_targets,
+)
 from autopar.frontend.untraced import (
     refuse_averages_over_all_batches,
     refuse_hooks,
@@ -242,6 +249,8 @@ def _exported(
             raise
         except Exception as error:
             failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
+            if failed is not None and isinstance(failed.__cause__, TypeError):
+                check_takes(step.model, args, kwargs, step.targets)
             raise failed or CaptureError(_explain(error)) from error
 
 

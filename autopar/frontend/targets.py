@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 
 LossFn = Callable[..., Tensor]
 
@@ -111,6 +112,30 @@ def find_targets(
     spare = 0 if model_room is None else max(len(args) - num_needed - model_room, 0)
     num = num_needed + (spare if takes_more else min(spare, len(open_names) - num_needed))
     return Targets(num, keywords, tuple(p.name for p in positional), tuple(open_names[:num]))
+
+
+def check_takes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Targets | None
+) -> None:
+    """Raise InputError if the call has more arguments than the model takes, such as targets."""
+    if targets is not None:
+        args, kwargs, _ = targets.take(args, dict(kwargs))
+    names, room = _room(model)
+    spare = [] if room is None else [f"positional value {i + 1}" for i in range(room, len(args))]
+    unknown = [] if names is None else [name for name in kwargs if name not in names]
+    if not spare and not unknown:
+        return
+    what = f"{type(model).__name__}.forward takes no {' and no '.join([*spare, *unknown])}"
+    if targets is None:
+        fix = (
+            "If these are targets, pass what computes the loss: "
+            "loss_fn=torch.nn.functional.cross_entropy, with example_inputs=(inputs, targets)"
+        )
+    else:
+        num = targets.num_positional
+        fix = f"loss_fn takes {num} of the positional values as targets; leave these out"
+    hint = "".join(did_you_mean(name, names or ()) for name in unknown[:1])
+    raise InputError(f"{what}, which example_inputs has{hint}. {fix}")
 
 
 def without_targets(

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FIX = "write precision='bf16', precision='fp16' or precision=None"
@@ -112,4 +113,5 @@ def check_precision(precision: Any) -> Precision | None:
         )
     raise InputError(
         f"precision is {precision!r}; it is 'bf16', 'fp16', an autopar.Precision or None: {_FIX}"
+        + did_you_mean(str(precision), ("bf16", "fp16"))
     )

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 
 EARLY, AT_END = "early", "at_end"
 _FIX = "write update='early', update='at_end' or update=None, which lets the planner choose"
@@ -49,7 +50,10 @@ class Update:
 
     def __post_init__(self) -> None:
         if self.when not in (EARLY, AT_END):
-            raise InputError(f"update is {self.when!r}; it is 'early' or 'at_end': {_FIX}")
+            raise InputError(
+                f"update is {self.when!r}; it is 'early' or 'at_end': {_FIX}"
+                + did_you_mean(str(self.when), ("early", "at_end"))
+            )
         if not isinstance(self.keep_gradients, bool):
             raise InputError(
                 f"the update's keep_gradients is {self.keep_gradients!r}; it is True or False"

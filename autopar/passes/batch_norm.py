@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 from autopar.frontend.capture import Captured
 from autopar.ir.graph import Graph, Ref
 
@@ -38,6 +39,7 @@ def check_batch_norm(statistics: Any) -> BatchNorm:
         raise InputError(
             f"batch_norm is {statistics!r}; it must be batch_norm='global' (the statistics of the "
             "whole batch) or batch_norm='local' (of each device's shard)"
+            + did_you_mean(str(statistics), list(BatchNorm))
         )
     return BatchNorm(statistics)
 

@@ -18,6 +18,7 @@ from autopar.base.spelling import did_you_mean
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, check_placements, parse_placement
 from autopar.planning.known import Mask, Masks, Parallelism, forbid_masks, force_masks
+from autopar.planning.meshes import AXIS_NAMES
 from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import Array, OpTable, ValueTable
 from autopar.rules import Choice, parse_choice
@@ -207,10 +208,13 @@ def _axes(mesh: Mesh, constraint: Force | Forbid) -> tuple[int, ...]:
     if name is None:
         return tuple(range(mesh.num_axes))
     if name not in mesh.axis_names:
-        named = dict(zip((name, *mesh.axis_names[1:]), mesh.axis_sizes))
+        fix = " or ".join(f"axis={each!r}" for each in mesh.axis_names)
+        if mesh.axis_names == AXIS_NAMES[: mesh.num_axes]:
+            other = "tp" if name == "dp" else "dp"
+            sizes = dict.fromkeys((name, other)[: mesh.num_axes])
+            fix += f", or name the axes, whose sizes are then searched, with mesh={sizes}"
         raise ConstraintError(
-            f"{constraint}: the mesh ({mesh}) has no axis {name!r}; write "
-            f"axis={mesh.axis_names[0]!r}, or name the axes with mesh={named}"
+            f"{constraint}: the mesh ({mesh}) has no axis {name!r}; write {fix}"
             + did_you_mean(name, mesh.axis_names)
         )
     return (mesh.axis_names.index(name),)
@@ -243,16 +247,25 @@ def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
 
 def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:
     graph = priced.pricing.graph
-    if pin.choice is not None:
-        what, names = "op", {name for op in graph.ops for name in (op.name, op.module_path)}
-        where = "[op.name for op in autopar.capture(model, inputs).graph.ops]"
-    else:
-        what = "parameter or input"
-        names = {node.name for node in priced.nodes if node.kind == NodeKind.STORED}
-        where = "[name for name, _ in model.named_parameters()]"
+    ops = {name for op in graph.ops for name in (op.name, op.module_path)} - {""}
+    stored = {node.name for node in priced.nodes if node.kind == NodeKind.STORED}
+    wants_op, axes = pin.choice is not None, priced.pricing.mesh.num_axes
+    names, others = (ops, stored) if wants_op else (stored, ops)
+    if fnmatch.filter(others, pin.pattern):
+        kind, what = ("parameter or input", "stored=") if wants_op else ("op or module", "choice=")
+        words = " ".join(("S0" if wants_op else "m0", *("R" if wants_op else "-",) * (axes - 1)))
+        return ConstraintError(
+            f"{pin} matches a {kind}, which takes {what}: write Pin({pin.pattern!r}, "
+            f"{what}{words!r})"
+        )
+    what = "op" if wants_op else "parameter or input"
+    where = (
+        "[op.name for op in autopar.capture(model, inputs).graph.ops]"
+        if wants_op
+        else "[name for name, _ in model.named_parameters()]"
+    )
     return ConstraintError(
-        f"{pin} matches no {what}; print the names with {where}"
-        + did_you_mean(pin.pattern, names - {""})
+        f"{pin} matches no {what}; print the names with {where}" + did_you_mean(pin.pattern, names)
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from autopar.base.errors import ConstraintError, InputError
+from autopar.base.spelling import did_you_mean
 from autopar.planning.constraints import parse_bytes
 
 RecomputeOption = str | Sequence[str] | int | float
@@ -70,4 +71,5 @@ def _expected(given: object) -> str:
     return (
         f"recompute is {given!r}; it must be None (searched), 'none', 'full', a list of module "
         "names, or what activations may take: bytes, text such as '8GiB', or a fraction such as 0.5"
+        + did_you_mean(str(given), ("none", "full"))
     )

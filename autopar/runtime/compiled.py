@@ -8,19 +8,21 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError
+from autopar.base.torch_private import runs_uncompiled
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, check_model
 from autopar.frontend.copies import without_data
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
+from autopar.runtime.habits import ClosedRunner, ModuleHabits, refusing_backward
 from autopar.runtime.options import RunOptions
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
@@ -103,7 +105,7 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class Compiled(Closing):
+class Compiled(ModuleHabits, Closing):
     """A model compiled for its devices: train it, call it, read its state.
 
     Arguments:
@@ -146,6 +148,7 @@ class Compiled(Closing):
         self._local_signature = local_signature(captured.signature, program)
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
         self._has_optimizer = options.optimizer is not None
+        self._name = type(model).__name__
         state = initial_state(model, options.loss_fn)
         seed = torch.initial_seed() if options.seed is None else options.seed
         ranks = RankOptions(
@@ -193,6 +196,7 @@ class Compiled(Closing):
             runner=self._runner,
         )
 
+    @runs_uncompiled
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
         """Run one forward, backward and update on the global batch; the scalar loss.
 
@@ -210,11 +214,7 @@ class Compiled(Closing):
                 "the model returns no scalar loss, so it cannot be trained; pass "
                 "autopar.compile(..., loss_fn=torch.nn.functional.cross_entropy)"
             )
-        if not self._has_optimizer:
-            raise InputError(
-                "train_step needs an optimizer: autopar.compile(..., "
-                "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
-            )
+        check_has_optimizer(self._has_optimizer)
         refuse_autocast(self.program.device_type, "train_step was called")
         started_s = time.perf_counter()
         slot, tensors = self._training_call(args, kwargs, local)
@@ -222,6 +222,7 @@ class Compiled(Closing):
         self._step_times_s.append(time.perf_counter() - started_s)
         return loss
 
+    @runs_uncompiled
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
         """Run the forward pass alone; what the model itself returns, whole, without gradients.
 
@@ -230,11 +231,13 @@ class Compiled(Closing):
         `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or
         buffer changes, not even in train mode. With a ``loss_fn``, its targets may be passed as in
         training or left out; the output is the model's own either way. With ``local``, under
-        ``torchrun``, each rank passes its own shard of a batch like those trained with.
+        ``torchrun``, each rank passes its own shard of a batch like those trained with. In train
+        mode ``backward()`` on an output raises InputError, which names `train_step`.
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
         with self._runner.watched("a forward pass"):
-            return self._forwards.run(args, kwargs, training=self.training, local=local)
+            outputs = self._forwards.run(args, kwargs, training=self.training, local=local)
+        return refusing_backward(outputs) if self.training else outputs
 
     def train(self, mode: bool = True) -> Self:
         """Run later calls in train mode: each submodule in its mode when the model was compiled.
@@ -399,7 +402,20 @@ class Compiled(Closing):
 
     def close(self) -> None:
         """End the workers, or leave the process group if it was joined here."""
-        self._runner.close()
+        runner, self._runner = self._runner, cast(Runner, ClosedRunner(self._runner))
+        runner.close()
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self._name}: {self.plan!r}>"
+
+
+def check_has_optimizer(has_optimizer: bool) -> None:
+    """Raise InputError where there is none to train with."""
+    if not has_optimizer:
+        raise InputError(
+            "train_step needs an optimizer: autopar.compile(..., "
+            "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
+        )
 
 
 def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.base.errors import InputError
+from autopar.base.errors import InputError, MissingError
 from autopar.base.exclusive import in_turn
+from autopar.base.torch_private import runs_uncompiled
 from autopar.frontend.signature import Arguments
-from autopar.runtime.compiled import Compiled
+from autopar.runtime.compiled import Compiled, check_has_optimizer
+from autopar.runtime.habits import is_never_there
 
 
 class Deferred(Compiled):
@@ -19,8 +21,11 @@ class Deferred(Compiled):
     Until then ``training`` is the only attribute of a `Compiled` that it has.
     """
 
-    def __init__(self, make: Callable[[Arguments], Compiled], *, training: bool) -> None:
+    def __init__(
+        self, make: Callable[[Arguments], Compiled], *, training: bool, has_optimizer: bool
+    ) -> None:
         self._make = make
+        self._has_optimizer = has_optimizer
         self.training = training
 
     @property
@@ -43,22 +48,28 @@ class Deferred(Compiled):
             )
         vars(self).update(vars(self._make(Arguments(args, kwargs)).train(self.training)))
 
+    @runs_uncompiled
     def train_step(self, *args: Any, local: bool = False, **kwargs: Any) -> Tensor:
         """As `Compiled.train_step`; the first call compiles."""
+        check_has_optimizer(self._has_optimizer)
         self._compile(args, kwargs, local)
         return super().train_step(*args, local=local, **kwargs)
 
+    @runs_uncompiled
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
         self._compile(args, kwargs, local)
         return super().__call__(*args, local=local, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if self._is_made:
-            raise AttributeError(f"a compiled model has no {name!r}")
-        raise InputError(
-            f"nothing is compiled yet, so there is no {name!r}: pass example_inputs=... to "
-            "autopar.compile, or call train_step(...) first"
+        if self._is_made or is_never_there(name):
+            return super().__getattr__(name)
+        raise MissingError(
+            "nothing is compiled yet: pass example_inputs=... to autopar.compile, or call "
+            "train_step(...) first"
         )
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._is_made else "<Compiled, by its first call>"
 
     def close(self) -> None:
         if self._is_made:

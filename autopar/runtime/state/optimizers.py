@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import OptimizerError
+from autopar.base.spelling import closest
 from autopar.base.torch_private import PeakOfNew, has_step_hooks
 from autopar.cost_models import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec, adamw
@@ -52,6 +53,13 @@ PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon, torch.op
 
 def check_makes_optimizer(make: object) -> None:
     """Raise OptimizerError for anything that makes no optimizer, such as an optimizer itself."""
+    if isinstance(make, str):
+        known = [name for name, each in vars(torch.optim).items() if isinstance(each, type)]
+        name = closest(make, known) or "AdamW"
+        raise OptimizerError(
+            f"optimizer is the text {make!r}; it is a callable that makes an optimizer from a list "
+            f"of parameters: optimizer=functools.partial(torch.optim.{name}, lr=3e-4)"
+        )
     if make is not None and not callable(make):
         name = type(make).__name__
         raise OptimizerError(

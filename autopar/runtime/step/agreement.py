@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 from autopar.comm.groups import Communicator
 from autopar.comm.ops import ALL_REDUCE
 from autopar.lowering.types import RankProgram
@@ -42,6 +43,7 @@ def check_nonfinite(value: Any) -> NonFinite:
         raise InputError(
             f"nonfinite is {value!r}; it must be 'raise', 'skip' or 'ignore': what to do with a "
             "training step whose loss or gradients are not finite"
+            + did_you_mean(str(value), list(NonFinite))
         ) from error
 
 

@@ -1,0 +1,134 @@
+"""What a compiled model lacks of an ``nn.Module``, with the call to make instead.
+
+A compiled model's parameters are shards on other devices or in other processes, and a training step
+is one call. Code written for a plain module gets an error that says what to write, as an
+AttributeError where an attribute is missing, so that ``hasattr`` tells the truth.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import InputError, MissingError, WorkerError
+from autopar.base.spelling import did_you_mean
+from autopar.base.torch_private import pytree
+
+_STATE = (
+    "its parameters are shards on their devices. compiled.state_dict() and "
+    "compiled.full_state_dict() have them by name, compiled.gradients() their gradients, and "
+    "compiled.copy_to(model) puts them into the plain model"
+)
+_PLACE = (
+    "it stays on its devices and in its dtypes. Cast the model before autopar.compile, or pass "
+    "precision='bf16' and other devices to it"
+)
+_STEP = (
+    "loss = compiled.train_step(...) runs the forward pass, the backward pass and the update. "
+    "Micro-batches accumulate gradients: autopar.compile(..., num_microbatches=4)"
+)
+_OPTIMIZER = (
+    "each device has the optimizer of its shards. compiled.optimizer_state_dict() is their state; "
+    "autopar.compile(..., lr_scheduler=...) changes the learning rate between steps"
+)
+_KERNELS = "autopar.compile(..., kernels='compiled') has Inductor compile its blocks"
+_HOOKS = "hooks would not see its shards. Register them before autopar.compile sees the model"
+_INSTEAD = {
+    **dict.fromkeys(
+        (
+            "parameters", "named_parameters", "buffers", "named_buffers", "modules", "children",
+            "named_modules", "named_children", "module", "get_parameter", "get_buffer",
+            "get_submodule", "register_buffer", "register_parameter", "apply", "requires_grad_",
+        ),
+        _STATE,
+    ),
+    **dict.fromkeys(
+        ("to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type", "device", "dtype"),
+        _PLACE,
+    ),
+    **dict.fromkeys(("forward", "backward", "step", "zero_grad", "no_sync"), _STEP),
+    **dict.fromkeys(("optimizer", "param_groups", "lr_scheduler"), _OPTIMIZER),
+    **dict.fromkeys(
+        (
+            "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+            "register_full_backward_pre_hook",
+        ),
+        _HOOKS,
+    ),
+    "compile": _KERNELS,
+}  # fmt: skip
+
+
+def is_never_there(name: str) -> bool:
+    """Whether a plain module has such an attribute and a compiled model never does."""
+    return name in _INSTEAD
+
+
+class ModuleHabits:
+    """Errors for what users do with plain modules and a compiled model cannot."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _INSTEAD:
+            raise MissingError(f"a compiled model has no .{name}: {_INSTEAD[name]}")
+        known = [each for each in dir(type(self)) if not each.startswith("_")]
+        raise MissingError(f"a compiled model has no .{name}" + did_you_mean(name, known))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError(
+            "a compiled model cannot be pickled or copied, as its parameters are on other devices "
+            "or in other processes. Write compiled.save(folder), or "
+            "torch.save(compiled.full_state_dict(), path) under the plain model's names; "
+            "for a copy, compile again and load the folder"
+        )
+
+
+class ClosedRunner:
+    """Stands in for the runner of a compiled model that was closed."""
+
+    def __init__(self, runner: Any) -> None:
+        self.grad_norm = runner.grad_norm
+        self.num_skipped_steps = runner.num_skipped_steps
+        self.loss_scale = runner.loss_scale
+        self.not_compiled = runner.not_compiled
+
+    def __getattr__(self, name: str) -> Any:
+        raise WorkerError(
+            "the compiled model is closed because close() was called, by hand or at the end of a "
+            "with block. It is not opened again: call autopar.compile(...), and "
+            "compiled.load(folder) what compiled.save(folder) wrote before close()"
+        )
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise InputError(
+            f"backward() was called on an output of a compiled model, which has no gradients: "
+            f"{_STEP}. To evaluate in train mode, call it under torch.no_grad()"
+        )
+
+
+def refusing_backward(outputs: Any) -> Any:
+    """The outputs of a call in train mode, whose ``backward()`` says what to call instead.
+
+    Like a plain module's they require gradients, unless gradients are off.
+    """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return outputs
+    anchor = torch.zeros((), requires_grad=True)
+
+    def marked(output: Tensor) -> Tensor:
+        return _NoBackward.apply(output, anchor) if output.is_floating_point() else output
+
+    return pytree.tree_map_only(Tensor, marked, outputs)

@@ -1,0 +1,191 @@
+"""What users of plain modules do with a compiled one: it works, or the error says what to write."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+BATCH = torch.randn(8, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * self.layers(x).square().mean()
+
+
+def compiled_net(**options: Any) -> Any:
+    return autopar.compile(Net(), 1, BATCH, profile_limit_s=0.0, **options)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Any]:
+    with compiled_net(optimizer=ADAM) as made:
+        yield made
+
+
+# --- options of compile and plan ------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "name"), [("adamw", "AdamW"), ("Adm", "Adam"), ("mine", "AdamW"), ("sgd", "SGD")]
+)
+def test_an_optimizer_by_name_is_refused_with_that_optimizer(given: str, name: str) -> None:
+    with pytest.raises(autopar.OptimizerError, match=rf"'{given}'.*partial\(torch\.optim\.{name},"):
+        compiled_net(optimizer=given)
+
+
+def test_a_missing_optimizer_is_told_before_anything_is_compiled() -> None:
+    def refuses(*_: Any) -> None:
+        raise AssertionError("the loss was computed")
+
+    waiting = autopar.compile(Net(), 1, loss_fn=refuses)
+    with pytest.raises(autopar.InputError, match=r"needs an optimizer: .*optimizer=functools"):
+        waiting.train_step(BATCH)
+
+
+def test_targets_without_a_loss_function_are_named() -> None:
+    with pytest.raises(autopar.InputError, match=r"Linear.forward takes no .* 2.*loss_fn=torch"):
+        autopar.compile(nn.Linear(8, 4), 1, (BATCH, torch.randn(8, 4)), optimizer=ADAM)
+
+
+def test_an_argument_that_the_model_does_not_take_is_named() -> None:
+    inputs = {"x": BATCH, "scael": 2.0}
+    with pytest.raises(autopar.InputError, match=r"takes no scael.*did you mean 'scale'"):
+        autopar.compile(Net(), 1, inputs, optimizer=ADAM)
+    with pytest.raises(autopar.InputError, match=r"takes no .* 3.*leave these out"):
+        autopar.compile(
+            Net(),
+            1,
+            (BATCH, 1.0, 2.0, BATCH),
+            loss_fn=lambda output, target: output,
+            optimizer=ADAM,
+        )
+
+
+CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"dp": 2, "tp": 2}, "constraints": autopar.Force("zero3", axis="tpp")},
+         r"no axis 'tpp'; write axis='dp' or axis='tp'; did you mean 'tp'\?$"),
+        ({"constraints": autopar.Force("zero3", axis="dp")}, r"with mesh=\{'dp': None\}$"),
+        ({"constraints": autopar.Pin("layers.0.weight", choice="m0")},
+         r"matches a parameter or input, which takes stored=: .*'layers\.0\.weight', stored='S0'"),
+        ({"constraints": autopar.Pin("layers.0", stored="S0")},
+         r"matches a op or module, which takes choice=: write Pin\('layers\.0', choice='m0'"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"recompute": "ful"}, "did you mean 'full'"),
+        ({"batch_norm": "globl"}, "did you mean 'global'"),
+        ({"update": "earlier"}, "did you mean 'early'"),
+        ({"schedule": "1fb1"}, "did you mean '1f1b'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_misspelt_or_misplaced_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((autopar.InputError, autopar.ConstraintError), match=message):
+        autopar.plan(Net(), CLUSTER, BATCH, **options)
+
+
+def test_suggestions_can_be_pasted() -> None:
+    named = autopar.plan(
+        Net(), CLUSTER, BATCH, mesh={"dp": None}, constraints=autopar.Force("zero3", axis="dp")
+    )
+    assert "FSDP" in str(named)
+    autopar.plan(
+        Net(), CLUSTER, BATCH, mesh={"x": 4},
+        constraints=autopar.Pin("layers.0.weight", stored="S0"),
+    )  # fmt: skip
+
+
+def test_a_preset_in_other_spelling_is_suggested() -> None:
+    with pytest.raises(autopar.ClusterError, match="did you mean 'a100-80'"):
+        autopar.Cluster.preset("A100_80", nodes=1, devices_per_node=1)
+
+
+# --- a compiled model -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("parameters", "state_dict"), ("module", "copy_to"), ("to", "autopar.compile"),
+        ("half", "precision="), ("backward", "train_step"), ("zero_grad", "train_step"),
+        ("optimizer", "optimizer_state_dict"), ("register_forward_hook", "before autopar.compile"),
+        ("compile", "kernels="), ("trian_step", "did you mean 'train_step'"),
+    ],
+)  # fmt: skip
+def test_attributes_of_modules_are_missing_with_what_to_call(
+    compiled: Any, name: str, instead: str
+) -> None:
+    assert not hasattr(compiled, name)
+    with pytest.raises(autopar.MissingError, match=instead):
+        getattr(compiled, name)
+
+
+def test_repr_names_the_model_and_the_plan(compiled: Any) -> None:
+    assert repr(compiled).startswith("<Compiled Net: <Plan ")
+    assert "by its first call" in repr(autopar.compile(Net(), 1))
+
+
+@pytest.mark.parametrize(
+    "use", [copy.copy, copy.deepcopy, lambda made: torch.save(made, "/dev/null")]
+)
+def test_copies_and_pickles_are_refused_with_what_to_write(
+    compiled: Any, use: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(autopar.InputError, match=r"compiled\.save\(folder\).*full_state_dict"):
+        use(compiled)
+
+
+def test_backward_on_an_output_names_train_step(compiled: Any) -> None:
+    loss = compiled(BATCH)
+    with pytest.raises(autopar.InputError, match=r"backward\(\) was called .*train_step"):
+        loss.backward()
+    with torch.no_grad():
+        assert not compiled(BATCH).requires_grad
+    compiled.eval()
+    try:
+        assert not compiled(BATCH).requires_grad
+    finally:
+        compiled.train()
+
+
+@pytest.mark.filterwarnings("error:Dynamo")
+def test_torch_compile_around_it_changes_nothing(compiled: Any) -> None:
+    compiled.eval()
+    try:
+        assert torch.equal(torch.compile(compiled)(BATCH), compiled(BATCH))
+        step = torch.compile(lambda x: 2 * compiled(x))
+        assert torch.equal(step(BATCH), 2 * compiled(BATCH))
+    finally:
+        compiled.train()
+        torch.compiler.reset()
+
+
+def test_after_close_every_call_says_so(tmp_path: Path) -> None:
+    with compiled_net(optimizer=ADAM, max_grad_norm=1.0) as made:
+        made.train_step(BATCH)
+        norm = made.grad_norm
+    calls: list[Callable[[], Any]] = [
+        lambda: made.train_step(BATCH), lambda: made(BATCH), made.state_dict, made.gradients,
+        lambda: made.save(tmp_path / "new"), lambda: made.load(tmp_path), made.action_times,
+        made.optimizer_state_dict, lambda: made.copy_to(Net()), made.memory_growth_bytes,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(autopar.WorkerError, match=r"closed because close\(\) was called"):
+            call()
+    assert made.grad_norm is norm
+    assert "measured step time" in made.report()
+    made.close()
