@@ -129,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_plan(report)
     report.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    trace = command(
+        "trace", _trace, "write a plan's predicted timeline for ui.perfetto.dev",
+        "trace plan.json -o trace.json",
+    )  # fmt: skip
+    _add_plan(trace)
+    trace.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
     command("clusters", _clusters, "list the presets of clusters", "clusters")
     cluster = command(
         "cluster", _cluster, "print a cluster as JSON, to be edited", "cluster h100-sxm:8x8"
@@ -216,6 +222,10 @@ def _diff(chosen: argparse.Namespace) -> None:
 
 def _report(chosen: argparse.Namespace) -> None:
     Plan.from_json(Path(chosen.plan)).save_report(chosen.output)
+
+
+def _trace(chosen: argparse.Namespace) -> None:
+    Plan.from_json(Path(chosen.plan)).save_trace(chosen.output)
 
 
 def _clusters(_: argparse.Namespace) -> None:

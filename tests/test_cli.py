@@ -104,10 +104,14 @@ def test_plans_are_read_back(
         (["explain", "llama.json", layer], str(plan.explain(layer))),
         (["diff", "llama.json", "llama.json"], "the plans are equal"),
         (["report", "llama.json", "-o", "r.html"], ""),
+        (["trace", "llama.json", "-o", "t.json"], ""),
     ):
         assert main(arguments) == 0
         assert capsys.readouterr() == (output + "\n" * bool(output), "")
     assert str(plan).splitlines()[0] in (folder / "r.html").read_text()
+    slices = [e for e in json.loads((folder / "t.json").read_text())["traceEvents"] if "dur" in e]
+    assert slices[0]["name"] == "0F0"
+    assert slices[0]["dur"] == pytest.approx(plan.prediction.forward_s * 1e6, rel=1e-3)
 
 
 def test_factories_run_under_the_meta_device_where_they_allow_it(

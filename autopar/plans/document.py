@@ -46,6 +46,7 @@ from autopar.plans.refusals import at, refused
 from autopar.plans.schedule_plan import MAX_DEVICES, SchedulePlan
 from autopar.plans.summary import format_summary, headline, summary_page
 from autopar.plans.text import format_plan
+from autopar.plans.timeline import predicted_trace
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
@@ -107,6 +108,10 @@ class Plan(PlanFields, frozen=True):
         It needs no other file, no network and no JavaScript.
         """
         Path(path).write_text(summary_page(self).to_html(), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the predicted timeline as JSON, to be opened in ui.perfetto.dev."""
+        Path(path).write_text(predicted_trace(self), encoding="utf-8")
 
     def explain(self, name: str) -> Page:
         """Explain the strategy of a module, block, parameter or op, such as ``"layers.3.mlp"``.

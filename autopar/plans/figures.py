@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.blocks import stages_of_blocks
 from autopar.plans.layout import shortened
 from autopar.plans.page import escaped
 from autopar.plans.parts import PlanFields
-from autopar.schedules import Durations, Interval, Schedule, simulate
+from autopar.plans.timeline import predicted_timeline
+from autopar.schedules import Interval
 from autopar.schedules.action import COMPUTE_KINDS, Kind
 
 WIDTH, ROW, GAP = 760, 26, 6
@@ -64,34 +64,13 @@ def step_figure(plan: PlanFields) -> str:
 def timeline_figure(plan: PlanFields) -> str:
     """Computation by pipeline rank; empty without a pipeline, or if it is too long to be drawn."""
     found = plan.schedule.pipeline()
-    if found is None or not plan.modules:
+    if found is None or sum(len(steps) for steps in found[1].devices) > MAX_BARS:
         return ""
-    _, schedule = found
-    num_actions = sum(len(steps) for steps in schedule.devices)
-    durations = _durations(plan, schedule)
-    if durations is None or num_actions > MAX_BARS:
+    timeline = predicted_timeline(plan)
+    if timeline is None:
         return ""
-    timeline = simulate(schedule, durations)
     bars = [each for each in timeline.intervals if each.action.kind in COMPUTE_KINDS]
-    return _rows(bars, schedule.shape.num_devices) if bars else ""
-
-
-def _durations(plan: PlanFields, schedule: Schedule) -> Durations | None:
-    """Predicted seconds of each stage for one micro-batch; None if a stage begins at no block."""
-    num, again = plan.schedule.num_microbatches, plan.recomputed
-    times = [[0.0] * plan.schedule.num_stages for _ in range(3)]
-    stages = stages_of_blocks(plan)
-    if not stages.keys() >= set(plan.schedule.first_blocks):
-        return None
-    for module in plan.modules:
-        stage = stages[module.block]
-        parts = (module.forward_s, module.input_grad_s, module.weight_grad_s)
-        for each, seconds in zip(times, parts):
-            each[stage] += seconds / num
-    forward, inputs, weights = times
-    for block, stage in stages.items():
-        inputs[stage] += again.time_s(block)
-    return Durations(F=forward, I=inputs, W=weights)
+    return _rows(bars, timeline.shape.num_devices) if bars else ""
 
 
 def _bar(parts: Sequence[Part], capacity: float, title: str) -> str:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError
 from autopar.base.torch_private import runs_uncompiled
+from autopar.base.units import format_seconds
+from autopar.cost_models.hardware import is_count
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, check_model
 from autopar.frontend.copies import without_data
@@ -24,6 +26,7 @@ from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
 from autopar.runtime.habits import ClosedRunner, ModuleHabits, refusing_backward
 from autopar.runtime.options import RunOptions
+from autopar.runtime.profile import Profile
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint_paths import Path
@@ -317,12 +320,38 @@ class Compiled(ModuleHabits, Closing):
         """Per rank, when the actions of its schedule ran in the last training step."""
         return self._runner.action_times()
 
+    def profile(
+        self, *args: Any, num_steps: int = 10, local: bool = False, **kwargs: Any
+    ) -> Profile:
+        """Measure training steps on a batch, beside the prediction; ``print`` the result.
+
+        The steps train as `train_step` does; the first one is not measured.
+        """
+        if not is_count(num_steps):
+            raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
+        self.train_step(*args, local=local, **kwargs)
+        steps = []
+        for _ in range(num_steps):
+            started_s = time.perf_counter()
+            self.train_step(*args, local=local, **kwargs)
+            steps.append((time.perf_counter() - started_s, self.action_times()))
+        median_s = statistics.median_low(time_s for time_s, _ in steps)
+        return Profile(
+            plan=self.plan,
+            step_times_s=tuple(time_s for time_s, _ in steps),
+            actions=tuple(map(tuple, next(found for time_s, found in steps if time_s == median_s))),
+        )
+
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""
         lines = [self.plan.report(detail)]
         lines += self._runner.not_compiled
         if self.step_time_s is not None:
-            lines.append(f"measured step time: {self.step_time_s:.4g} s (median of the last steps)")
+            predicted_s = self.plan.prediction.step_time_s
+            lines.append(
+                f"measured: {format_seconds(self.step_time_s)} a step (median of the last steps), "
+                f"{self.step_time_s / predicted_s:.2f} of the predicted"
+            )
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Tensor]:

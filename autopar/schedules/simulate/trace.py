@@ -6,6 +6,7 @@ so that rounding cannot make them overlap.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from autopar.schedules.schedule import Resource
@@ -36,35 +37,10 @@ def trace_events(timeline: Timeline, *, memory: bool = True) -> list[dict[str, A
 
     A second of the simulation is a second of the trace.
     """
-    tracks = sorted(
-        {(item.device, _ORDER.index(item.resource), item.peer) for item in timeline.intervals}
-    )
-    numbers = {track: number for number, track in enumerate(tracks)}
-    events: list[dict[str, Any]] = [
-        _name("process_name", device, 0, f"device {device}")
-        for device in range(timeline.shape.num_devices)
-    ]
-    named: set[int] = set()
-    for item in timeline.intervals:
-        number = numbers[item.device, _ORDER.index(item.resource), item.peer]
-        if number not in named:
-            named.add(number)
-            events.append(_name("thread_name", item.device, number, track_name(item)))
-        start, end = _nanoseconds(item.start_s), _nanoseconds(item.end_s)
-        events.append(
-            {
-                "name": str(item.action),
-                "cat": _CATEGORY[item.resource],
-                "ph": "X",
-                "pid": item.device,
-                "tid": number,
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
-                "args": {"iteration": item.iteration, "start_ns": start, "end_ns": end},
-            }
-        )
+    num_devices = timeline.shape.num_devices
+    events = [*device_names(num_devices), *interval_events(timeline.intervals)]
     if memory:
-        for device in range(timeline.shape.num_devices):
+        for device in range(num_devices):
             events += [
                 {
                     "name": "held bytes",
@@ -78,11 +54,53 @@ def trace_events(timeline: Timeline, *, memory: bool = True) -> list[dict[str, A
     return events
 
 
+def device_names(num_devices: int, word: str = "device") -> list[dict[str, Any]]:
+    """The events that name the processes of a trace: "device 0"."""
+    return [_name("process_name", each, 0, f"{word} {each}") for each in range(num_devices)]
+
+
+def interval_events(
+    intervals: Iterable[Interval], prefix: str = "", first_track: int = 0
+) -> list[dict[str, Any]]:
+    """The slices of intervals, and the names of their tracks, which begin with ``prefix``.
+
+    Tracks are numbered from ``first_track`` on, so that those of several calls can be told apart.
+    """
+    intervals = list(intervals)
+    keys = sorted({(item.device, _ORDER.index(item.resource), item.peer) for item in intervals})
+    numbers = {track: number for number, track in enumerate(keys, start=first_track)}
+    events: list[dict[str, Any]] = []
+    named: set[int] = set()
+    for item in intervals:
+        number = numbers[item.device, _ORDER.index(item.resource), item.peer]
+        if number not in named:
+            named.add(number)
+            name = f"{prefix}{track_name(item)}"
+            events.append(_name("thread_name", item.device, number, name))
+        start, end = _nanoseconds(item.start_s), _nanoseconds(item.end_s)
+        events.append(
+            {
+                "name": str(item.action),
+                "cat": _CATEGORY[item.resource],
+                "ph": "X",
+                "pid": item.device,
+                "tid": number,
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "args": {"iteration": item.iteration, "start_ns": start, "end_ns": end},
+            }
+        )
+    return events
+
+
 def trace_json(timeline: Timeline, *, memory: bool = True) -> str:
     """The trace as the text of a ``.json`` file."""
-    return json.dumps(
-        {"traceEvents": trace_events(timeline, memory=memory), "displayTimeUnit": "ms"}
-    )
+    return trace_text(trace_events(timeline, memory=memory))
+
+
+def trace_text(events: list[dict[str, Any]]) -> str:
+    """Events as the text of a ``.json`` file."""
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _nanoseconds(time_s: float) -> int:

@@ -1,0 +1,238 @@
+"""A profile: measured training steps beside what the plan predicted for them.
+
+In: the plan, and the wall times and actions of some steps. Out: tables of phases by rank and of
+stages, with the ratio of measured to predicted, and a trace of both for ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.base.units import format_seconds
+from autopar.plans.document import Plan
+from autopar.plans.layout import WIDTH, Section, text_lines
+from autopar.plans.timeline import predicted_timeline, stage_durations
+from autopar.runtime.step.executor import ActionTime
+from autopar.schedules import Interval
+from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
+from autopar.schedules.schedule import DEFAULT_RESOURCE
+from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
+
+FORWARD, BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W, Kind.R)
+MOST_RANKS = 8
+"""The report has columns for so many ranks: those that take longest."""
+NOTE = (
+    "Forward and backward include the communication in them. The rest of the step: gradients that "
+    "are reduced last, updates, and the call itself. On GPUs the time of an action is that of its "
+    "launch."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPhases:
+    """Measured seconds of one rank in a step; ``waiting_s``: idle between its own actions."""
+
+    rank: int
+    forward_s: float
+    backward_s: float
+    messages_s: float
+    waiting_s: float
+    rest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Median measured seconds of a stage's forward and backward pass of one micro-batch, over all
+    of its ranks, and the predicted ones of its computation, None without prices."""
+
+    stage: int
+    forward_s: float
+    backward_s: float
+    predicted_forward_s: float | None
+    predicted_backward_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured steps of a compiled model, made by ``compiled.profile(...)``; ``print`` it.
+
+    ``step_times_s`` are the wall times of all steps in seconds, ``actions`` the actions of one of
+    them by rank: that whose time is the (lower) median.
+    """
+
+    plan: Plan
+    step_times_s: tuple[float, ...]
+    actions: tuple[tuple[ActionTime, ...], ...]
+
+    @property
+    def step_time_s(self) -> float:
+        """The median wall time of a step."""
+        return statistics.median_low(self.step_times_s)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted step time."""
+        return self.step_time_s / self.plan.prediction.step_time_s
+
+    @property
+    def model_flops_utilisation(self) -> float:
+        """The measured MFU: the model's operations as a fraction of all devices' peak."""
+        return self.plan.prediction.model_flops_utilisation / self.ratio
+
+    @cached_property
+    def ranks(self) -> tuple[RankPhases, ...]:
+        """The phases of each rank."""
+        return tuple(self._phases(rank, found) for rank, found in enumerate(self.actions))
+
+    def _phases(self, rank: int, found: Sequence[ActionTime]) -> RankPhases:
+        def total(kinds: tuple[Kind, ...]) -> float:
+            return sum(a.end_s - a.start_s for a in found if a.action.kind in kinds)
+
+        span_s = found[-1].end_s - found[0].start_s if found else 0.0
+        busy_s = sum(a.end_s - a.start_s for a in found)
+        return RankPhases(
+            rank=rank, forward_s=total(FORWARD), backward_s=total(BACKWARD),
+            messages_s=total((*SEND_KINDS, *RECV_KINDS)), waiting_s=max(span_s - busy_s, 0.0),
+            rest_s=max(self.step_time_s - span_s, 0.0),
+        )  # fmt: skip
+
+    @cached_property
+    def stages(self) -> tuple[StageTimes, ...]:
+        """The times of each stage; without a pipeline there is one."""
+        durations, found = stage_durations(self.plan), []
+        for stage in range(self.plan.schedule.num_stages):
+            predicted: tuple[float | None, float | None] = None, None
+            if durations is not None:
+                table = durations.table(self.plan.schedule.num_stages)
+                predicted = table[Kind.F][stage], table[Kind.I][stage] + table[Kind.W][stage]
+            found.append(
+                StageTimes(
+                    stage=stage, forward_s=self._median(stage, FORWARD),
+                    backward_s=self._median(stage, BACKWARD),
+                    predicted_forward_s=predicted[0], predicted_backward_s=predicted[1],
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _median(self, stage: int, kinds: tuple[Kind, ...]) -> float:
+        """The median over ranks and micro-batches of the seconds in some kinds of actions."""
+        totals: dict[tuple[int, int | None], float] = {}
+        for rank, found in enumerate(self.actions):
+            for each in found:
+                action = each.action
+                if action.stage == stage and action.kind in kinds:
+                    key = rank, action.microbatch
+                    totals[key] = totals.get(key, 0.0) + (each.end_s - each.start_s) / action.span
+        return statistics.median(totals.values()) if totals else 0.0
+
+    # --- for people ---------------------------------------------------------------------------
+    def sections(self) -> tuple[Section, ...]:
+        """The tables of the report."""
+        p, num = self.plan.prediction, len(self.step_times_s)
+        mfu = f", {self.model_flops_utilisation:.1%} MFU" if p.model_flops_utilisation else ""
+        first = Section(
+            title=f"{num} measured steps: {format_seconds(self.step_time_s)} each (median){mfu}, "
+            f"{self.ratio:.2f} of the predicted {format_seconds(p.step_time_s)}",
+        )
+        return first, self._phase_section(), self._stage_section()
+
+    def _phase_section(self) -> Section:
+        p = self.plan.prediction
+        slowest = sorted(self.ranks, key=lambda r: -r.forward_s - r.backward_s)[:MOST_RANKS]
+        shown = sorted(slowest, key=lambda each: each.rank)
+        exposed_s = p.communication_s
+        rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.update_s
+        rows: tuple[tuple[str, float | None, list[float]], ...] = (
+            ("forward", p.forward_s, [r.forward_s for r in shown]),
+            ("backward", p.backward_s, [r.backward_s for r in shown]),
+            ("exposed communication", exposed_s, []),
+            ("messages between stages", None, [r.messages_s for r in shown]),
+            ("waiting", max(rest_s, 0.0), [r.waiting_s for r in shown]),
+            ("updates and the rest", p.update_s, [r.rest_s for r in shown]),
+        )
+        is_piped = self.plan.is_pipeline
+        return Section(
+            title="a step by phase",
+            columns=("phase", "predicted", *(f"rank {r.rank}" for r in shown)),
+            rows=tuple(
+                (
+                    name,
+                    "" if predicted is None else format_seconds(predicted),
+                    *(map(format_seconds, times) if times else [""] * len(shown)),
+                )
+                for name, predicted, times in rows
+                if is_piped or name != "messages between stages"
+            ),
+            notes=(NOTE,),
+        ).used_columns()
+
+    def _stage_section(self) -> Section:
+        rows = []
+        for each in self.stages:
+            passes = (
+                (each.forward_s, each.predicted_forward_s),
+                (each.backward_s, each.predicted_backward_s),
+            )
+            cells = [cell for times in passes for cell in _beside(*times)]
+            rows.append((f"stage {each.stage}", *cells))
+        columns = ("", "forward", "predicted", "ratio", "backward", "predicted", "ratio")
+        title = "a micro-batch, computation as predicted"
+        return Section(title=title, columns=columns, rows=tuple(rows)).used_columns()
+
+    def report(self, width: int = WIDTH) -> str:
+        """The tables as text, in lines of at most ``width`` columns."""
+        return "\n".join(line for each in self.sections() for line in text_lines(each, width))
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        return f"<Profile of {len(self.step_times_s)} steps, {format_seconds(self.step_time_s)}>"
+
+    # --- for trace viewers --------------------------------------------------------------------
+    def trace_events(self) -> list[dict[str, Any]]:
+        """A process per rank, with tracks of what was measured and of what was predicted.
+
+        Both begin at 0. Where ranks run on hosts whose clocks differ, each rank begins at 0.
+        """
+        starts = [actions[0].start_s for actions in self.actions if actions]
+        is_one_clock = max(starts) - min(starts) <= self.step_time_s
+        measured = []
+        for rank, actions in enumerate(self.actions):
+            for each in actions:
+                zero = min(starts) if is_one_clock else actions[0].start_s
+                resource = DEFAULT_RESOURCE[each.action.kind]
+                times = each.start_s - zero, each.end_s - zero
+                measured.append(Interval(rank, resource, each.action, *times))
+        slices = interval_events(measured, "measured ")
+        timeline, predicted = predicted_timeline(self.plan), list[Interval]()
+        if timeline is not None:
+            size = len(self.actions) // timeline.shape.num_devices
+            predicted = [
+                each._replace(device=each.device * size + number)
+                for number in range(size)
+                for each in timeline.intervals
+            ]
+        first_track = 1 + max(event["tid"] for event in slices)
+        return [
+            *device_names(len(self.actions), "rank"),
+            *slices,
+            *interval_events(predicted, "predicted ", first_track),
+        ]
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the trace as JSON, to be opened in ui.perfetto.dev or chrome://tracing."""
+        Path(path).write_text(trace_text(self.trace_events()), encoding="utf-8")
+
+
+def _beside(measured_s: float, predicted_s: float | None) -> tuple[str, str, str]:
+    """Measured, predicted, and their ratio."""
+    measured = format_seconds(measured_s)
+    if not predicted_s:
+        return measured, "", ""
+    return measured, format_seconds(predicted_s), f"{measured_s / predicted_s:.2f}"

@@ -1,0 +1,108 @@
+"""Profiles: measured steps beside predictions, as numbers, tables and traces."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.runtime.profile import Profile
+from tests.models.zoo import build
+
+ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
+KINDS: dict[str, dict[str, Any]] = {
+    "data parallel": {"num_microbatches": 2, "constraints": autopar.Force("data_parallel")},
+    "pipeline": {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Profile]]:
+    model, make_batch = build("gpt2")
+    with autopar.compile(
+        model, 2, make_batch(0), optimizer=ADAM, profile_limit_s=0.0, **KINDS[request.param]
+    ) as compiled:
+        yield compiled, compiled.profile(num_steps=3, **make_batch(1))
+
+
+def test_phases_of_a_rank_make_up_its_step(profiled: tuple[Any, Profile]) -> None:
+    compiled, profile = profiled
+    assert len(profile.step_times_s) == 3
+    assert sorted(profile.step_times_s)[1] == profile.step_time_s
+    assert profile.ratio == profile.step_time_s / compiled.plan.prediction.step_time_s
+    assert [rank.rank for rank in profile.ranks] == [0, 1]
+    for rank in profile.ranks:
+        parts = rank.forward_s, rank.backward_s, rank.messages_s, rank.waiting_s, rank.rest_s
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(profile.step_time_s)
+        assert (rank.messages_s > 0) == compiled.plan.is_pipeline
+
+
+def test_predictions_are_those_of_the_plan(profiled: tuple[Any, Profile]) -> None:
+    """The plan's prediction has the passes of the pipeline rank that is busy longest."""
+    compiled, profile = profiled
+    num, prediction = compiled.plan.schedule.num_microbatches, compiled.plan.prediction
+    predicted = [
+        (num * stage.predicted_forward_s, num * stage.predicted_backward_s)  # type: ignore[operator]
+        for stage in profile.stages
+    ]
+    assert len(predicted) == compiled.plan.schedule.num_stages
+    busiest = pytest.approx((prediction.forward_s, prediction.backward_s), rel=1e-6)
+    assert any(found == busiest for found in predicted)
+    for stage in profile.stages:
+        assert 0 < stage.forward_s < profile.step_time_s
+        assert 0 < stage.backward_s < profile.step_time_s
+
+
+def test_reports_have_the_numbers_and_fit_a_screen(profiled: tuple[Any, Profile]) -> None:
+    compiled, profile = profiled
+    text = str(profile)
+    assert f"{profile.ratio:.2f} of the predicted" in text
+    for stage in profile.stages:
+        assert f"{stage.forward_s / stage.predicted_forward_s:.2f}" in text  # type: ignore[operator]
+    assert ("messages between stages" in text) == compiled.plan.is_pipeline
+    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, profile.report(60).splitlines())) <= 60
+    assert len(repr(profile)) < 80
+
+
+def test_traces_have_every_action_measured_and_predicted(
+    profiled: tuple[Any, Profile], tmp_path: Path
+) -> None:
+    compiled, profile = profiled
+    profile.save_trace(tmp_path / "trace.json")
+    compiled.plan.save_trace(tmp_path / "plan.json")
+    both, plan = (
+        json.loads((tmp_path / name).read_text())["traceEvents"]
+        for name in ("trace.json", "plan.json")
+    )
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in both if e["name"] == "thread_name"}
+    slices: dict[str, Counter[Any]] = {"measured": Counter(), "predicted": Counter()}
+    ends: dict[tuple[int, int], float] = {}
+    for event in sorted((e for e in both if e["ph"] == "X"), key=lambda e: e["ts"]):
+        track = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(track, 0.0) - 1e-3
+        ends[track] = event["ts"] + event["dur"]
+        kind = tracks[track].split()[0]
+        slices[kind][event["pid"], event["name"]] += 1
+    ran = Counter(
+        (rank, str(each.action)) for rank, found in enumerate(profile.actions) for each in found
+    )
+    assert slices["measured"] == ran
+    computed = Counter({key: n for key, n in ran.items() if "_" not in key[1]})
+    assert Counter({k: n for k, n in slices["predicted"].items() if "_" not in k[1]}) == computed
+    names = {e["name"] for e in plan if e["ph"] == "X"}
+    assert {name for name in names if "_" not in name} == {name for _, name in computed}
+
+
+def test_a_number_of_steps_that_is_none_is_refused(profiled: tuple[Any, Profile]) -> None:
+    for wrong in (0, -1, 2.5, True, "3"):
+        with pytest.raises(autopar.InputError, match=r"num_steps is .* whole number"):
+            profiled[0].profile(num_steps=wrong)
