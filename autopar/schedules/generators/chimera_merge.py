@@ -19,6 +19,7 @@ from autopar.schedules.simulate.durations import Durations, Links
 from autopar.schedules.simulate.simulator import simulate
 
 _SIMULATED = 3
+"""How many of the shortest orders are simulated with links."""
 
 
 def _priorities(shape: PipelineShape) -> Iterator[Priority]:
