@@ -7,6 +7,7 @@ from autopar.schedules.generators.out_of_order import (
     Gain,
     KPoint,
     multi_stream_gain,
+    priority_iteration_s,
     reverse_first_k_gain,
 )
 from autopar.schedules.generators.search import (
@@ -63,6 +64,7 @@ __all__ = [
     "parse_action",
     "parse_schedule",
     "parse_step",
+    "priority_iteration_s",
     "reverse_first_k_gain",
     "search_schedule",
     "simulate",

@@ -16,6 +16,7 @@ from autopar.schedules import (
     Resource,
     build,
     multi_stream_gain,
+    priority_iteration_s,
     reverse_first_k_gain,
     simulate,
     verify,
@@ -80,6 +81,45 @@ def test_the_curve_of_k_is_the_recurrences(layers: Layers) -> None:
     assert expected[gain.best_k] == pytest.approx(min(expected))
     assert gain.speedup >= 1
     verify(gain.schedule)
+
+
+def by_priority_s(layers: Layers) -> float:
+    """One second at a time: the channel serves the first layer whose gradient is ready."""
+    forward, inputs, weights, reductions = layers
+    count, now = len(forward), 0
+    todo = [(layer, inputs[layer] + weights[layer]) for layer in reversed(range(count))]
+    todo += [(layer, 0) for layer in range(count)]  # its update, then its forward
+    ready: set[int] = set()
+    left = list(reductions)
+    while todo:
+        layer, cost = todo.pop(0)
+        is_forward = cost == 0
+        while is_forward and left[layer]:
+            _serve(ready, left)
+            now += 1
+        for _ in range(forward[layer] if is_forward else cost):
+            _serve(ready, left)
+            now += 1
+        if not is_forward:
+            ready.add(layer)
+    return now
+
+
+def _serve(ready: set[int], left: list[int]) -> None:
+    waiting = [layer for layer in sorted(ready) if left[layer]]
+    if waiting:
+        left[waiting[0]] -= 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(layer_costs())
+def test_reductions_by_priority_take_what_serving_them_by_the_second_takes(layers: Layers) -> None:
+    count = len(layers[0])
+    found = priority_iteration_s(durations(layers), num_layers=count)
+    assert found == pytest.approx(by_priority_s(layers))
+    assert found <= reverse_first_k_gain(durations(layers), num_layers=count).conventional_s + 1e-9
+    compute = sum(map(sum, layers[:3]))
+    assert found >= max(compute, sum(layers[3]))
 
 
 def test_first_layers_reduced_first_hide_behind_the_next_forward() -> None:

@@ -6,6 +6,7 @@ reverse-first-k and the chosen regions for the second stream (Oh et al., 2022). 
 ``benchmarks/out_of_order.py``; plans use `STEADY_ITERATIONS`.
 """
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,6 +142,37 @@ def reverse_first_k_gain(
         curve=tuple(known[k] for k in sorted(known)),
         best_k=best,
     )
+
+
+def priority_iteration_s(durations: Durations, *, num_layers: int) -> float:
+    """Seconds per iteration of the conventional order with reductions by priority.
+
+    The baseline of Oh et al.: BytePS, which schedules tensors as Peng et al. (SOSP 2019). The
+    channel always reduces the gradient of the first layer that is ready, as the next forward pass
+    needs it first, and sets another aside for it. Gradients are taken to be cut so finely that this
+    costs nothing, so the time is a lower bound.
+    """
+    _check_num_layers(num_layers)
+    table = durations.table(num_layers)
+    ready_s, at_s = [0.0] * num_layers, 0.0
+    for layer in reversed(range(num_layers)):
+        at_s += table[Kind.I][layer] + table[Kind.W][layer]
+        ready_s[layer] = at_s
+    left_s, done_s, waiting, channel_s = list(table[Kind.G]), [0.0] * num_layers, list[int](), 0.0
+    for layer in reversed(range(num_layers)):
+        channel_s = max(channel_s, ready_s[layer])
+        heapq.heappush(waiting, layer)
+        until_s = ready_s[layer - 1] if layer else float("inf")
+        while waiting and channel_s < until_s:
+            first = waiting[0]
+            spent_s = min(left_s[first], until_s - channel_s)
+            left_s[first] -= spent_s
+            channel_s += spent_s
+            if left_s[first] <= 0:
+                done_s[heapq.heappop(waiting)] = channel_s
+    for layer in range(num_layers):
+        at_s = max(at_s, done_s[layer]) + table[Kind.U][layer] + table[Kind.F][layer]
+    return at_s
 
 
 def _check_num_layers(num_layers: int) -> None:
