@@ -21,7 +21,7 @@ class InputError(AutoparError, ValueError):
     """Inputs of the wrong kind, number, shape or dtype."""
 
 
-class MissingError(AutoparError, AttributeError):
+class MissingError(InputError, AttributeError):
     """A compiled model has no such attribute; the message says what to call instead."""
 
 
