@@ -18,6 +18,7 @@ from autopar.memory import program as memory
 from autopar.options import PlanOptions
 from autopar.planning.planner import make_planned
 from autopar.plans.document import Plan
+from autopar.schedules import build
 
 CLUSTER = autopar.Cluster.preset("h100-sxm", nodes=1, devices_per_node=4)
 
@@ -65,11 +66,11 @@ def captured() -> Captured:
 def test_memory_does_not_depend_on_how_often_a_round_repeats(
     schedule: str | None, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = PlanOptions(
-        schedule=schedule,
-        num_stages=None if schedule is None else 4 if schedule == "zb_v" else 2,
-        num_microbatches=16,
-    )
+    options = PlanOptions(num_microbatches=16)
+    if schedule is not None:
+        num_stages = 4 if schedule == "zb_v" else 2
+        made_by_hand = build(schedule, num_stages=num_stages, num_microbatches=16)
+        options = PlanOptions(schedule=made_by_hand)
     made = make_planned(captured, CLUSTER, options.space(4))
     played: list[tuple[int, int]] = []
     shortened = memory.shortened

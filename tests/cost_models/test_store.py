@@ -516,7 +516,7 @@ def _write_for_ever(path, progress):
 @pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.11])
 def test_a_writer_killed_at_any_moment_loses_at_most_the_time_in_flight(tmp_path, delay_s):
     path = tmp_path / "store.sqlite3"
-    progress = FORK.Value("q", 0)
+    progress = FORK.Value("q", 0, lock=False)  # a killed writer would keep a lock
     writer = FORK.Process(target=_write_for_ever, args=(path, progress))
     writer.start()
     deadline = time.monotonic() + 30
