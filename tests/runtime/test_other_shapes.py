@@ -225,3 +225,29 @@ def test_a_pipeline_names_drop_last() -> None:
     )  # fmt: skip
     with compiled, pytest.raises(InputError, match="drop_last=True"):
         compiled.train_step(x[:3], y[:3])
+
+
+class Longest(nn.Module):
+    """Scales by the length of the longest batch so far, which it keeps as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.longest, self.calls = 6, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.longest = max(self.longest, x.shape[1])
+        return (self.layer(x) * (6 / self.longest)).square().mean()
+
+
+def test_a_batch_that_changes_an_attribute_for_later_ones_is_refused() -> None:
+    """One that every call changes alike is checked, or warned about, when the model is compiled."""
+    with autopar.compile(
+        Longest(), 2, torch.randn(4, 6, 4), optimizer=adamw, profile_limit_s=0.0
+    ) as made:
+        before = made.state_dict()
+        with pytest.raises(autopar.InputError, match=r"attribute 'longest' .* 8, .* 6: later"):
+            made.train_step(torch.randn(4, 8, 4))
+        assert all(torch.equal(x, before[name]) for name, x in made.state_dict().items())
+        made.train_step(torch.randn(4, 5, 4))

@@ -22,6 +22,7 @@ from autopar.base.accelerators import kept_generators
 from autopar.base.torch_private import pytree
 from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.capture import Captured, Step
+from autopar.frontend.checking.attributes import plain_attributes
 from autopar.frontend.checking.draws import FixedDraws
 from autopar.frontend.checking.evaluation import Watch, evaluate
 from autopar.frontend.copies import copy_with
@@ -105,14 +106,15 @@ class Trial:
             step, args, kwargs = self._step(self._copied)
             held, buffers = HeldTensors(step), _buffers_of(step)
             kept = {name: buffer.clone() for name, buffer in buffers.items()}
-            attributes = _plain_attributes(step)
+            attributes = plain_attributes(step.model, step.loss_fn)
             _seed_elsewhere(self.num_runs)
             other_args, other_kwargs = pytree.tree_map_only(Tensor, _reversed, (args, kwargs))
             try:
                 step(*other_args, **other_kwargs)
             except Exception:  # the rows have an order, as sequences sorted by length
                 step(*args, **kwargs)
-            changed = [n for n, x in _plain_attributes(step).items() if attributes.get(n, x) != x]
+            after = plain_attributes(step.model, step.loss_fn)
+            changed = [name for name, x in after.items() if attributes.get(name, x) != x]
             held.put_back()
             with torch.no_grad():
                 for name, buffer in buffers.items():
@@ -215,19 +217,6 @@ def _buffers_of(step: Step) -> dict[str, Tensor]:
     if isinstance(step.loss_fn, nn.Module):
         buffers |= {loss_fn_name(name): x for name, x in step.loss_fn.named_buffers()}
     return buffers
-
-
-def _plain_attributes(step: Step) -> dict[str, int | float]:
-    """The numbers that modules keep as attributes, by name."""
-    owners = ((step.model, str), (step.loss_fn, loss_fn_name))
-    return {
-        name_of(f"{prefix}.{name}".lstrip(".")): value
-        for owner, name_of in owners
-        if isinstance(owner, nn.Module)
-        for prefix, module in owner.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float)
-    }
 
 
 def _drop_gradient(parameter: Tensor) -> None:

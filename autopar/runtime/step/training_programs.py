@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError, InputError
 from autopar.frontend.capture import Captured, capture
+from autopar.frontend.checking.attributes import attributes_after
 from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
 from autopar.runtime.step.program_cache import ProgramCache
@@ -106,6 +107,7 @@ class TrainingPrograms:
         self._warn_once()
         started_s = time.perf_counter()
         try:
+            self._refuse_changes(signature)
             captured = capture(
                 self._model, signature.example(), loss_fn=self._loss_fn, precision=self._precision
             )
@@ -123,6 +125,24 @@ class TrainingPrograms:
             time.perf_counter() - started_s, signature.describe(),
         )  # fmt: skip
         return slot
+
+    def _refuse_changes(self, signature: Signature) -> None:
+        """Raise InputError for a call that leaves other numbers in attributes than the example's.
+
+        Later calls of the model itself would read them.
+        """
+        own, other = (
+            attributes_after(self._model, each.example(), self._loss_fn)
+            for each in (self._signature, signature)
+        )
+        for name, value in other.items():
+            if own.get(name, value) != value:
+                raise InputError(
+                    f"a batch of these shapes makes attribute {name!r} of the model {value!r}, the "
+                    f"example's batch {own[name]!r}: later results may depend on it, and a "
+                    "compiled model keeps such attributes as they were. Make it a buffer, or an "
+                    "input of the model"
+                )
 
     def _warn_once(self) -> None:
         if self._cache.is_full and not self._has_warned:
