@@ -262,7 +262,7 @@ class Microbatches:
                     f"on {assignment.mesh}; use fewer micro-batches or a larger batch"
                 )
         stored = {
-            i: (R, *p) if graph.values[i].kind is ValueKind.PARAMETER else self._behind(i, p)
+            i: (R, *p) if self.states[i] == V else self._behind(i, p)  # whole for each of them
             for i, p in assignment.stored.items()
         }
         relays = {

@@ -213,6 +213,42 @@ def test_a_total_that_is_not_known_before_the_rest_is_named(by_parameter):
         prepare(captured).cut(2)
 
 
+class Weighted(nn.Module):
+    """Inputs without a batch: a matrix and a factor, which every micro-batch reads whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        return (self.layer(x) @ weight * factor).square().mean()
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_inputs_without_a_batch_are_read_whole_by_every_micro_batch(mesh: str) -> None:
+    model, generator = Weighted().double(), torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"x": (8, 16), "weight": (4, 3), "factor": ()}
+    batches = [
+        {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+        for _ in range(2)
+    ]
+    expected = reference_steps(model, batches)
+    captured, analysis, microbatches = prepare(capture(model, batches[0])).cut(2)
+    tried = 0
+    for seed in range(12):
+        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
+        try:
+            program = lower_training(strategy, microbatches.num)
+        except PlanError as error:
+            if "micro-batches leaves" not in str(error):
+                raise
+            continue
+        got = train_program(program, captured, state_of(model), batches)
+        assert_same(got, expected, tolerance=1e-9)
+        tried += 1
+    assert tried >= 4
+
+
 def test_an_op_that_needs_the_whole_batch_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     captured = capture(model, torch.randn(8, 4), loss_fn=lambda out: out.pow(2).mean())
