@@ -17,11 +17,12 @@ then, a few of the options with the least memory are still tried. The report lis
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
 from autopar.base.units import format_bytes, format_seconds
@@ -36,7 +37,7 @@ from autopar.memory.program import ProgramMemory, fullest, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import may_choose_early, updated_as
 from autopar.planning.movement import Moved, moved_to_fit
-from autopar.planning.option import Option, with_form
+from autopar.planning.option import Fitted, Option, with_form
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.releases import (
@@ -55,24 +56,15 @@ from autopar.pricing.problem import NodeKind
 from autopar.pricing.step_time import time_parts
 
 LOWER_LIMIT_S = 40.0
+MAX_NEARLY, NEARLY = 3, 1.25
+"""So many options that are faster than the first one that fits are counted too, if they were
+estimated to take up to so many times the memory."""
 MAX_LATE = 3
 """How many options are lowered after the time limit if none has fit."""
 POINT_TRIALS, OPEN_TRIALS = 6, 3
 """How often an option is searched again within a smaller budget."""
 CAUTION = 0.98
 """Safety factor on the corrected budget, since the ratio of count to estimate varies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """A lowered option whose counted memory fits."""
-
-    option: Option
-    program: RankProgram
-    memory: ProgramMemory
-    baselines: Baselines
-    update: UpdatePlan
-    movement: Moved | None = None
 
 
 class Fit:
@@ -112,20 +104,45 @@ class Fit:
                     )
                     continue
                 option = self._most_frugal(option)
-            known = self.ratios.get(_key(option))
+            known = self.ratios.get(option.estimate_key)
             is_worth_lowering = option.is_settled or option.recomputes or self._fits(option)
             if known is not None and not is_worth_lowering and option.trial < self.max_trials:
                 fitted = self._corrected(option, CAUTION * self.setting.budget_bytes / known)
             else:
                 fitted = self._lowered(option)
             if fitted is not None:
-                return fitted
+                return self._or_nearly_too_large(fitted)
         if not self.is_open and self.smallest is not None:
             raise self.setting.limit.too_small(self.smallest, self.least_moved_bytes)
         raise ConstraintError(
             "no combination of stages, micro-batches and schedule was found: "
             + "; ".join(f"{name}: {why}" for name, why in self.search.reasons.items())
         )
+
+    def _or_nearly_too_large(self, fitted: Fitted) -> Fitted:
+        """A faster pipeline whose memory was estimated to be a little too large and is not."""
+        faster = sorted(
+            (
+                option
+                for *_, option in self.heap
+                if option.choice is not None and option.trial == 0 and not option.recomputes
+                if option.time_s < fitted.option.time_s
+                if option.needed_bytes <= NEARLY * self.setting.budget_bytes
+            ),
+            key=lambda option: option.time_s,
+        )
+        for option in faster[:MAX_NEARLY] if self.is_open else ():
+            if time.process_time() > self.deadline_s:
+                break
+            with contextlib.suppress(AutoparError):  # it cannot be lowered
+                program, memories, update = self._lower(option)
+                memory = fullest(memories)
+                if self.setting.limit.fits(memory):
+                    return replace(
+                        fitted, option=option, program=program, memory=memory, update=update,
+                        baselines=self._baselines(option), movement=None,
+                    )  # fmt: skip
+        return fitted
 
     def _most_frugal(self, option: Option) -> Option:
         """The remaining option with the least estimated memory, tried after the time limit."""
@@ -138,7 +155,7 @@ class Fit:
         return option
 
     def _fits(self, option: Option) -> bool:
-        return self.search.fits(option, self.ratios.get(_key(option), 1.0))
+        return self.search.fits(option, self.ratios.get(option.estimate_key, 1.0))
 
     def _push(self, option: Option) -> None:
         order = ranked(option.time_s, option.best.mesh)
@@ -191,7 +208,7 @@ class Fit:
             )  # fmt: skip
             return fitted if option.trial == 0 else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
-        self.ratios[_key(option)] = self.setting.budget_bytes / within
+        self.ratios[option.estimate_key] = self.setting.budget_bytes / within
         self._refuse(
             option,
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "
@@ -464,16 +481,6 @@ class Fit:
         if self.is_open and option.choice is None:
             for other in self.search.with_more_microbatches(option):
                 self._push(other)
-
-
-def _key(option: Option) -> tuple[str, bool, bool, bool]:
-    """Key of options whose memory estimate is assumed to be off by the same ratio."""
-    return (
-        option.generator,
-        option.recomputes,
-        bool(option.best.released),
-        bool(option.best.scattered),
-    )
 
 
 def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:

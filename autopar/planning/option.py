@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from autopar.lowering.types import RankProgram
+from autopar.memory.program import ProgramMemory
+from autopar.planning.baselines import Baselines
 from autopar.planning.combinations import Combination
 from autopar.planning.movement import Moved
 from autopar.planning.space import PipelineChoice
 from autopar.planning.staging import Staged, residence_of
+from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, Residence
 
@@ -50,6 +54,12 @@ class Option:
         return "" if self.choice is None else self.choice.schedule.name.split(",")[0]
 
     @property
+    def estimate_key(self) -> tuple[str, bool, bool, bool]:
+        """Key of options whose memory estimate is assumed to be off by the same ratio."""
+        best = self.best
+        return self.generator, self.recomputes, bool(best.released), bool(best.scattered)
+
+    @property
     def is_settled(self) -> bool:
         """Whether its memory is not to be estimated: it has been lowered to make it fit."""
         return self.is_decided or self.movement is not None
@@ -83,6 +93,18 @@ class Option:
             f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
             f"{shape.num_microbatches} micro-batches{recomputed}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A lowered option whose counted memory fits."""
+
+    option: Option
+    program: RankProgram
+    memory: ProgramMemory
+    baselines: Baselines
+    update: UpdatePlan
+    movement: Moved | None = None
 
 
 def with_form(

@@ -24,7 +24,8 @@ from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.constraints import Constraint
-from autopar.planning.fit import Fit, Fitted
+from autopar.planning.fit import Fit
+from autopar.planning.option import Fitted
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
 from autopar.planning.setting import Progress, Setting, listed
