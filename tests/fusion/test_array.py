@@ -285,7 +285,7 @@ def test_what_cannot_be_an_array_is_refused(groups: Groups) -> None:
         ({"seed": "a"}, "seed is 'a'; it must be an int"),
         ({"seed": [1.5, 2]}, "seed is 1.5; it must be an int"),
         ({"lr_scheduler": ["x", None]}, "lr_scheduler is 'x', .*pass a callable"),
-        ({"optimizer": [OPTIMIZERS[0], "x"]}, "optimizer is the text 'x'"),
+        ({"optimizer": [OPTIMIZERS[0], "x"]}, "optimizer is 'x'; it must be a callable"),
         ({"optimizer": [OPTIMIZERS[0], lambda _: None]}, "returned a NoneType; pass a callable"),
     ],
 )

@@ -46,6 +46,14 @@ def test_an_optimizer_by_name_is_refused_with_that_optimizer(given: str, name: s
         compiled_net(optimizer=given)
 
 
+def test_an_optimizer_or_anything_else_in_its_place_is_refused() -> None:
+    made = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(autopar.OptimizerError, match=r"a SGD over the model's own .*optim\.SGD,"):
+        compiled_net(optimizer=made)
+    with pytest.raises(autopar.OptimizerError, match=r"optimizer is 3; .*optim\.AdamW,"):
+        compiled_net(optimizer=3)
+
+
 def test_a_missing_optimizer_is_told_before_anything_is_compiled() -> None:
     def refuses(*_: Any) -> None:
         raise AssertionError("the loss was computed")

@@ -53,19 +53,20 @@ PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon, torch.op
 
 def check_makes_optimizer(make: object) -> None:
     """Raise OptimizerError for anything that makes no optimizer, such as an optimizer itself."""
-    if isinstance(make, str):
-        known = [name for name, each in vars(torch.optim).items() if isinstance(each, type)]
-        name = closest(make, known) or "AdamW"
-        raise OptimizerError(
-            f"optimizer is the text {make!r}; it is a callable that makes an optimizer from a list "
-            f"of parameters: optimizer=functools.partial(torch.optim.{name}, lr=3e-4)"
-        )
-    if make is not None and not callable(make):
+    if make is None or callable(make):
+        return
+    if isinstance(make, torch.optim.Optimizer):
         name = type(make).__name__
         raise OptimizerError(
             f"optimizer is a {name} over the model's own parameters; pass a callable that makes "
             f"one from a list of shards: functools.partial(torch.optim.{name}, lr=...)"
         )
+    known = [name for name, each in vars(torch.optim).items() if isinstance(each, type)]
+    near = closest(make, known) if isinstance(make, str) else None
+    raise OptimizerError(
+        f"optimizer is {make!r}; it must be a callable that makes an optimizer from a list of "
+        f"parameters: optimizer=functools.partial(torch.optim.{near or 'AdamW'}, lr=3e-4)"
+    )
 
 
 def check_optimizer(
