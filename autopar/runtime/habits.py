@@ -109,7 +109,8 @@ class ClosedRunner:
 class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.view_as(output)
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
@@ -129,6 +130,13 @@ def refusing_backward(outputs: Any) -> Any:
     anchor = torch.zeros((), requires_grad=True)
 
     def marked(output: Tensor) -> Tensor:
-        return _NoBackward.apply(output, anchor) if output.is_floating_point() else output
+        if not output.is_floating_point():
+            return output
+        # The same memory, but no view, which could not be changed in place.
+        alias = torch.empty(0, dtype=output.dtype, device=output.device)
+        alias.set_(
+            output.untyped_storage(), output.storage_offset(), output.size(), output.stride()
+        )
+        return _NoBackward.apply(alias, anchor)
 
     return pytree.tree_map_only(Tensor, marked, outputs)

@@ -161,6 +161,12 @@ def test_backward_on_an_output_names_train_step(compiled: Any) -> None:
     loss = compiled(BATCH)
     with pytest.raises(autopar.InputError, match=r"backward\(\) was called .*train_step"):
         loss.backward()
+    changed = compiled(BATCH)
+    changed /= 2
+    changed[()] = 1.0
+    assert changed.item() == 1
+    with pytest.raises(autopar.InputError, match="train_step"):
+        (2 * changed.log()).backward()
     with torch.no_grad():
         assert not compiled(BATCH).requires_grad
     compiled.eval()
