@@ -35,6 +35,7 @@ class Force:
 
     def __post_init__(self) -> None:
         _check_parallelism(self.parallelism)
+        _check_axis(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Forbid:
 
     def __post_init__(self) -> None:
         _check_parallelism(self.parallelism, FORBIDDABLE)
+        _check_axis(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,14 @@ def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Paralleli
         raise ConstraintError(
             f"unknown strategy {name!r}; known are: {', '.join(known)}"
             + did_you_mean(str(name), known)
+        )
+
+
+def _check_axis(constraint: Force | Forbid) -> None:
+    if not isinstance(constraint.axis, str | None):
+        raise ConstraintError(
+            f"{constraint}: axis is {constraint.axis!r}; it is the name of one mesh axis, such as "
+            "axis='dp', or None for all"
         )
 
 
@@ -252,11 +262,12 @@ def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:
     wants_op, axes = pin.choice is not None, priced.pricing.mesh.num_axes
     names, others = (ops, stored) if wants_op else (stored, ops)
     if fnmatch.filter(others, pin.pattern):
-        kind, what = ("parameter or input", "stored=") if wants_op else ("op or module", "choice=")
+        kind, what = ("a parameter or input", "stored=")
+        if not wants_op:
+            kind, what = "an op or module", "choice="
         words = " ".join(("S0" if wants_op else "m0", *("R" if wants_op else "-",) * (axes - 1)))
         return ConstraintError(
-            f"{pin} matches a {kind}, which takes {what}: write Pin({pin.pattern!r}, "
-            f"{what}{words!r})"
+            f"{pin} matches {kind}, which takes {what}: write Pin({pin.pattern!r}, {what}{words!r})"
         )
     what = "op" if wants_op else "parameter or input"
     where = (

@@ -35,6 +35,10 @@ _OPTIMIZER = (
 )
 _KERNELS = "autopar.compile(..., kernels='compiled') has Inductor compile its blocks"
 _HOOKS = "hooks would not see its shards. Register them before autopar.compile sees the model"
+_BACKWARD_HOOKS = (
+    "gradients are those of shards, on their devices. compiled.gradients() has the whole ones of "
+    "the last step"
+)
 _INSTEAD = {
     **dict.fromkeys(
         (
@@ -51,11 +55,11 @@ _INSTEAD = {
     **dict.fromkeys(("forward", "backward", "step", "zero_grad", "no_sync"), _STEP),
     **dict.fromkeys(("optimizer", "param_groups", "lr_scheduler"), _OPTIMIZER),
     **dict.fromkeys(
-        (
-            "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-            "register_full_backward_pre_hook",
-        ),
+        ("register_forward_hook", "register_forward_pre_hook"),
         _HOOKS,
+    ),
+    **dict.fromkeys(
+        ("register_full_backward_hook", "register_full_backward_pre_hook"), _BACKWARD_HOOKS
     ),
     "compile": _KERNELS,
 }  # fmt: skip

@@ -94,8 +94,9 @@ CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
         ({"constraints": autopar.Pin("layers.0.weight", choice="m0")},
          r"matches a parameter or input, which takes stored=: .*'layers\.0\.weight', stored='S0'"),
         ({"constraints": autopar.Pin("layers.0", stored="S0")},
-         r"matches a op or module, which takes choice=: write Pin\('layers\.0', choice='m0'"),
+         r"matches an op or module, which takes choice=: write Pin\('layers\.0', choice='m0'"),
         ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"recompute": "FULL"}, "did you mean 'full'"),
         ({"recompute": "ful"}, "did you mean 'full'"),
         ({"batch_norm": "globl"}, "did you mean 'global'"),
         ({"update": "earlier"}, "did you mean 'early'"),
@@ -106,6 +107,13 @@ CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
 def test_what_is_misspelt_or_misplaced_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((autopar.InputError, autopar.ConstraintError), match=message):
         autopar.plan(Net(), CLUSTER, BATCH, **options)
+
+
+@pytest.mark.parametrize("axis", [0, ["dp"], True])
+@pytest.mark.parametrize("kind", [autopar.Force, autopar.Forbid])
+def test_an_axis_that_is_no_name_is_refused(kind: Any, axis: Any) -> None:
+    with pytest.raises(autopar.ConstraintError, match=r"axis is .*; it is the name of one mesh"):
+        kind("zero3", axis=axis)
 
 
 def test_suggestions_can_be_pasted() -> None:

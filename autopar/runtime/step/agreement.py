@@ -43,7 +43,7 @@ def check_nonfinite(value: Any) -> NonFinite:
         raise InputError(
             f"nonfinite is {value!r}; it must be 'raise', 'skip' or 'ignore': what to do with a "
             "training step whose loss or gradients are not finite"
-            + did_you_mean(str(value), list(NonFinite))
+            + (did_you_mean(value, list(NonFinite)) if isinstance(value, str) else "")
         ) from error
 
 
