@@ -90,7 +90,12 @@ def frontier(values: Sequence[Value], max_points: int = 24) -> tuple[Kept, ...]:
         limit = min(size - 1, math.floor(size * (1 - 2 * _TOLERANCE)), math.floor(size - step))
         found = cheapest(values, max(limit, last.size_bytes))
         points.append(last if found is None or found.size_bytes >= size else found)
-    return tuple(points)
+    # The solver may stop at a choice with more bytes where several take the same time.
+    return tuple(
+        point
+        for number, point in enumerate(points)
+        if all(point.time_s < other.time_s for other in points[number + 1 :])
+    )
 
 
 def _solved(values: Sequence[Value], limit_bytes: float, *, by_size: bool) -> Kept | None:
