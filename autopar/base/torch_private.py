@@ -381,8 +381,8 @@ def without_vmap_loops() -> Iterator[None]:
 def runs_uncompiled(function: F) -> F:
     """A method that ``torch.compile`` around its caller leaves as it is, with all that it calls.
 
-    ``torch.compiler.disable`` does that, and imports Dynamo, without which nothing is compiled:
-    so only once that is imported. ``_torchdynamo_disable`` is what it sets (2.11 to 2.13).
+    ``torch.compiler.disable`` does that, but imports Dynamo, so it is asked only once Dynamo is
+    imported: nothing compiles before. It sets ``_torchdynamo_disable`` (2.11 to 2.13).
     """
     disabled: list[Any] = []
 

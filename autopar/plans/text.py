@@ -102,7 +102,7 @@ def _update(plan: PlanFields) -> Rows:
 
 
 def early_text(update: UpdatePlan) -> str:
-    """What an early update saves."""
+    """The gradient memory of an early update, as text."""
     if update.keep_gradients:
         return "early, gradients kept: saves no memory"
     now, before = update.gradient_bytes, update.gradient_bytes_at_end

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from autopar.frontend.copies import without_data
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
-from autopar.runtime.habits import ClosedRunner, ModuleHabits, refusing_backward
+from autopar.runtime.habits import ModuleHabits, refusing_backward
 from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
 from autopar.runtime.runners.local import LocalRunner
@@ -431,8 +431,7 @@ class Compiled(ModuleHabits, Closing):
 
     def close(self) -> None:
         """End the workers, or leave the process group if it was joined here."""
-        runner, self._runner = self._runner, cast(Runner, ClosedRunner(self._runner))
-        runner.close()
+        self._runner.close()
 
     def __repr__(self) -> str:
         return f"<Compiled {self._name}: {self.plan!r}>"

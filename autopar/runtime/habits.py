@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from autopar.base.errors import InputError, MissingError, WorkerError
+from autopar.base.errors import InputError, MissingError
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import pytree
 
@@ -88,26 +88,6 @@ class ModuleHabits:
             "torch.save(compiled.full_state_dict(), path) under the plain model's names; "
             "for a copy, compile again and load the folder"
         )
-
-
-class ClosedRunner:
-    """Stands in for the runner of a compiled model that was closed."""
-
-    def __init__(self, runner: Any) -> None:
-        self.grad_norm = runner.grad_norm
-        self.num_skipped_steps = runner.num_skipped_steps
-        self.loss_scale = runner.loss_scale
-        self.not_compiled = runner.not_compiled
-
-    def __getattr__(self, name: str) -> Any:
-        raise WorkerError(
-            "the compiled model is closed because close() was called, by hand or at the end of a "
-            "with block. It is not opened again: call autopar.compile(...), and "
-            "compiled.load(folder) what compiled.save(folder) wrote before close()"
-        )
-
-    def close(self) -> None:
-        """Nothing is left to end."""
 
 
 class _NoBackward(torch.autograd.Function):

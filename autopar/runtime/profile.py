@@ -147,15 +147,15 @@ class Profile:
         shown = sorted(slowest, key=lambda each: each.rank)
         exposed_s = p.communication_s
         rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.update_s
+        messages = "messages between stages", None, [r.messages_s for r in shown]
         rows: tuple[tuple[str, float | None, list[float]], ...] = (
             ("forward", p.forward_s, [r.forward_s for r in shown]),
             ("backward", p.backward_s, [r.backward_s for r in shown]),
             ("exposed communication", exposed_s, []),
-            ("messages between stages", None, [r.messages_s for r in shown]),
+            *([messages] if self.plan.is_pipeline else []),
             ("waiting", max(rest_s, 0.0), [r.waiting_s for r in shown]),
             ("updates and the rest", p.update_s, [r.rest_s for r in shown]),
         )
-        is_piped = self.plan.is_pipeline
         return Section(
             title="a step by phase",
             columns=("phase", "predicted", *(f"rank {r.rank}" for r in shown)),
@@ -166,7 +166,6 @@ class Profile:
                     *(map(format_seconds, times) if times else [""] * len(shown)),
                 )
                 for name, predicted, times in rows
-                if is_piped or name != "messages between stages"
             ),
             notes=(NOTE,),
         ).used_columns()

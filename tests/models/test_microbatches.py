@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +19,13 @@ from autopar.ir.blocks import TOTALS
 from autopar.ir.graph import verify
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
+from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import prepare
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, strategy_of
-from autopar.sharding.strategy import Strategy
+from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun
 from tests.models.zoo import build
 from tests.oracles import (
@@ -59,27 +62,30 @@ def prepared(name: str) -> Any:
     return model, captured, batches, reference_steps(model, batches)
 
 
+def drawn_programs(
+    analysis: Analysis, mesh: str, num_seeds: int, num_microbatches: int
+) -> Iterator[RankProgram]:
+    """Programs of random assignments, without those that leave micro-batches too small to split."""
+    for seed in range(num_seeds):
+        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
+        try:
+            yield lower_training(strategy, num_microbatches)
+        except PlanError as error:
+            if "micro-batches leaves" not in str(error):
+                raise
+
+
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("name", NAMES)
 def test_random_assignments_in_micro_batches_equal_the_whole_batch(name, mesh):
     model, captured, batches, expected = prepared(name)
     captured, analysis, microbatches = prepare(captured).cut(2)
     verify(captured.graph)
-    tried = 0
-    for seed in range(8):
-        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
-        try:
-            program = lower_training(strategy, microbatches.num)
-        except PlanError as error:
-            if "micro-batches leaves" not in str(error):
-                raise
-            continue
+    programs = [*itertools.islice(drawn_programs(analysis, mesh, 8, microbatches.num), 2)]
+    for program in programs:
         got = train_program(program, captured, state_of(model), batches)
         assert_same(got, expected, tolerance=TOLERANCE.get(name, 1e-9))
-        tried += 1
-        if tried == 2:
-            return
-    assert tried or mesh == "2x2"
+    assert programs or mesh == "2x2"
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -234,19 +240,11 @@ def test_inputs_without_a_batch_are_read_whole_by_every_micro_batch(mesh: str) -
     ]
     expected = reference_steps(model, batches)
     captured, analysis, microbatches = prepare(capture(model, batches[0])).cut(2)
-    tried = 0
-    for seed in range(12):
-        strategy = Strategy(analysis, random_assignment(analysis, MESHES[mesh], seed))
-        try:
-            program = lower_training(strategy, microbatches.num)
-        except PlanError as error:
-            if "micro-batches leaves" not in str(error):
-                raise
-            continue
+    programs = [*drawn_programs(analysis, mesh, 12, microbatches.num)]
+    for program in programs:
         got = train_program(program, captured, state_of(model), batches)
         assert_same(got, expected, tolerance=1e-9)
-        tried += 1
-    assert tried >= 4
+    assert len(programs) >= 4
 
 
 def test_an_op_that_needs_the_whole_batch_is_named():

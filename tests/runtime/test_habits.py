@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,11 +202,13 @@ def test_torch_compile_around_it_changes_nothing(compiled: Any) -> None:
 def test_after_close_every_call_says_so(tmp_path: Path) -> None:
     with compiled_net(optimizer=ADAM, max_grad_norm=1.0) as made:
         made.train_step(BATCH)
+        made.save(tmp_path / "saved")
         norm = made.grad_norm
     calls: list[Callable[[], Any]] = [
         lambda: made.train_step(BATCH), lambda: made(BATCH), made.state_dict, made.gradients,
-        lambda: made.save(tmp_path / "new"), lambda: made.load(tmp_path), made.action_times,
-        made.optimizer_state_dict, lambda: made.copy_to(Net()), made.memory_growth_bytes,
+        lambda: made.save(tmp_path / "new"), lambda: made.load(tmp_path / "saved"),
+        made.action_times, made.optimizer_state_dict, lambda: made.copy_to(Net()),
+        made.memory_growth_bytes,
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(autopar.WorkerError, match=r"closed because close\(\) was called"):
@@ -211,3 +216,27 @@ def test_after_close_every_call_says_so(tmp_path: Path) -> None:
     assert made.grad_norm is norm
     assert "a step (median of the last steps), " in made.report()
     made.close()
+
+
+def test_closing_after_a_worker_died_keeps_the_error_of_the_step() -> None:
+    """Closing asks the workers nothing; later calls are told what ended them."""
+
+    def lose_a_worker(made: Any) -> None:
+        with made:
+            made.train_step(BATCH)
+            os.kill(made._runner.group.pids[0], signal.SIGKILL)
+            made.train_step(BATCH)
+
+    made = compiled_net(optimizer=ADAM)
+    for use in (lose_a_worker, lambda made: made.train_step(BATCH)):
+        with pytest.raises(autopar.WorkerError, match=r"worker 0 .* SIGKILL"):
+            use(made)
+
+
+def test_closing_does_not_wait_for_a_stopped_worker() -> None:
+    made = compiled_net(optimizer=ADAM)
+    made.train_step(BATCH)
+    os.kill(made._runner.group.pids[0], signal.SIGSTOP)
+    started_s = time.monotonic()
+    made.close()
+    assert time.monotonic() - started_s < 60

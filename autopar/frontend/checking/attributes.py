@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.torch_private import FakeTensorMode, pytree
+from autopar.frontend.capture import Step
 from autopar.frontend.copies import copy_with
 from autopar.frontend.reader import loss_fn_name
 from autopar.frontend.signature import Arguments
@@ -43,15 +44,12 @@ def attributes_after(
 
     model, loss_fn = copy_with(fake, model, memo), copy_with(fake, loss_fn, memo)
     args, kwargs = pytree.tree_map_only(Tensor, fake, (tuple(call.args), dict(call.kwargs)))
+    targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
+    step = Step(model, loss_fn, targets, with_loss=loss_fn is not None)
     with warnings.catch_warnings(), mode:
         warnings.simplefilter("ignore")
         try:
-            if loss_fn is None:
-                model(*args, **kwargs)
-            else:
-                targets = find_targets(loss_fn, model, args, kwargs)
-                args, kwargs, (positional, named) = targets.take(args, kwargs)
-                loss_fn(model(*args, **kwargs), *positional, **named)
+            step(*args, **kwargs)
         except Exception:  # capture, which comes next, says what it makes of this call
             return {}
     return plain_attributes(model, loss_fn)

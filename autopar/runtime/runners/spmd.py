@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.accelerators import is_accelerator, module_of, selected
+from autopar.base.closing import closed_error
 from autopar.base.errors import DeviceError, InputError
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
@@ -161,6 +162,8 @@ class SpmdRunner:
         The rank's device is the current one meanwhile, in whatever thread: torch sends objects from
         the current device where a process group is of GPUs alone.
         """
+        if self._closed:
+            raise closed_error("close() was called")
         with selected(self.device), self.watch.call(name, limit):
             yield
 

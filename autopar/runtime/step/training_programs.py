@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -126,16 +127,20 @@ class TrainingPrograms:
         )  # fmt: skip
         return slot
 
+    @cached_property
+    def _own_attributes(self) -> dict[str, int | float]:
+        return self._attributes(self._signature)
+
+    def _attributes(self, signature: Signature) -> dict[str, int | float]:
+        return attributes_after(self._model, signature.example(), self._loss_fn)
+
     def _refuse_changes(self, signature: Signature) -> None:
         """Raise InputError for a call that leaves other numbers in attributes than the example's.
 
         Later calls of the model itself would read them.
         """
-        own, other = (
-            attributes_after(self._model, each.example(), self._loss_fn)
-            for each in (self._signature, signature)
-        )
-        for name, value in other.items():
+        own = self._own_attributes
+        for name, value in self._attributes(signature).items():
             if own.get(name, value) != value:
                 raise InputError(
                     f"a batch of these shapes makes attribute {name!r} of the model {value!r}, the "

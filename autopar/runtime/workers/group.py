@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from autopar.base.closing import Closing
+from autopar.base.closing import Closing, closed_error
 from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
 from autopar.runtime.host.heap import with_heap_settings
@@ -246,12 +246,8 @@ class WorkerGroup(Closing):
             self._lock.release()
 
     def _require_open(self, what: str) -> None:
-        if self.closed:
-            raise WorkerError(
-                f"cannot call {what}: the worker group is closed because {self._why_closed}. "
-                "A group is not reopened: compile again with autopar.compile(...), and "
-                "compiled.load(path) the last checkpoint"
-            )
+        if self._why_closed is not None:
+            raise closed_error(self._why_closed)
         if os.getpid() != self._owner_pid:
             raise WorkerError(
                 f"cannot call {what} in process {os.getpid()}: the workers belong to process "
