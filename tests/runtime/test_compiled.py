@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError, OptimizerError, WorkerError
+from autopar.base.units import format_seconds
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
@@ -129,7 +130,10 @@ def test_what_it_tells(gpt2: tuple[nn.Module, Compiled], batch: dict[str, Tensor
     assert compiled.step_time_s is not None
     for detail in ("screen", "full"):
         assert compiled.report(detail).startswith(compiled.plan.report(detail))
-    assert f"{compiled.step_time_s:.4g} s" in compiled.report()
+    ratio = compiled.step_time_s / compiled.plan.prediction.step_time_s
+    said = f"measured: {format_seconds(compiled.step_time_s)} a step"
+    assert compiled.report().splitlines()[-1].startswith(said)
+    assert compiled.report().endswith(f"{ratio:.2f} of the predicted")
     assert "transformer" in str(compiled.program)
 
 
