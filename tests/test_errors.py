@@ -63,7 +63,7 @@ def test_capture_error_for_item_names_the_line():
 def test_model_that_fails_on_its_inputs_is_not_called_uncapturable():
     with pytest.raises(
         autopar.InputError,
-        match=r"fails in eager mode.*example inputs.*(reduction dim|mat1)",
+        match=r"fails in eager mode.*on these inputs.*(reduction dim|mat1)",
     ):
         autopar.capture(nn.Linear(4, 4), (torch.randn(2, 5),))
 

@@ -18,10 +18,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar, compared as by `did_you_mean`; None if none is."""
-    if len(name) > MAX_LENGTH:
+    """The known name that is most similar, compared as by `did_you_mean`; None if none is.
+
+    A name that the given one begins is the most similar: ``h100-sxm`` for ``h100``.
+    """
+    if not 0 < len(name) <= MAX_LENGTH:
         return None
     plain = {_plain(each): each for each in known}
+    longer = [each for each in plain if len(name) > 1 and each.startswith(_plain(name))]
+    if longer:
+        return plain[min(longer, key=len)]
     found = difflib.get_close_matches(_plain(name), plain, n=1)
     return plain[found[0]] if found else None
 

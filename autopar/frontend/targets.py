@@ -117,9 +117,18 @@ def find_targets(
 def check_takes(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Targets | None
 ) -> None:
-    """Raise InputError if the call has more arguments than the model takes, such as targets."""
+    """Raise InputError if the call has more arguments than the model takes, such as targets, or if
+    ``loss_fn`` takes one that the model lacks."""
+    num_given = len(args)
     if targets is not None:
         args, kwargs, _ = targets.take(args, dict(kwargs))
+        if lacking := _lacking(model, args, kwargs):
+            raise InputError(
+                f"{type(model).__name__}.forward lacks {', '.join(map(repr, lacking))}: loss_fn "
+                f"takes the last {len(targets.filled)} of the {num_given} positional values as "
+                f"{', '.join(map(repr, targets.filled))}; pass "
+                "example_inputs=(*model_inputs, *targets)"
+            )
     names, room = _room(model)
     spare = [] if room is None else [f"positional value {i + 1}" for i in range(room, len(args))]
     unknown = [] if names is None else [name for name in kwargs if name not in names]
@@ -162,6 +171,18 @@ def _parameters(
     positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
     named = [p for p in found if p.kind is p.KEYWORD_ONLY]
     return positional, named, any(p.kind is p.VAR_POSITIONAL for p in found)
+
+
+def _lacking(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The required parameters of the model's forward that a call does not give."""
+    try:
+        given = inspect.signature(model.forward).parameters.values()
+    except ValueError:
+        return []
+    positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in given if p.kind is p.KEYWORD_ONLY]
+    open_ones = [*positional[len(args) :], *named]
+    return [p.name for p in open_ones if p.default is p.empty and p.name not in kwargs]
 
 
 def _room(model: nn.Module) -> tuple[frozenset[str] | None, int | None]:

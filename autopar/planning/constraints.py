@@ -74,17 +74,17 @@ class Pin:
             )
         for given in (self.pattern, self.choice, self.stored):
             if not isinstance(given, str | None):
-                raise ConstraintError(f"{self}: {given!r} is not a string; write {self.fix}")
+                raise ConstraintError(f"{self}: {given!r} is not a string; write {self.fix()}")
         try:
             wanted = self.choice_wanted if self.stored is None else self.stored_wanted
         except PlanError as error:
-            raise ConstraintError(f"{self}: {error}; write {self.fix}") from error
+            raise ConstraintError(f"{self}: {error}; write {self.fix()}") from error
         is_whole = isinstance(wanted, Choice) or all(p == R or p.dim >= 0 for p in wanted)
         if not is_whole:
             raise ConstraintError(
                 f"{self}: parameters and inputs can only be stored replicated (R) or split (S0, "
                 "S1, ...); "
-                f"write {self.fix}"
+                f"write {self.fix()}"
             )
 
     @property
@@ -95,11 +95,12 @@ class Pin:
     def stored_wanted(self) -> Placements:
         return tuple(parse_placement(word) for word in (self.stored or "").split())
 
-    @property
-    def fix(self) -> str:
-        """An example with one entry for each of two mesh axes."""
-        given = "choice='m0 -'" if self.stored is None else "stored='S0 R'"
-        return f"Pin({self.pattern!r}, {given}) for a mesh of two axes"
+    def fix(self, num_axes: int = 2) -> str:
+        """An example with one entry for each of so many mesh axes."""
+        what, split, rest = ("choice", "m0", "-") if self.stored is None else ("stored", "S0", "R")
+        words = " ".join((split, *(rest,) * (num_axes - 1)))
+        axes = {1: "one axis", 2: "two axes"}.get(num_axes, f"{num_axes} axes")
+        return f"Pin({self.pattern!r}, {what}={words!r}) for a mesh of {axes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +285,8 @@ def _check_axes(pin: Pin, num: int, mesh: Mesh) -> None:
     if num != mesh.num_axes:
         raise ConstraintError(
             f"{pin} has {num} entries, but the mesh has {mesh.num_axes} axes ({mesh}), and each "
-            "needs one: '-' or R where it splits nothing; name the axes with "
-            f"mesh={{'dp': 2, 'tp': 2}} and write {pin.fix}"
+            f"needs one: '-' or R where it splits nothing; write {pin.fix(mesh.num_axes)}, or "
+            "name as many axes as there are entries, as in mesh={'dp': 2, 'tp': 2}"
         )
 
 

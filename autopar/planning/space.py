@@ -216,7 +216,7 @@ def _checked(schedule: Schedule, num_devices: int) -> Schedule:
 
 def _check_name(name: object) -> None:
     try:
-        generator_of(name)
+        generator_of(name, beside=(AUTO,))
     except AutoparError as error:
         raise InputError(f"schedule={name!r}: {error}") from error
 

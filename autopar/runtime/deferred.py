@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.base.closing import closed_error
 from autopar.base.errors import InputError, MissingError
 from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import runs_uncompiled
@@ -26,6 +27,7 @@ class Deferred(Compiled):
     ) -> None:
         self._make = make
         self._has_optimizer = has_optimizer
+        self._was_closed = False
         self.training = training
 
     @property
@@ -41,6 +43,8 @@ class Deferred(Compiled):
     def _compile_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], local: bool) -> None:
         if self._is_made:  # by another thread, while this one waited for the lock
             return
+        if self._was_closed:
+            raise closed_error("close() was called")
         if local:
             raise InputError(
                 "the first call compiles, for which it needs the whole batch, not one rank's part "
@@ -72,5 +76,6 @@ class Deferred(Compiled):
         return super().__repr__() if self._is_made else "<Compiled, by its first call>"
 
     def close(self) -> None:
+        self._was_closed = True
         if self._is_made:
             super().close()

@@ -83,6 +83,8 @@ def test_an_argument_that_the_model_does_not_take_is_named() -> None:
             loss_fn=lambda output, target: output,
             optimizer=ADAM,
         )
+    with pytest.raises(autopar.InputError, match=r"Net\.forward lacks 'x': loss_fn takes the last"):
+        autopar.compile(Net(), 1, (BATCH,), loss_fn=nn.functional.mse_loss, optimizer=ADAM)
 
 
 CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
@@ -104,6 +106,9 @@ CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
         ({"batch_norm": "globl"}, "did you mean 'global'"),
         ({"update": "earlier"}, "did you mean 'early'"),
         ({"schedule": "1fb1"}, "did you mean '1f1b'"),
+        ({"schedule": "atuo"}, "did you mean 'auto'"),
+        ({"mesh": {"x": 4}, "constraints": autopar.Pin("layers.0", choice="m0 -")},
+         r"write Pin\('layers\.0', choice='m0'\) for a mesh of one axis"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -130,9 +135,25 @@ def test_suggestions_can_be_pasted() -> None:
     )  # fmt: skip
 
 
-def test_a_preset_in_other_spelling_is_suggested() -> None:
-    with pytest.raises(autopar.ClusterError, match="did you mean 'a100-80'"):
-        autopar.Cluster.preset("A100_80", nodes=1, devices_per_node=1)
+@pytest.mark.parametrize(
+    ("given", "preset"), [("A100_80", "a100-80"), ("h100", "h100-sxm"), ("a10080", "a100-80")]
+)
+def test_a_preset_in_other_spelling_is_suggested(given: str, preset: str) -> None:
+    with pytest.raises(autopar.ClusterError, match=f"did you mean '{preset}'"):
+        autopar.Cluster.preset(given, nodes=1, devices_per_node=1)
+
+
+def test_an_optimizer_that_cannot_be_made_is_told_in_the_log(caplog: Any) -> None:
+    autopar.plan(Net(), CLUSTER, BATCH, optimizer=lambda parameters: parameters[9])
+    assert "those of AdamW" in caplog.text
+    assert "IndexError" in caplog.text
+
+
+def test_a_model_that_is_closed_before_its_first_call_does_not_compile() -> None:
+    compiled = autopar.compile(Net(), 1, optimizer=ADAM)
+    compiled.close()
+    with pytest.raises(autopar.WorkerError, match="closed because close"):
+        compiled.train_step(BATCH)
 
 
 # --- a compiled model -----------------------------------------------------------------------

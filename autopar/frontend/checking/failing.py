@@ -51,7 +51,7 @@ def failure_of(run: Callable[[Any], object]) -> InputError | None:
             return None
         except Exception as error:
             failed = InputError(
-                f"the model itself fails in eager mode, on the example inputs"
+                f"the model itself fails in eager mode, on these inputs"
                 f"{_place(error, last, [str(w.message) for w in said])}: "
                 f"{type(error).__name__}: {first_line(error)}"
             )

@@ -14,6 +14,7 @@ from the optimizer afterwards. So a group has the same parameters under every pl
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import ParameterProgram
 from autopar.runtime.state.shards import is_split
+
+_log = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -302,7 +305,11 @@ def optimizer_spec(
         is_joint = is_clipped or not is_elementwise(optimizer)
         materialize_state(optimizer)
         state = optimizer.state.get(parameters[0], {})
-    except Exception:  # errors are reported when the real one is made
+    except Exception as error:  # it may need the model's own parameters
+        _log.warning(
+            "memory and time of the update are those of AdamW: optimizer=... makes none from three "
+            "parameters of shape %s: %s: %s", _PROBE, type(error).__name__, error,
+        )  # fmt: skip
         return replace(adamw(device), is_joint=is_clipped)
     num_states = sum(is_like_parameter(value, parameters[0]) for value in state.values())
     of_all = round(held[2] - held[1], 1)

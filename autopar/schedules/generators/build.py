@@ -106,13 +106,16 @@ def described(name: str, options: Mapping[str, Any]) -> str:
     return ", ".join([name, *filter(None, found)])
 
 
-def generator_of(name: object) -> Callable[..., Schedule]:
-    """The generator of that name; raises ScheduleError with a suggestion."""
+def generator_of(name: object, *, beside: tuple[str, ...] = ()) -> Callable[..., Schedule]:
+    """The generator of that name; raises ScheduleError with a suggestion.
+
+    ``beside``: further names that the caller takes.
+    """
     found = GENERATORS.get(name) if isinstance(name, str) else None
     if found is None:
         raise ScheduleError(
-            f"no schedule is called {name!r}; use one of {sorted(GENERATORS)}"
-            + did_you_mean(str(name), GENERATORS)
+            f"no schedule is called {name!r}; use one of {sorted((*GENERATORS, *beside))}"
+            + did_you_mean(str(name), (*GENERATORS, *beside))
         )
     return found
 
