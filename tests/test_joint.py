@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import AutoparError, ConstraintError
@@ -292,3 +293,28 @@ def test_compile_runs_what_was_searched() -> None:
         assert compiled.plan.is_pipeline
         loss = compiled.train_step(**make_batch(0))
     torch.testing.assert_close(loss, model(**make_batch(0)).loss.detach(), rtol=1e-4, atol=1e-4)
+
+
+class Encoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = functools.partial(nn.TransformerEncoderLayer, width, 8, 4 * width, dropout=0.0)
+        self.layers = nn.Sequential(*(layer(batch_first=True) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_a_searched_schedule_is_no_slower_than_none(share: float) -> None:
+    """Under slow links between two nodes, and under a budget that the fastest plan exceeds."""
+    cluster = Cluster.preset("v100-pcie", nodes=2, devices_per_node=2)
+    model, batch = Encoder(512), torch.randn(8, 64, 512)
+    free = autopar.plan(model, cluster, batch)
+    needed = sum(free.prediction.memory_bytes.values())
+    budget = autopar.MemoryBudget(int(share * needed))
+    alone = autopar.plan(model, cluster, batch, constraints=budget)
+    searched = autopar.plan(model, cluster, batch, constraints=budget, schedule="auto")
+    limit_s = alone.prediction.step_time_s * (1 + 1e-9)
+    assert searched.prediction.step_time_s <= limit_s
+    assert sum(searched.prediction.memory_bytes.values()) <= share * needed

@@ -7,8 +7,9 @@ one fits (`autopar.planning.fit`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.errors import ConstraintError, InputError, OptimizerError
 from autopar.base.gc_pause import collector_paused
@@ -140,14 +141,40 @@ def check_trainable(captured: Captured) -> None:
 
 def _fitted(search: Search) -> Fitted:
     """The fastest option that fits; where none does, tensors move to the host if they may."""
-    setting = search.setting
+    setting, found, failed = search.setting, list[Fitted](), None
     try:
-        return Fit(search, moves=bool(setting.space.offload)).best()
-    except ConstraintError:
-        if not setting.moves_at_last:
-            raise
+        found.append(Fit(search, moves=bool(setting.space.offload)).best())
+    except ConstraintError as error:
+        failed = error
+    found += _without_pipeline(search, found)
+    if found:
+        return min(found, key=lambda fitted: fitted.option.time_s)
+    if failed is not None and not setting.moves_at_last:
+        raise failed
     setting.progress("nothing fits: search what moves to the host")
     return Fit(search, moves=True).best()
+
+
+def _without_pipeline(search: Search, found: Sequence[Fitted]) -> list[Fitted]:
+    """What the search of a plan without a pipeline finds, where an open space had such options
+    that were estimated to be faster than what it ``found`` and did not fit.
+
+    An open space lowers each option a few times; the search of one point goes on within smaller
+    budgets until a sharding fits.
+    """
+    setting, space = search.setting, search.space
+    time_s = min((fitted.option.time_s for fitted in found), default=math.inf)
+    faster = [each for each in search.options if each.choice is None and each.time_s < time_s]
+    if not space.is_open or not faster:
+        return []
+    num = min(faster, key=lambda option: option.time_s).combination.num_microbatches
+    setting.progress(f"search without a pipeline, {num} micro-batches")
+    point = replace(space, is_open=False, num_microbatches=num)
+    try:
+        alone = Search(replace(setting, space=point)).run()
+        return [Fit(alone, moves=bool(space.offload)).best()]
+    except ConstraintError:
+        return []
 
 
 def _planned(search: Search, fitted: Fitted) -> Planned:

@@ -238,16 +238,20 @@ class Search:
             priced = price_graph(setting.pricing(cut, combination.mesh))
             released = self.space.reshard_after_forward is True
             scattered = self.space.reduce_every_microbatch is True
-            found = search_priced(
-                priced, setting.constraints, released=released, scattered=scattered
+            exposures = setting.exposures if combination.num_devices == 1 else [1.0]
+            found = tuple(
+                search_priced(
+                    priced, setting.constraints, exposed, released=released, scattered=scattered
+                )
+                for exposed in exposures
             )
         except AutoparError as error:
             self.reasons.setdefault(str(combination), str(error))
             return
         key = combination.num_devices, num
-        self.unrestricted.setdefault(key, []).append(found)
+        self.unrestricted.setdefault(key, []).extend(found)
         always = self.space.recompute.is_fixed
-        options = self._options(combination, (found,), recompute=always)
+        options = self._options(combination, found, recompute=always)
         leaner = [other for option in options for other in self._leaner(option)]
         if options and not any(map(self.fits, options)):
             tight = [min(options, key=lambda option: option.time_s)]

@@ -150,11 +150,11 @@ class Setting:
     def exposures(self) -> list[float]:
         """The fractions of the parameters' communication that searches take as exposed.
 
-        How much is overlapped depends on the strategy, so a space that is not open is searched
-        twice: with all of it exposed, and with only the slowdown that it causes when all is
-        overlapped. An open space, which compares many combinations, is searched once.
+        How much is overlapped depends on the strategy, so it is searched twice: with all of it
+        exposed, and with only the slowdown that it causes when all is overlapped. The pipelines of
+        an open space, which are many, are searched once, with all of it exposed.
         """
-        if self.space.is_open or self.cluster.num_devices == 1:
+        if self.cluster.num_devices == 1:
             return [1.0]
         return [1.0, max(1 - 1 / self.cluster.overlap_slowdown, MIN_EXPOSED)]
 
