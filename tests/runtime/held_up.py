@@ -5,6 +5,7 @@ In a module of its own, which local workers import with the operator.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -38,12 +39,22 @@ def space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> S
 
 
 def hold_up(how: str, time_s: float) -> None:
-    """``sleep``, or ``compute``."""
+    """``sleep``, ``compute``, or ``hold`` the interpreter's lock."""
     if how == "sleep":
         time.sleep(time_s)
     end_s, x = time.monotonic() + time_s, torch.ones(256, 256)
     while time.monotonic() < end_s:
+        if how == "hold":
+            _hold_the_lock(end_s)
         x @ x
+
+
+def _hold_the_lock(end_s: float) -> None:
+    """Calls of C code that do not release the lock, each twice as long as the one before."""
+    length = 18
+    while time.monotonic() < end_s:
+        re.fullmatch("(a+)+", "a" * length + "b")
+        length += 1
 
 
 class HeldUp(nn.Module):

@@ -119,9 +119,13 @@ def test_a_fault_ends_all_and_training_resumes(
         resumed_equals_eager(num, log, tmp_path)
 
 
-def test_a_first_step_that_only_takes_long_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "rank"), [("compute", 1), ("hold", 1), ("hold", 0)])
+def test_a_first_step_that_only_takes_long_is_waited_for(
+    how: str, rank: int, tmp_path: Path
+) -> None:
+    """Also while C code holds the interpreter's lock, so that there is no heartbeat."""
     log = tmp_path / "log"
-    arguments = (str(tmp_path), "first compute", "1", r"action \dF\d", json.dumps(TWO))
+    arguments = (str(tmp_path), f"first {how}", str(rank), r"action \dF\d", json.dumps(TWO))
     codes = ended(start("plain", 2, log, *arguments), 150)
     assert not any(codes), log.read_text()[-6000:]
 

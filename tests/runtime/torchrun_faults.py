@@ -34,6 +34,7 @@ SIGNALS = {
     "stop": signal.SIGSTOP,
     "sleep": signal.SIGUSR1,
     "compute": signal.SIGUSR2,
+    "hold": signal.SIGURG,
 }
 
 
@@ -63,6 +64,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
         compiled._runner.step_limit.longest_s = 0.1  # the first step also made its kernels
     signal.signal(signal.SIGUSR1, lambda *_: hold_up("sleep", 1000.0))
     signal.signal(signal.SIGUSR2, lambda *_: hold_up("compute", 12.0))
+    signal.signal(signal.SIGURG, lambda *_: hold_up("hold", 12.0))
     if rank == at and when == "between":
         os.kill(os.getpid(), SIGNALS[fault])
     elif rank == at and fault in SIGNALS:
@@ -83,7 +85,7 @@ def main(folder: Path, fault: str, at: int, action: str, options: dict[str, obje
         for step in range(2, 10_000):
             well_s = time.time()
             compiled.train_step(**batches[step % 4])
-            if fault == "compute":
+            if fault in ("compute", "hold"):
                 return
     except WorkerError as error:
         told = {"text": str(error), "rank": error.rank, "late_s": time.time() - well_s}

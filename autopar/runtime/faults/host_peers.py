@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.runtime.faults import progress
-from autopar.runtime.faults.liveness import is_gone, is_stopped
+from autopar.runtime.faults.liveness import is_gone, is_runnable, is_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,10 @@ class HostPeers:
     def stopped(self) -> list[int]:
         """The ranks that are stopped, as by SIGSTOP."""
         return [rank for rank, pid in self._pids.items() if is_stopped(pid)]
+
+    def runnable(self) -> list[int]:
+        """The ranks that run, or would if they had a processor."""
+        return [rank for rank, pid in self._pids.items() if is_runnable(pid)]
 
     def fault(self) -> tuple[int, str] | None:
         """A rank that is stopped or gone, and which of the two."""

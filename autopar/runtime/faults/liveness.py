@@ -1,4 +1,4 @@
-"""The state of a process on this host as the kernel shows it: stopped, gone or idle.
+"""The state of a process on this host as the kernel shows it: stopped, runnable, gone or idle.
 
 In: a process id. Out: for how long the process has been stopped, or has been idle: in one and the
 same action, it and its children have used no processor time. Without ``/proc`` no process is ever
@@ -46,6 +46,20 @@ def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by SIGSTOP or the like, and not held by a debugger."""
     stat = stat_of(pid)
     return stat is not None and stat.state == "T"
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process runs, or waits for a processor or a disk.
+
+    Its heartbeat may be late although nothing is wrong: on a busy machine, or while an extension
+    holds Python's interpreter lock.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    stats = [stat_of(int(thread)) for thread in threads]
+    return any(stat is not None and stat.state in "RD" for stat in stats)
 
 
 def is_gone(pid: int) -> bool:

@@ -92,6 +92,7 @@ class OwnRank:
             status["waits"] = in_wait(frame)
             status["doing_of"] = {str(r): text for r, text in self.peers.doing().items()}
             status["stopped"] = self.peers.stopped()
+            status["runnable"] = self.peers.runnable()
         return status
 
     def conclude(self, diagnosis: Diagnosis) -> None:

@@ -3,8 +3,9 @@
 In: connections between rank 0 and every other rank. Out: a diagnosis in every process when one of
 them dies, hangs or raises. Each rank sends a heartbeat with its status once a second. A connection
 that breaks means that the process has died, also on another host; one that is silent means that it
-is stopped. On any sign of trouble the hub asks all ranks for their state, and `judge` decides. If
-the hub itself is gone, each rank decides for itself.
+is stopped, unless its host shows that it runs or waits for a processor. On any sign of trouble the
+hub asks all ranks for their state, and `judge` decides. If the hub itself is gone, each rank
+decides for itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ REFUSED_S = 10.0  # how long others stay in a call before one that raised in it 
 TAIL_S = 15.0  # how long others may take to finish a step after a rank has left
 
 Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Seen:
+    """The ranks that their host's other processes see stopped, and those that they see runnable."""
+
+    stopped: set[int] = field(default_factory=set)
+    runnable: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -139,10 +148,10 @@ class Watcher(threading.Thread):
         raise NotImplementedError
 
     def condition(
-        self, rank: int, known: _Known, doing: str | None, *, stopped: bool, any_gone: bool
+        self, rank: int, known: _Known, doing: str | None, *, host: Seen, any_gone: bool
     ) -> Condition:
-        """A rank's condition for the judge; ``doing`` (None: unknown) and ``stopped`` come from its
-        host."""
+        """A rank's condition for the judge; ``doing`` (None: unknown) and what is ``Seen`` of all
+        ranks come from its host."""
         status = known.answer or known.status
         error: Message = status.get("error") or {}
         call: str = status.get("call", "")
@@ -164,7 +173,7 @@ class Watcher(threading.Thread):
             call, doing = error["call"], error["doing"]
         return Condition(
             rank=rank,
-            state=_state(known, status, error, is_inside=bool(call or doing), stopped=stopped),
+            state=_state(rank, known, status, error, host, is_inside=bool(call or doing)),
             process=self.names[rank],
             call=CallNumber.parse(call),
             doing=doing or "",
@@ -182,14 +191,16 @@ class Watcher(threading.Thread):
 
 
 def _state(
-    known: _Known, status: Message, error: Message, *, is_inside: bool, stopped: bool
+    rank: int, known: _Known, status: Message, error: Message, host: Seen, *, is_inside: bool
 ) -> State:
     if error and known.gone is not State.LEFT:
         return State.CUT_OFF if error["by_peers"] else State.FAILED
     if known.gone is not None:
         return known.gone
-    if known.is_silent:
-        return State.STOPPED if stopped else State.SILENT
+    if known.is_silent and rank in host.stopped:
+        return State.STOPPED
+    if known.is_silent and rank not in host.runnable:
+        return State.SILENT
     if not is_inside:
         return State.OUTSIDE
     return State.WAITING if status.get("waits") else State.BUSY
@@ -223,10 +234,11 @@ class Member(Watcher):
         own = _Known(heard_s=time.monotonic(), status=self.own_rank.status())
         any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
         doing = self.own_rank.peers.doing().get(0)
-        stopped = 0 in self.own_rank.peers.stopped()
+        peers = self.own_rank.peers
+        host = Seen(stopped=set(peers.stopped()), runnable=set(peers.runnable()))
         conditions = [
-            self.condition(0, hub, doing, stopped=stopped, any_gone=any_gone),
-            self.condition(self.own_rank.rank, own, None, stopped=False, any_gone=any_gone),
+            self.condition(0, hub, doing, host=host, any_gone=any_gone),
+            self.condition(self.own_rank.rank, own, None, host=host, any_gone=any_gone),
         ]
         diagnosis = diagnose(conditions, num_ranks=len(self.names))
         if diagnosis is not None:
@@ -333,15 +345,16 @@ class Hub(Watcher):
             self.own.status = {**self.own_rank.status(asked=True), "error": own_error}
         everyone = {0: self.own, **self.known}
         doing: dict[int, str] = {}
-        stopped: set[int] = set()
+        host = Seen()
         for known in everyone.values():
             told = known.answer or known.status
             doing.update((int(rank), text) for rank, text in told.get("doing_of", {}).items())
-            stopped.update(told.get("stopped", []))
+            host.stopped.update(told.get("stopped", []))
+            host.runnable.update(told.get("runnable", []))
         now_s = time.monotonic()
         any_gone = any(k.gone and now_s - k.gone_s > TAIL_S for k in everyone.values())
         conditions = [
-            self.condition(rank, known, doing.get(rank), stopped=rank in stopped, any_gone=any_gone)
+            self.condition(rank, known, doing.get(rank), host=host, any_gone=any_gone)
             for rank, known in sorted(everyone.items())
         ]
         diagnosis = diagnose(conditions, num_ranks=len(self.names))
