@@ -52,6 +52,7 @@ class Script:
         if self.rank >= 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
             dist.init_process_group("gloo")
         with self.told_errors():
+            self.note("begun", time.time())
             if self.at("compile"):
                 self.fire_after(self.injection.delay_s)
             self.compiled = autopar.compile(
