@@ -20,7 +20,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar, compared as by `did_you_mean`; None if none is.
 
-    A name that the given one begins is the most similar: ``h100-sxm`` for ``h100``.
+    A known name that starts with the given one comes first: ``h100-sxm`` for ``h100``.
     """
     if not 0 < len(name) <= MAX_LENGTH:
         return None

@@ -173,23 +173,27 @@ def _parameters(
     return positional, named, any(p.kind is p.VAR_POSITIONAL for p in found)
 
 
+def _taken_by(model: nn.Module) -> list[inspect.Parameter] | None:
+    """The parameters of the model's forward; None if Python cannot read them."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except ValueError:
+        return None
+
+
 def _lacking(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """The required parameters of the model's forward that a call does not give."""
-    try:
-        given = inspect.signature(model.forward).parameters.values()
-    except ValueError:
-        return []
-    positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in given if p.kind is p.KEYWORD_ONLY]
+    taken = _taken_by(model) or []
+    positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in taken if p.kind is p.KEYWORD_ONLY]
     open_ones = [*positional[len(args) :], *named]
     return [p.name for p in open_ones if p.default is p.empty and p.name not in kwargs]
 
 
 def _room(model: nn.Module) -> tuple[frozenset[str] | None, int | None]:
     """The keywords and number of positional arguments that a model takes; None for any."""
-    try:
-        found = list(inspect.signature(model.forward).parameters.values())
-    except ValueError:
+    found = _taken_by(model)
+    if found is None:
         return None, None
     positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in found}

@@ -97,10 +97,15 @@ class Pin:
 
     def fix(self, num_axes: int = 2) -> str:
         """An example with one entry for each of so many mesh axes."""
-        what, split, rest = ("choice", "m0", "-") if self.stored is None else ("stored", "S0", "R")
-        words = " ".join((split, *(rest,) * (num_axes - 1)))
+        given = _example(num_axes, is_choice=self.stored is None)
         axes = {1: "one axis", 2: "two axes"}.get(num_axes, f"{num_axes} axes")
-        return f"Pin({self.pattern!r}, {what}={words!r}) for a mesh of {axes}"
+        return f"Pin({self.pattern!r}, {given}) for a mesh of {axes}"
+
+
+def _example(num_axes: int, *, is_choice: bool) -> str:
+    """A split on the first of so many mesh axes, as an argument of `Pin`."""
+    what, split, rest = ("choice", "m0", "-") if is_choice else ("stored", "S0", "R")
+    return f"{what}={' '.join((split, *(rest,) * (num_axes - 1)))!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +271,9 @@ def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:
         kind, what = ("a parameter or input", "stored=")
         if not wants_op:
             kind, what = "an op or module", "choice="
-        words = " ".join(("S0" if wants_op else "m0", *("R" if wants_op else "-",) * (axes - 1)))
+        given = _example(axes, is_choice=not wants_op)
         return ConstraintError(
-            f"{pin} matches {kind}, which takes {what}: write Pin({pin.pattern!r}, {what}{words!r})"
+            f"{pin} matches {kind}, which takes {what}: write Pin({pin.pattern!r}, {given})"
         )
     what = "op" if wants_op else "parameter or input"
     where = (

@@ -156,11 +156,11 @@ def _fitted(search: Search) -> Fitted:
 
 
 def _without_pipeline(search: Search, found: Sequence[Fitted]) -> list[Fitted]:
-    """What the search of a plan without a pipeline finds, where an open space had such options
-    that were estimated to be faster than what it ``found`` and did not fit.
+    """The fastest plan without a pipeline that fits; none unless an open space has options without
+    one that are faster by estimate than what it ``found``.
 
-    An open space lowers each option a few times; the search of one point goes on within smaller
-    budgets until a sharding fits.
+    Such options did not fit as they were. The search of an open space shrinks each a few times
+    only, that of a single point goes on until a sharding fits.
     """
     setting, space = search.setting, search.space
     time_s = min((fitted.option.time_s for fitted in found), default=math.inf)

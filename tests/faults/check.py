@@ -44,7 +44,8 @@ def _told(injection: Injection, outcome: Outcome, rank: int) -> Iterator[str]:
     """Check that a surviving process gets an error that names the rank at fault, in time."""
     error = outcome.told.get(f"error.{rank}")
     if error is None:
-        if injection.launcher == "torchrun" and f"begun.{rank}" not in outcome.told:
+        has_begun = f"begun.{rank}" in outcome.told
+        if (injection.launcher, injection.place) == ("torchrun", "compile") and not has_begun:
             return  # torchrun ended it before it had reached autopar
         # A process in an uninterruptible call can only be killed, and its log says why.
         named = rf"WorkerError: rank {injection.victim} of .*\n(?:.*\n)*?rank {rank} is stuck in"
