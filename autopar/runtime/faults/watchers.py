@@ -3,9 +3,10 @@
 In: connections between rank 0 and every other rank. Out: a diagnosis in every process when one of
 them dies, hangs or raises. Each rank sends a heartbeat with its status once a second. A connection
 that breaks means that the process has died, also on another host; one that is silent means that it
-is stopped, unless its host shows that it runs or waits for a processor. On any sign of trouble the
-hub asks all ranks for their state, and `judge` decides. If the hub itself is gone, each rank
-decides for itself.
+is stopped, unless its host shows that it runs or waits for a processor. Silence is measured in time
+that this thread listened: while another thread keeps it from running, by Python's interpreter lock,
+nothing that was sent to it counts as missing. On any sign of trouble the hub asks all ranks for
+their state, and `judge` decides. If the hub itself is gone, each rank decides for itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar.runtime.faults.judge import CallNumber, Condition, State, diagnose
 from autopar.runtime.faults.own_rank import OwnRank, as_message, from_message
 
 HEARTBEAT_S = 1.0
+_MAX_LISTENING_S = 2 * HEARTBEAT_S  # between two receptions; after longer the listener was delayed
 SETTLE_S = 0.5  # how long after one rank's fault its cause, another's, may show up
 ANSWER_S = 2.0  # how long the hub waits for answers
 REFUSED_S = 10.0  # how long others stay in a call before one that raised in it is at fault
@@ -43,9 +45,9 @@ class Seen:
 
 @dataclass(slots=True)
 class _Known:
-    """The last messages of one rank, and when they arrived."""
+    """The last messages of one rank, and for how long this thread has listened since the last."""
 
-    heard_s: float
+    silent_s: float = 0.0
     status: Message = field(default_factory=dict)
     answer: Message | None = None
     gone: State | None = None
@@ -53,7 +55,7 @@ class _Known:
 
     @property
     def is_silent(self) -> bool:
-        return self.gone is None and time.monotonic() - self.heard_s > liveness.SILENT_S
+        return self.gone is None and self.silent_s > liveness.SILENT_S
 
     def go(self, how: State) -> None:
         """Note that the rank is gone."""
@@ -71,7 +73,7 @@ class Watcher(threading.Thread):
         self.own_rank = own_rank
         self.lines = dict(lines)
         self.names = names
-        self.known = {rank: _Known(heard_s=time.monotonic()) for rank in lines}
+        self.known = {rank: _Known() for rank in lines}
         self._posted: collections.deque[Message] = collections.deque()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -80,6 +82,8 @@ class Watcher(threading.Thread):
         for rank, line in self.lines.items():
             self._selector.register(line, selectors.EVENT_READ, rank)
         self._next_heartbeat_s = 0.0
+        self._received_s = time.monotonic()
+        self.listened_s = 0.0
         self._stopping = False
 
     # --- called by the user's thread ---------------------------------------------------------
@@ -119,17 +123,28 @@ class Watcher(threading.Thread):
 
     def _receive(self) -> None:
         limit_s = min(max(self._next_heartbeat_s - time.monotonic(), 0.0), self.patience_s())
-        for key, _ in self._selector.select(limit_s):
+        ready = self._selector.select(limit_s)
+        self._count_listening()
+        for key, _ in ready:
             if key.data is None:
                 self._woken.recv(4096)
                 continue
             line = self.lines[key.data]
             for message in line.receive():
-                self.known[key.data].heard_s = time.monotonic()
+                self.known[key.data].silent_s = 0.0
                 self.take(key.data, message)
             if line.ended:
                 self._selector.unregister(line)
                 self.known[key.data].go(State.ENDED)
+
+    def _count_listening(self) -> None:
+        """Add the time since the last reception, but for a delay of this thread, to the clocks."""
+        now_s = time.monotonic()
+        passed_s = min(now_s - self._received_s, _MAX_LISTENING_S)
+        self._received_s = now_s
+        self.listened_s += passed_s
+        for known in self.known.values():
+            known.silent_s += passed_s
 
     def patience_s(self) -> float:
         """How long the next `look` can wait."""
@@ -231,7 +246,7 @@ class Member(Watcher):
         hub = self.known[0]
         if (hub.gone is None and not hub.is_silent) or self.own_rank.diagnosis is not None:
             return
-        own = _Known(heard_s=time.monotonic(), status=self.own_rank.status())
+        own = _Known(status=self.own_rank.status())
         any_gone = hub.gone is not None and time.monotonic() - hub.gone_s > TAIL_S
         doing = self.own_rank.peers.doing().get(0)
         peers = self.own_rank.peers
@@ -253,15 +268,14 @@ class Hub(Watcher):
         self, own_rank: OwnRank, lines: Mapping[int, JsonLines], names: Sequence[str]
     ) -> None:
         super().__init__(own_rank, lines, names)
-        self.own = _Known(heard_s=time.monotonic())
-        self._asked_s: float | None = None
+        self.own = _Known()
+        self._asked_s: float | None = None  # in time listened
         self._quiet_until_s = 0.0
 
     def patience_s(self) -> float:
         return HEARTBEAT_S if self._asked_s is None else 0.05
 
     def send_own(self, message: Message) -> None:
-        self.own.heard_s = time.monotonic()
         if message["kind"] == "error":
             self._note_error(self.own, message)
             return
@@ -302,10 +316,10 @@ class Hub(Watcher):
     def look(self) -> None:
         now_s = time.monotonic()
         if self._asked_s is not None:
-            if self._all_answered(now_s):
+            if self._all_answered(self._asked_s):
                 self._decide()
         elif now_s >= self._quiet_until_s and self._is_trouble(now_s):
-            self._asked_s = now_s
+            self._asked_s = self.listened_s
             for known in self.known.values():
                 known.answer = None
             self._tell_all({"kind": "ask"})
@@ -329,9 +343,8 @@ class Hub(Watcher):
             for k in everyone
         )
 
-    def _all_answered(self, now_s: float) -> bool:
-        assert self._asked_s is not None
-        waited_s = now_s - self._asked_s
+    def _all_answered(self, asked_s: float) -> bool:
+        waited_s = self.listened_s - asked_s
         missing = [
             k for k in self.known.values() if k.gone is None and not k.is_silent and not k.answer
         ]
