@@ -21,11 +21,11 @@ from matplotlib.patches import Patch
 from autopar.plans.layout import printable, shortened
 from autopar.plans.page import escaped
 
+GRAY = "#6f7378"
 COLORS = (
-    "#3b6ea5", "#b8560a", "#3f8140", "#c23b3f", "#3a7f7b", "#857011", "#925b84", "#80604c",
+    "#3b6ea5", "#b8560a", "#3f8140", "#c23b3f", "#3a7f7b", "#857011", "#925b84", "#80604c", GRAY,
 )  # fmt: skip
 """Colors that can be told apart on light and dark pages, and on which white text can be read."""
-GRAY = "#6f7378"
 INK = "#15181c"
 """Of text and lines outside of bars; on a page they have the color of the page's text."""
 FONTS = "'DejaVu Sans', Verdana, sans-serif"

@@ -67,7 +67,7 @@ def memory_data(plan: PlanFields) -> Bars:
 
 
 def alternatives_data(plan: PlanFields) -> Bars | None:
-    """The times of the plan and of the best alternatives, and the bound of the search.
+    """The times of the plan and of the best alternatives, and the bound of the plan's search.
 
     None where nothing else was considered.
     """
@@ -83,6 +83,7 @@ def alternatives_data(plan: PlanFields) -> Bars | None:
     sizes = [each.memory_bytes or 0 for each in found]
     bound = plan.search.bound_s
     is_bound = not plan.is_pipeline and bound > 0
+    line = Line(name=f"bound of the plan's search, {format_seconds(bound)}", value=bound)
     return Bars(
         title="The plan and the best alternatives: time of a step",
         unit=Unit.SECONDS, rows=tuple(names),
@@ -91,7 +92,7 @@ def alternatives_data(plan: PlanFields) -> Bars | None:
                 name="step", values=(step_s, *(each.time_s for each in found)), texts=tuple(texts)
             ),
         ),
-        lines=(Line(name=f"lower bound {format_seconds(bound)}", value=bound),) * is_bound,
+        lines=(line,) * is_bound,
         marked=frozenset(i for i, size in enumerate(sizes, start=1) if size > usable),
         mark="does not fit the memory",
     )  # fmt: skip
