@@ -1,4 +1,4 @@
-"""The ``autopar`` command: make, show, explain and compare plans, without devices.
+"""The ``autopar`` command: make, show, explain, draw and compare plans; measure steps.
 
 Reports go to standard output, progress and errors to standard error. It exits with 0, with 1 for an
 error that it explains, and with 2 for a wrong command line. Nothing is colored.
@@ -7,28 +7,28 @@ error that it explains, and with 2 for a wrong command line. Nothing is colored.
 from __future__ import annotations
 
 import argparse
-import importlib
+import functools
 import os
 import shutil
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar._version import __version__
+from autopar.api import compile as compile_model
 from autopar.api import plan as make_plan
+from autopar.base.completion import completion_script
 from autopar.base.documents import shown
 from autopar.base.errors import AutoparError, InputError
-from autopar.base.source_files import is_users
-from autopar.base.torch_private import pytree
 from autopar.base.units import format_bytes
 from autopar.cost_models import Cluster
 from autopar.cost_models.presets import PRESET_NAMES
+from autopar.frontend.factory import factory_name, factory_of
 from autopar.plans.alternatives import alternatives
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section
@@ -40,29 +40,28 @@ LEAST_WIDTH = 40
 EXAMPLES = """\
 examples:
   autopar plan models:llama --cluster h100-sxm:8x8 -o plan.json
-  autopar plan models:llama --cluster cluster.json --precision bf16 --schedule auto
+  autopar plan models:llama --cluster my.json --precision bf16 --schedule auto
   autopar show plan.json
   autopar explain plan.json layers.3.mlp
   autopar diff plan.json other.json
   autopar report plan.json -o report.html
+  autopar figure plan.json memory -o memory.svg
+  autopar profile models:llama --devices 2 --plan plan.json
   autopar clusters
 """
 FACTORY = """\
-MODULE:FACTORY names a function without arguments that returns (model, example inputs):
+MODULE:FACTORY names a function without arguments that returns a model and its
+example inputs:
 
   def llama():
       return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
-MODULE is imported from the current folder or the environment. The function is called under the meta
-device, so that a model takes no memory, and again without it if it raises an error there.
+MODULE is imported from the current folder or the environment.
 """
-
-
-class Factory(NamedTuple):
-    """A model and the example inputs that its factory returned."""
-
-    model: nn.Module
-    inputs: Any
+ON_META = """\
+The function is called under the meta device, so that a model takes no memory,
+and again without it if it raises an error there.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,12 +134,32 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_plan(trace)
     trace.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    figure = command(
+        "figure", _figure, "draw a figure of a plan as SVG, PDF or PNG",
+        "figure plan.json memory -o memory.svg",
+    )  # fmt: skip
+    _add_plan(figure)
+    figure.add_argument("figure", metavar="NAME", help="such as strategy, memory or timeline")
+    figure.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    _add_profile(
+        command(
+            "profile", _profile, "train on this machine, measured beside the prediction",
+            "profile models:llama --devices 2 --plan plan.json",
+        )
+    )  # fmt: skip
     command("clusters", _clusters, "list the presets of clusters", "clusters")
     cluster = command(
         "cluster", _cluster, "print a cluster as JSON, to be edited", "cluster h100-sxm:8x8"
     )
-    cluster.add_argument("cluster", metavar="CLUSTER", help=CLUSTER_HELP)
+    cluster.add_argument(
+        "cluster", metavar="CLUSTER", type=_argument(cluster_name), help=CLUSTER_HELP
+    )
     command("schema", _schema, "print the JSON Schema of plans", "schema")
+    completion = command(
+        "completion", _completion, "print a script that completes this command in a shell",
+        "completion bash > ~/.local/share/bash-completion/completions/autopar",
+    )  # fmt: skip
+    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
     return parser
 
 
@@ -151,13 +170,49 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
 
 
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read`` for argparse: what it refuses is a wrong command line."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def _add_factory(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.description = f"{parser.description}\n\n{text}"
+    parser.add_argument(
+        "factory", metavar="MODULE:FACTORY", type=_argument(factory_name),
+        help="returns a model and its inputs",
+    )  # fmt: skip
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command that measures."""
+    _add_factory(parser, FACTORY)
+    parser.add_argument(
+        "--devices", required=True, type=_argument(devices_of), metavar="DEVICES",
+        help="a number, or a device such as cuda:0",
+    )  # fmt: skip
+    parser.add_argument("--plan", metavar="PLAN", help="run this plan instead of a search")
+    parser.add_argument(
+        "--num-steps", type=_argument(count_of), default=10, metavar="N", help="steps to measure"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+
+
 def _add_search(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that search."""
-    parser.description = f"{parser.description}\n\n{FACTORY}"
-    parser.add_argument("factory", metavar="MODULE:FACTORY", help="returns a model and its inputs")
-    parser.add_argument("--cluster", required=True, help=CLUSTER_HELP)
+    _add_factory(parser, FACTORY + ON_META)
+    parser.add_argument("--cluster", required=True, type=_argument(cluster_name), help=CLUSTER_HELP)
     parser.add_argument("--precision", choices=("bf16", "fp16"), help="of computation")
-    parser.add_argument("--mesh", metavar="AXES", help="such as dp=8,tp=8; sizes may be left out")
+    parser.add_argument(
+        "--mesh", metavar="AXES", type=_argument(mesh_of),
+        help="such as dp=8,tp=8; sizes may be left out",
+    )  # fmt: skip
     parser.add_argument("--schedule", help="'auto' or a pipeline schedule such as 1f1b")
     parser.add_argument("--num-stages", type=int, metavar="N", help="stages of a pipeline")
     parser.add_argument("--num-microbatches", type=int, metavar="N", help="parts of the batch")
@@ -188,7 +243,7 @@ def _estimate_memory(chosen: argparse.Namespace) -> None:
                 each.name,
                 each.mesh,
                 format_bytes(each.memory_bytes),
-                _fits(each.memory_bytes, usable),
+                "yes" if each.memory_bytes <= usable else "no",
             )
             for each in alternatives(found)
             if each.memory_bytes is not None
@@ -197,10 +252,6 @@ def _estimate_memory(chosen: argparse.Namespace) -> None:
     memory = Section(title="memory of a device under the plan", rows=memory_rows(found))
     sections = (memory, others) if others.rows else (memory,)
     _print_page(Page(headline=headline(found), sections=sections))
-
-
-def _fits(size: int, usable: int) -> str:
-    return "yes" if size <= usable else "no"
 
 
 def _show(chosen: argparse.Namespace) -> None:
@@ -226,6 +277,30 @@ def _report(chosen: argparse.Namespace) -> None:
 
 def _trace(chosen: argparse.Namespace) -> None:
     Plan.from_json(Path(chosen.plan)).save_trace(chosen.output)
+
+
+def _figure(chosen: argparse.Namespace) -> None:
+    figure, _ = Plan.from_json(Path(chosen.plan)).figure(chosen.figure)
+    suffix = Path(chosen.output).suffix.removeprefix(".")
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise InputError(f"{shown(chosen.output)} is no picture; write -o {chosen.figure}.svg")
+    figure.savefig(chosen.output, dpi=150)
+
+
+def _profile(chosen: argparse.Namespace) -> None:
+    made = factory_of(chosen.factory, on_meta=False)
+    inputs = (made.inputs,) if isinstance(made.inputs, Tensor) else made.inputs
+    positional = () if isinstance(inputs, Mapping) else inputs
+    named = inputs if isinstance(inputs, Mapping) else {}
+    plan = None if chosen.plan is None else Plan.from_json(Path(chosen.plan))
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+    with compile_model(
+        made.model, chosen.devices, inputs, optimizer=optimizer, plan=plan
+    ) as compiled:
+        found = compiled.profile(*positional, num_steps=chosen.num_steps, **named)
+    if chosen.trace:
+        found.save_trace(chosen.trace)
+    print(found.report(_width()))
 
 
 def _clusters(_: argparse.Namespace) -> None:
@@ -261,12 +336,22 @@ def _schema(_: argparse.Namespace) -> None:
     print(msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2).decode())
 
 
+def _completion(chosen: argparse.Namespace) -> None:
+    from autopar.plans.figures.catalog import FIGURES  # imports matplotlib
+
+    words = {"cluster": PRESET_NAMES, "figure": tuple(FIGURES), "recompute": ("none", "full")}
+    print(completion_script(_parser(), chosen.shell, words), end="")
+
+
+def _width() -> int:
+    """Columns to print: those of the terminal, if there is one, up to the width of reports."""
+    if not sys.stdout.isatty():
+        return WIDTH
+    return max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size().columns))
+
+
 def _print_page(page: Page) -> None:
-    """Print a page as wide as the terminal, if there is one, up to the width of reports."""
-    width = WIDTH
-    if sys.stdout.isatty():
-        width = max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size().columns))
-    print(page.to_text(width))
+    print(page.to_text(_width()))
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -274,13 +359,24 @@ def _searched(chosen: argparse.Namespace) -> Plan:
     """The plan that the arguments of a search ask for."""
     cluster = cluster_of(chosen.cluster)
     options: dict[str, Any] = {
-        "mesh": None if chosen.mesh is None else mesh_of(chosen.mesh),
+        "mesh": chosen.mesh,
         "recompute": recompute_of(chosen.recompute),
     }
     for name in ("precision", "schedule", "num_stages", "num_microbatches", "offload"):
         options[name] = getattr(chosen, name)
     made = factory_of(chosen.factory)
     return make_plan(made.model, cluster, made.inputs, progress=not chosen.quiet, **options)
+
+
+def cluster_name(text: str) -> str:
+    """The text, if `cluster_of` can read the size in it; raises InputError."""
+    name, colon, size = text.partition(":")
+    nodes, _, devices = size.partition("x")
+    if colon and not text.endswith(".json") and not (nodes.isdecimal() and devices.isdecimal()):
+        raise InputError(
+            f"the cluster's size is {shown(size)}; write nodes x devices a node: {name}:8x8"
+        )
+    return text
 
 
 def cluster_of(text: str) -> Cluster:
@@ -292,14 +388,10 @@ def cluster_of(text: str) -> Cluster:
         return Cluster.detect()
     if text.endswith(".json"):
         return Cluster.from_json(Path(text))
-    name, colon, size = text.partition(":")
+    name, colon, size = cluster_name(text).partition(":")
     if not colon:
         return Cluster.preset(name)
-    nodes, cross, devices = size.partition("x")
-    if not (cross and nodes.isdecimal() and devices.isdecimal()):
-        raise InputError(
-            f"the cluster's size is {shown(size)}; write nodes x devices a node: {name}:8x8"
-        )
+    nodes, _, devices = size.partition("x")
     return Cluster.preset(name, nodes=int(nodes), devices_per_node=int(devices))
 
 
@@ -326,61 +418,21 @@ def recompute_of(text: str | None) -> str | int | float | None:
         return text
 
 
-def factory_of(text: str) -> Factory:
-    """The model and inputs of ``MODULE:FACTORY``; raises InputError where it cannot be called."""
-    name, colon, attribute = text.partition(":")
-    if not (colon and name and attribute):
-        raise InputError(f"{shown(text)} is no factory; write MODULE:FACTORY, such as models:llama")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+def count_of(text: str) -> int:
+    """A whole number, at least 1; raises InputError."""
+    if not (text.isdecimal() and int(text)):
+        raise InputError(f"{shown(text)} is no number of steps; write a whole one, at least 1")
+    return int(text)
+
+
+def devices_of(text: str) -> int | str:
+    """A number of devices, at least 1, or the name of a device; raises InputError."""
+    if text.isdecimal() and int(text):
+        return int(text)
     try:
-        found: Any = importlib.import_module(name)
-    except Exception as error:
-        raise InputError(f"cannot import {name}: {_reason(error)}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"module {name} has no {shown(attribute)}; define it there")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InputError(f"{text} is {shown(found)}; write a function that returns the model")
-    return _checked(text, _called(text, found))
-
-
-def _called(text: str, factory: Callable[[], Any]) -> Any:
-    """The factory's result, under the meta device where it allows that."""
-    try:
-        with torch.device("meta"):
-            return factory()
-    except Exception:  # it needs values: the error that counts is that of a plain call
-        try:
-            return factory()
-        except Exception as error:
-            raise InputError(f"{text} raised {_reason(error)}") from error
-
-
-def _checked(text: str, made: Any) -> Factory:
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise InputError(
-            f"{text} returned {shown(made)}; return a model and its example inputs: "
-            "return model, (x, y)"
-        )
-    model, inputs = made
-    return Factory(model, pytree.tree_map(_with_data, inputs))
-
-
-def _with_data(leaf: Any) -> Any:
-    """Inputs made under the meta device, as zeros: a plan depends on shapes and dtypes only."""
-    if isinstance(leaf, Tensor) and leaf.is_meta:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
-    return leaf
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line, with the user's own line that raised it."""
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+        return str(torch.device(text))
+    except RuntimeError as error:
+        raise InputError(f"{shown(text)} are no devices; write --devices 2 or cuda:0") from error
 
 
 if __name__ == "__main__":

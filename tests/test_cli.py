@@ -54,6 +54,10 @@ def odd():
 
 number = 3
 """
+COMMANDS = (
+    "plan", "estimate-memory", "show", "explain", "diff", "report", "trace", "figure", "profile",
+    "clusters", "cluster", "schema", "completion",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +169,12 @@ def test_memory_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "cli_models", "--cluster", "cpu"], "MODULE:FACTORY"),
         (["plan", "cli_no:net", "--cluster", "cpu"], "cannot import cli_no: ModuleNotFoundError"),
         (["plan", "cli_models:nott", "--cluster", "cpu"], "has no 'nott'"),
         (["plan", "cli_models:number", "--cluster", "cpu"], "write a function"),
         (["plan", "cli_models:odd", "--cluster", "cpu"], "return model, "),
         (["plan", "cli_models:broken", "--cluster", "cpu"], "RuntimeError: no weights here ("),
-        (["plan", "cli_models:net", "--cluster", "h100-sxm:8"], "h100-sxm:8x8"),
         (["plan", "cli_models:net", "--cluster", "h1000"], "there is no preset 'h1000'"),
-        (["plan", "cli_models:net", "--cluster", "cpu", "--mesh", "dp=x"], "--mesh dp=8,tp=8"),
         (["cluster", "nowhere.json"], "cannot read 'nowhere.json'"),
         (["show", "nowhere.json"], "cannot read 'nowhere.json'"),
     ],
@@ -189,24 +190,106 @@ def test_errors_are_explained_without_a_traceback(
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["plan"], ["shwo"], ["plan", "a:b"]])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["plan"], "MODULE:FACTORY"),
+        (["shwo"], "shwo"),
+        (["plan", "a:b"], "--cluster"),
+        (["plan", "a:b", "--cluster", "cpu", "--mesh", "dp=x"], "'dp=x'; write each axis once"),
+        (["plan", "a:b", "--cluster", "cpu", "--num-stages", "x"], "'x'"),
+        (["plan", "a:b", "--cluster", "h100-sxm:8"], "size is '8'; write nodes x devices a node"),
+        (["cluster", "h100-sxm:8"], "h100-sxm:8x8"),
+        (["plan", "models", "--cluster", "cpu"], "'models' is no factory; write MODULE:FACTORY"),
+        (["profile", "a:b", "--devices", "0"], "'0' are no devices; write --devices 2"),
+        (["profile", "a:b", "--devices", "2", "--num-steps", "-1"], "'-1' is no number of steps"),
+        (["completion", "fish"], "fish"),
+    ],
+)
 def test_a_wrong_command_line_exits_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: autopar" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: autopar" in err
+    assert message in err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ("plan", "show", "explain", "diff", "report", "clusters", "schema")
-    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in commands)):
+    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert "example" in text or arguments == ["--version"]
+
+
+def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(
+    llama_plan: subprocess.CompletedProcess[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    for arguments in (
+        ["clusters"],
+        ["show", "llama.json"],
+        ["explain", "llama.json", "model.layers.1"],
+        ["diff", "llama.json", "llama.json"],
+    ):
+        assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+
+
+def test_figures_are_written(
+    llama_plan: subprocess.CompletedProcess[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = Plan.from_json(folder / "llama.json")
+    for name, start in (("f.svg", b"<?xml"), ("f.pdf", b"%PDF"), ("f.png", b"\x89PNG")):
+        assert main(["figure", "llama.json", "memory", "-o", name]) == 0
+        assert (folder / name).read_bytes().startswith(start)
+    assert capsys.readouterr() == ("", "")
+    for arguments, message in (
+        (["memry", "-o", "f.svg"], "did you mean 'memory'"),
+        (["memory", "-o", "f.txt"], "'f.txt' is no picture; write -o memory.svg"),
+    ):
+        assert main(["figure", "llama.json", *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert plan.figure("memory")
+
+
+def test_steps_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", "cli_models:net", "--devices", "2", "--num-steps", "2"]
+    assert main([*command, "--trace", "steps.json"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 measured steps: ")
+    assert "predicted" in text
+    assert json.loads((folder / "steps.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    code = f"{script}COMP_WORDS=(autopar '')\nCOMP_CWORD=1\n_autopar\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(
+        ["bash", "-c", code if shell == "bash" else code.partition("bashcompinit\n")[2]],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert {*COMMANDS, "--version"} <= set(done.stdout.split())
+    assert "h100-sxm" in script
+    assert "timeline" in script
 
 
 @pytest.mark.parametrize("no_color", [False, True])

@@ -14,9 +14,11 @@ import autopar
 from autopar import Cluster, Force, MemoryBudget, Plan
 from autopar.base.errors import InputError, PlanError
 from autopar.base.units import format_bytes, format_seconds
+from autopar.cli import main
 from autopar.plans.alternatives import alternatives
 from autopar.plans.blocks import folded
 from autopar.plans.explanation import _changes
+from autopar.plans.figures import figure_data
 from autopar.plans.layout import Section, text_lines
 from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
 from autopar.plans.summary import LINES, WIDTH, summary_sections
@@ -202,7 +204,11 @@ def test_a_page_has_the_numbers_of_the_text(case: str, tmp_path: Path) -> None:
             name.startswith("on") or name in ("src", "href") for name, _ in page.attributes
         )
     assert "color-scheme" in path.read_text()
-    assert page.tags.count("svg") == (3 if plan.is_pipeline else 2)
+    drawn = ["step", "memory", *(["timeline"] if plan.is_pipeline else [])]
+    assert Read(plan._repr_html_()).tags.count("svg") == len(drawn)
+    assert Read(path.read_text()).tags.count("svg") > len(drawn)
+    assert "currentColor" in path.read_text()
+    assert f"A step of {format_seconds(plan.prediction.step_time_s)}" in path.read_text()
     p, document = plan.prediction, json.loads(plan.to_json())["prediction"]
     assert format_seconds(document["step_time_s"]) in str(plan)
     assert format_seconds(document["communication_s"]) in str(plan)
@@ -235,6 +241,45 @@ def test_what_reports_read_is_checked() -> None:
         place[path[-1]] = value
         with pytest.raises(PlanError, match=message):
             Plan.from_json(json.dumps(changed))
+
+
+def numbers(plan: Plan) -> list[str]:
+    """What all reports of a plan must say, written from the numbers in its JSON."""
+    found = json.loads(plan.to_json())["prediction"]
+    times = ("step_time_s", "forward_s", "backward_s", "update_s")
+    sizes = [size for size in found["memory_bytes"].values() if size]
+    return [*(format_seconds(found[name]) for name in times), *map(format_bytes, sizes)]
+
+
+@pytest.mark.parametrize("case", ["FSDP", "PP", "recomputed"])
+def test_text_page_json_figures_and_command_line_have_the_same_numbers(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(case)
+    plan.to_json(tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    command_line = capsys.readouterr().out
+    assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "r.html")]) == 0
+    page = " ".join(Read((tmp_path / "r.html").read_text()).texts)
+    drawn = [figure_data(plan, name) for name in ("step", "memory")]
+    figures = " ".join([data.title + " ".join(s.name for s in data.series) for data in drawn])
+    for number in numbers(plan):
+        for text in (str(plan), plan.report("full"), command_line, page, figures):
+            assert number in " ".join(text.split())
+    by_name = {s.name.rsplit(" ", 2)[0]: s.values[0] for data in drawn for s in data.series}
+    p = plan.prediction
+    assert by_name["forward"] == p.forward_s
+    assert by_name["activations"] == p.memory_bytes["activations"]
+
+
+def test_the_best_alternative_is_named() -> None:
+    plan = planned("free")
+    first = alternatives(plan)[0]
+    text = " ".join(str(plan.explain("transformer.h.1")).split())
+    assert f"best alternative {first.name} on {first.mesh}" in text
+    assert f"{format_seconds(first.time_s)} a step" in text
+    assert f"{first.time_s / plan.prediction.step_time_s:.2f}x, for the whole model" in text
+    assert "best alternative" not in str(planned("PP").explain("transformer.h.1"))
 
 
 # --- explain and diff ------------------------------------------------------------------------

@@ -37,6 +37,7 @@ USERS_NAMES: Mapping[str, str] = {
     MARKOV_CHAIN: "MCMC (FlexFlow)",
 }
 ON_MESH = "another mesh"
+NO_FIT = "does not fit"
 TIE = 0.005
 """Relative difference in time up to which two alternatives are called a tie."""
 
@@ -88,7 +89,7 @@ def _listed(plan: PlanFields) -> list[Alternative]:
                 Alternative(
                     name=users_name(name), mesh=known.mesh, time_s=known.time_s,
                     memory_bytes=known.memory_bytes,
-                    note=known.note if fits else "does not fit",
+                    note=known.note if fits else NO_FIT,
                 )
             )  # fmt: skip
         found += _other_meshes(plan)

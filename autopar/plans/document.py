@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -100,14 +101,31 @@ class Plan(PlanFields, frozen=True):
         return f"<Plan {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        return summary_page(self)._repr_html_()
+        from autopar.plans.figures.catalog import IN_NOTEBOOKS, page_figures  # imports matplotlib
+
+        return summary_page(self, page_figures(self, IN_NOTEBOOKS))._repr_html_()
+
+    def figure(self, name: str) -> tuple[Any, Any]:
+        """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
+
+        ``name`` is "strategy", "step", "memory", "alternatives", "timeline", "activations",
+        "recomputation", "kernels" or "offload"; `autopar.plans.figures` has their numbers. Raises
+        InputError for another, and for one of which the plan has nothing, such as "offload" where
+        nothing moves.
+        """
+        from autopar.plans.figures.catalog import plan_figure  # imports matplotlib
+
+        return plan_figure(self, name)
 
     def save_report(self, path: str | Path) -> None:
         """Write the report as one HTML file: the screen's numbers, figures, and all details.
 
         It needs no other file, no network and no JavaScript.
         """
-        Path(path).write_text(summary_page(self).to_html(), encoding="utf-8")
+        from autopar.plans.figures.catalog import page_figures  # imports matplotlib
+
+        page = summary_page(self, page_figures(self))
+        Path(path).write_text(page.to_html(), encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the predicted timeline as JSON, to be opened in ui.perfetto.dev."""

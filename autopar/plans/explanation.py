@@ -1,7 +1,7 @@
 """The strategy of one module explained, and two plans compared.
 
-In: one or two plans. Out: a page. A plan keeps what was chosen, not the prices of other choices, so
-no runner-up is named for a module.
+In: one or two plans. Out: a page. A plan keeps what was chosen, and the times of other strategies
+for the whole model, not for a module: the best alternative is one to the whole plan.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.blocks import lies_in
+from autopar.plans.alternatives import NO_FIT, alternatives
 from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
@@ -23,7 +24,7 @@ from autopar.plans.summary import headline, needed_bytes, time_text
 
 MAX_ROWS = 40
 RUNNER_UP = (
-    "The plan keeps no prices of other choices. To price one: autopar.plan(..., "
+    "The plan keeps no prices of other choices for one module. To price one: autopar.plan(..., "
     "constraints=[autopar.Pin(...)]), then plan.diff(other)."
 )
 
@@ -167,7 +168,20 @@ def _facts(
         if states:
             text += f", and {format_bytes(states * local)} of optimizer state"
         rows.append(("memory", text))
-    return tuple(rows)
+    return (*rows, *_best_alternative(plan))
+
+
+def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
+    """The fastest alternative to the whole plan that fits, and how much slower it is."""
+    fitting = [each for each in alternatives(plan) if each.note != NO_FIT]
+    if not fitting:
+        return ()
+    first, step_s = fitting[0], plan.prediction.step_time_s
+    on = f" on {first.mesh}" if first.mesh else ""
+    more_s, note = first.time_s - step_s, f", {first.note}" if first.note else ""
+    by = f"{'+' if more_s >= 0 else '-'}{format_seconds(abs(more_s))}"
+    text = f"{first.name}{on}{note}: {format_seconds(first.time_s)} a step, {by}"
+    return (("best alternative", f"{text}, {first.time_s / step_s:.2f}x, for the whole model"),)
 
 
 # --- two plans ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
 from autopar.plans.alternatives import alternatives_section, fastest_known
 from autopar.plans.blocks import BlockGroup, block_groups
-from autopar.plans.figures import memory_figure, step_figure, timeline_figure
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
@@ -86,14 +85,13 @@ def summary_sections(plan: PlanFields) -> list[Section]:
     return [*first, *([table] if len(table.rows) > 1 else []), last]
 
 
-def summary_page(plan: PlanFields) -> Page:
-    """The screen as text; as a page also with figures and all details."""
-    figures = (step_figure(plan), memory_figure(plan), timeline_figure(plan))
+def summary_page(plan: PlanFields, figures: tuple[str, ...] = ()) -> Page:
+    """The screen as text; as a page also with these SVG elements and all details."""
     details = [Section(title=title, rows=tuple(rows)) for title, rows in plan_sections(plan)]
     return Page(
         headline=headline(plan),
         sections=tuple(summary_sections(plan)),
-        figures=tuple(figure for figure in figures if figure),
+        figures=figures,
         details=tuple(details),
     )
 

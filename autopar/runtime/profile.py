@@ -13,7 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.base.documents import shown
+from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_seconds
+from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
 from autopar.plans.timeline import predicted_timeline, stage_durations
@@ -31,6 +35,10 @@ NOTE = (
     "are reduced last, updates, and the call itself. On GPUs the time of an action is that of its "
     "launch."
 )
+
+
+PhaseRow = tuple[str, float | None, list[float]]
+"""The name of a phase, its predicted seconds, and the measured ones by rank, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,31 +149,39 @@ class Profile:
         )
         return first, self._phase_section(), self._stage_section()
 
-    def _phase_section(self) -> Section:
-        p = self.plan.prediction
+    @property
+    def _slowest(self) -> list[RankPhases]:
+        """The ranks that take longest, in order; the report has columns for them."""
         slowest = sorted(self.ranks, key=lambda r: -r.forward_s - r.backward_s)[:MOST_RANKS]
-        shown = sorted(slowest, key=lambda each: each.rank)
+        return sorted(slowest, key=lambda each: each.rank)
+
+    def _phase_rows(self) -> tuple[PhaseRow, ...]:
+        """The phases of a step: predicted seconds, and those measured on the slowest ranks."""
+        p, ranks = self.plan.prediction, self._slowest
         exposed_s = p.communication_s
         rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.update_s
-        messages = "messages between stages", None, [r.messages_s for r in shown]
-        rows: tuple[tuple[str, float | None, list[float]], ...] = (
-            ("forward", p.forward_s, [r.forward_s for r in shown]),
-            ("backward", p.backward_s, [r.backward_s for r in shown]),
+        messages = "messages between stages", None, [r.messages_s for r in ranks]
+        return (
+            ("forward", p.forward_s, [r.forward_s for r in ranks]),
+            ("backward", p.backward_s, [r.backward_s for r in ranks]),
             ("exposed communication", exposed_s, []),
             *([messages] if self.plan.is_pipeline else []),
-            ("waiting", max(rest_s, 0.0), [r.waiting_s for r in shown]),
-            ("updates and the rest", p.update_s, [r.rest_s for r in shown]),
+            ("waiting", max(rest_s, 0.0), [r.waiting_s for r in ranks]),
+            ("updates and the rest", p.update_s, [r.rest_s for r in ranks]),
         )
+
+    def _phase_section(self) -> Section:
+        ranks = self._slowest
         return Section(
             title="a step by phase",
-            columns=("phase", "predicted", *(f"rank {r.rank}" for r in shown)),
+            columns=("phase", "predicted", *(f"rank {r.rank}" for r in ranks)),
             rows=tuple(
                 (
                     name,
                     "" if predicted is None else format_seconds(predicted),
-                    *(map(format_seconds, times) if times else [""] * len(shown)),
+                    *(map(format_seconds, times) if times else [""] * len(ranks)),
                 )
-                for name, predicted, times in rows
+                for name, predicted, times in self._phase_rows()
             ),
             notes=(NOTE,),
         ).used_columns()
@@ -192,6 +208,48 @@ class Profile:
 
     def __repr__(self) -> str:
         return f"<Profile of {len(self.step_times_s)} steps, {format_seconds(self.step_time_s)}>"
+
+    def figure(self, name: str = "phases") -> tuple[Any, Any]:
+        """Predicted against measured times, as a figure and its axes, of matplotlib.
+
+        ``name`` is "phases", of a step by rank, or "stages", of a micro-batch. Raises InputError
+        for another.
+        """
+        from autopar.plans.figures.bar_plots import plot_bars  # imports matplotlib
+
+        if name not in ("phases", "stages"):
+            near = did_you_mean(name, ("phases", "stages")) if isinstance(name, str) else ""
+            raise InputError(f"there is no figure {shown(name)}; write phases | stages{near}")
+        return plot_bars(self.phases_data() if name == "phases" else self.stages_data())
+
+    def phases_data(self) -> Bars:
+        """The seconds of each phase of a step: predicted, and measured on the slowest ranks."""
+        rows, ranks = self._phase_rows(), self._slowest
+        series = [("predicted", tuple(predicted for _, predicted, _ in rows))]
+        for place, each in enumerate(ranks):
+            times = tuple(found[place] if found else None for _, _, found in rows)
+            series.append((f"measured on rank {each.rank}", times))
+        return Bars(
+            title=f"A step: {format_seconds(self.step_time_s)} measured, "
+            f"{self.ratio:.2f} of the predicted",
+            unit=Unit.SECONDS, rows=tuple(name for name, _, _ in rows),
+            series=tuple(_series(*each) for each in series),
+        )  # fmt: skip
+
+    def stages_data(self) -> Bars:
+        """The seconds of each stage's forward and backward pass: predicted, and measured."""
+        rows, predicted, measured = [], [], []
+        for each in self.stages:
+            rows += [f"stage {each.stage} forward", f"stage {each.stage} backward"]
+            predicted += [each.predicted_forward_s, each.predicted_backward_s]
+            measured += [each.forward_s, each.backward_s]
+        return Bars(
+            title="A micro-batch by stage: computation as predicted, and passes as measured",
+            unit=Unit.SECONDS, rows=tuple(rows),
+            series=(
+                _series("predicted", tuple(predicted)), _series("measured", tuple(measured)),
+            ),
+        )  # fmt: skip
 
     # --- for trace viewers --------------------------------------------------------------------
     def trace_events(self) -> list[dict[str, Any]]:
@@ -235,3 +293,8 @@ def _beside(measured_s: float, predicted_s: float | None) -> tuple[str, str, str
     if not predicted_s:
         return measured, "", ""
     return measured, format_seconds(predicted_s), f"{measured_s / predicted_s:.2f}"
+
+
+def _series(name: str, values: tuple[float | None, ...]) -> Series:
+    texts = tuple("" if each is None else format_seconds(each) for each in values)
+    return Series(name=name, values=values, texts=texts)

@@ -1,4 +1,4 @@
-"""Backward schedules as one type: generated, verified, simulated, searched, drawn, exchanged."""
+"""Backward schedules as one type: generated, verified, simulated, searched, exchanged."""
 
 from autopar.schedules.action import Action, Kind, parse_action
 from autopar.schedules.exchange import from_csv, to_csv

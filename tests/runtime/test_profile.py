@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.base.errors import InputError
 from autopar.runtime.profile import Profile
 from tests.models.zoo import build
 
@@ -106,3 +107,23 @@ def test_a_number_of_steps_that_is_none_is_refused(profiled: tuple[Any, Profile]
     for wrong in (0, -1, 2.5, True, "3"):
         with pytest.raises(autopar.InputError, match=r"num_steps is .* whole number"):
             profiled[0].profile(num_steps=wrong)
+
+
+def test_figures_draw_predicted_and_measured_times(profiled: tuple[Any, Profile]) -> None:
+    _, profile = profiled
+    for name, data in (("phases", profile.phases_data()), ("stages", profile.stages_data())):
+        figure, axes = profile.figure(name)
+        scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[axes.get_xlabel()]
+        values = [v for series in data.series for v in series.values if v is not None]
+        assert [patch.get_width() * scale for patch in axes.patches] == pytest.approx(values)
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert legend == [series.name for series in data.series]
+    forward = {series.name: series.values[0] for series in profile.phases_data().series}
+    assert forward["predicted"] == profile.plan.prediction.forward_s
+    assert forward["measured on rank 1"] == profile.ranks[1].forward_s
+    assert profile.stages_data().series[1].values[:2] == (
+        profile.stages[0].forward_s,
+        profile.stages[0].backward_s,
+    )
+    with pytest.raises(InputError, match=r"'stage'; write phases \| stages; did you mean"):
+        profile.figure("stage")

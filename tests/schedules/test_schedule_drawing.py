@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from schedule_cases import schedules
 
+from autopar.plans.figures import held_data, plot_held, plot_timeline, timeline_data
 from autopar.schedules import (
     Durations,
     Links,
@@ -19,12 +20,6 @@ from autopar.schedules import (
     trace_events,
     trace_json,
     with_reductions,
-)
-from autopar.schedules.simulate.drawing import (
-    draw_memory,
-    draw_timeline,
-    memory_chart,
-    timeline_chart,
 )
 
 COSTS = Durations(F=1, I=1, W=1, G=0.7)
@@ -38,28 +33,28 @@ def timeline() -> Timeline:
 
 
 def test_a_chart_has_a_bar_for_every_action(timeline: Timeline) -> None:
-    chart = timeline_chart(timeline)
+    chart = timeline_data(timeline)
     assert len(chart.bars) == timeline.schedule.num_actions
-    assert chart.rows[:2] == ("device 0 main", "device 0 collective")
+    assert chart.rows[:2] == ("pipeline rank 0 main", "pipeline rank 0 collective")
     by_label = {bar.label: bar for bar in chart.bars}
     for item in timeline.intervals:
         if item.peer < 0:
             bar = by_label[str(item.action)]
             assert (bar.start_s, bar.duration_s) == (item.start_s, item.end_s - item.start_s)
-            assert chart.rows[bar.row] == f"device {item.device} {item.resource.value}"
-    assert len(timeline_chart(timeline, links=True).bars) == len(timeline.intervals)
+            assert chart.rows[bar.row] == f"pipeline rank {item.device} {item.resource.value}"
+    assert len(timeline_data(timeline, links=True).bars) == len(timeline.intervals)
 
 
 def test_figures_draw_what_the_charts_hold(timeline: Timeline) -> None:
-    chart = timeline_chart(timeline)
-    figure = draw_timeline(chart)
-    drawn = list(figure.axes[0].patches)
+    chart = timeline_data(timeline)
+    figure, axes = plot_timeline(chart)
+    drawn = list(axes.patches)
     assert len(drawn) == len(chart.bars)
     assert sorted(patch.get_x() for patch in drawn) == sorted(bar.start_s for bar in chart.bars)
-    curves = memory_chart(timeline)
-    lines = draw_memory(curves).axes[0].lines
-    assert [list(line.get_ydata()) for line in lines] == [list(h) for h in curves.held_bytes]
-    assert max(map(max, curves.held_bytes)) == max(timeline.peak_memory_bytes)
+    curves = held_data(timeline)
+    lines = plot_held(curves)[1].lines
+    assert [list(line.get_ydata()) for line in lines] == [list(h) for h in curves.held]
+    assert max(map(max, curves.held)) == max(timeline.peak_memory_bytes)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=40)
     assert picture.getvalue().startswith(b"\x89PNG")

@@ -1,0 +1,58 @@
+"""Figures: for each, its numbers as a value, and a drawing of that value by matplotlib.
+
+``plan.figure("memory")`` draws one by name; ``memory_data(plan)`` are its numbers.
+"""
+
+from autopar.plans.bars import Bars, Line, Series, Unit
+from autopar.plans.figures.bar_plots import plot_bars
+from autopar.plans.figures.catalog import FIGURES, figure_data, page_figures, plan_figure
+from autopar.plans.figures.k_curve import KCurve, k_curve_data, plot_k_curve
+from autopar.plans.figures.numbers import (
+    alternatives_data,
+    kernels_data,
+    memory_data,
+    recomputation_data,
+    step_data,
+)
+from autopar.plans.figures.offload import OffloadChart, offload_data, plot_offload
+from autopar.plans.figures.strategy import StrategyMap, plot_strategy, strategy_data
+from autopar.plans.figures.timeline import (
+    HeldChart,
+    TimelineChart,
+    held_data,
+    plot_held,
+    plot_timeline,
+    timeline_data,
+)
+
+__all__ = [
+    "FIGURES",
+    "Bars",
+    "HeldChart",
+    "KCurve",
+    "Line",
+    "OffloadChart",
+    "Series",
+    "StrategyMap",
+    "TimelineChart",
+    "Unit",
+    "alternatives_data",
+    "figure_data",
+    "held_data",
+    "k_curve_data",
+    "kernels_data",
+    "memory_data",
+    "offload_data",
+    "page_figures",
+    "plan_figure",
+    "plot_bars",
+    "plot_held",
+    "plot_k_curve",
+    "plot_offload",
+    "plot_strategy",
+    "plot_timeline",
+    "recomputation_data",
+    "step_data",
+    "strategy_data",
+    "timeline_data",
+]

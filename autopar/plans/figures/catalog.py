@@ -1,0 +1,109 @@
+"""The figures of a plan by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from autopar.base.documents import shown
+from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
+from autopar.plans.figures.bar_plots import plot_bars
+from autopar.plans.figures.drawing import FigureAndAxes, svg_of
+from autopar.plans.figures.numbers import (
+    alternatives_data,
+    kernels_data,
+    memory_data,
+    recomputation_data,
+    step_data,
+)
+from autopar.plans.figures.offload import offload_data, plot_offload
+from autopar.plans.figures.strategy import plot_strategy, strategy_data
+from autopar.plans.figures.timeline import (
+    HeldChart,
+    TimelineChart,
+    held_data,
+    plot_held,
+    plot_timeline,
+    timeline_data,
+)
+from autopar.plans.parts import PlanFields
+from autopar.plans.timeline import predicted_timeline
+
+MOST_BARS = 2000
+"""A timeline of more bars is not part of a page."""
+
+
+class Recipe(NamedTuple):
+    """How a figure is made; ``data`` is None for a plan that has nothing to show, ``why``."""
+
+    data: Callable[[PlanFields], Any]
+    plot: Callable[[Any], FigureAndAxes]
+    why: str = ""
+
+
+def _timeline(plan: PlanFields) -> TimelineChart | None:
+    found = predicted_timeline(plan)
+    if found is None:
+        return None
+    where = "by pipeline rank, without messages" if plan.is_pipeline else "of a step"
+    return replace(timeline_data(found), title=f"Computation {where}: {plan.schedule.name}")
+
+
+def _activations(plan: PlanFields) -> HeldChart | None:
+    found = predicted_timeline(plan) if plan.is_pipeline else None
+    return None if found is None else held_data(found, is_bytes=False)
+
+
+FIGURES: Mapping[str, Recipe] = {
+    "strategy": Recipe(strategy_data, plot_strategy, "its mesh has no axes"),
+    "step": Recipe(step_data, plot_bars),
+    "memory": Recipe(memory_data, plot_bars),
+    "alternatives": Recipe(alternatives_data, plot_bars, "nothing else was considered"),
+    "timeline": Recipe(_timeline, plot_timeline, "it has no prices for the blocks of its stages"),
+    "activations": Recipe(_activations, plot_held, "it is no pipeline"),
+    "recomputation": Recipe(recomputation_data, plot_bars, "nothing is recomputed"),
+    "kernels": Recipe(kernels_data, plot_bars, "no compiled blocks were measured"),
+    "offload": Recipe(offload_data, plot_offload, "nothing moves to the host"),
+}
+IN_NOTEBOOKS = ("step", "memory", "timeline")
+
+
+def figure_data(plan: PlanFields, name: str) -> Any:
+    """The numbers of a figure; raises InputError for one that there is not, or not for the plan."""
+    if name not in FIGURES:
+        near = did_you_mean(name, FIGURES) if isinstance(name, str) else ""
+        raise InputError(f"there is no figure {shown(name)}; write {' | '.join(FIGURES)}{near}")
+    found = FIGURES[name].data(plan)
+    if found is None:
+        have = [each for each, recipe in FIGURES.items() if recipe.data(plan) is not None]
+        raise InputError(
+            f"the plan has no figure {name!r}: {FIGURES[name].why}; it has {', '.join(have)}"
+        )
+    return found
+
+
+def plan_figure(plan: PlanFields, name: str) -> FigureAndAxes:
+    """Draw a figure of the plan; raises InputError as `figure_data` does."""
+    data = figure_data(plan, name)
+    return FIGURES[name].plot(data)
+
+
+def page_figures(plan: PlanFields, names: tuple[str, ...] = tuple(FIGURES)) -> tuple[str, ...]:
+    """Figures as elements of a page: those that the plan has, and no timeline of too many bars."""
+    found = []
+    for name in names:
+        data = FIGURES[name].data(plan)
+        if data is None or _is_left_out(plan, data):
+            continue
+        figure, _ = FIGURES[name].plot(data)
+        found.append(f"<figure>{svg_of(figure, data.title)}</figure>")
+    return tuple(found)
+
+
+def _is_left_out(plan: PlanFields, data: object) -> bool:
+    """A timeline with too many bars, or with the three of a plan without a pipeline."""
+    if not isinstance(data, TimelineChart):
+        return False
+    return not plan.is_pipeline or len(data.bars) > MOST_BARS

@@ -1,0 +1,62 @@
+"""The curve of reverse-first-k over k (Oh et al., EuroSys 2022).
+
+In: a ``Gain`` of `autopar.schedules.reverse_first_k_gain`. Out: seconds per iteration at each k,
+beside those of the conventional order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.base.units import format_seconds
+from autopar.plans.bars import Unit
+from autopar.plans.figures.drawing import (
+    COLORS,
+    INK,
+    FigureAndAxes,
+    add_legend,
+    name_axis,
+    new_figure,
+)
+from autopar.schedules import Gain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KCurve:
+    """Seconds per iteration at each ``k`` that was tried, and the best one that fits."""
+
+    title: str
+    ks: tuple[int, ...]
+    iteration_s: tuple[float, ...]
+    conventional_s: float
+    best_k: int
+    best_s: float
+
+
+def k_curve_data(gain: Gain) -> KCurve:
+    """The curve of a gain by reverse-first-k."""
+    best_k = 0 if gain.best_k is None else gain.best_k
+    return KCurve(
+        title=f"Reverse-first-k: k = {best_k} takes {format_seconds(gain.best_s)}, "
+        f"{gain.speedup:.3f}x as fast as the conventional order",
+        ks=tuple(point.k for point in gain.curve),
+        iteration_s=tuple(point.iteration_s for point in gain.curve),
+        conventional_s=gain.conventional_s,
+        best_k=best_k,
+        best_s=gain.best_s,
+    )
+
+
+def plot_k_curve(curve: KCurve) -> FigureAndAxes:
+    """Draw the curve, the best k, and the conventional order as a line."""
+    figure, axes = new_figure(curve.title, 8)
+    unit, scale = Unit.SECONDS.scale(max((*curve.iteration_s, curve.conventional_s)))
+    times = [each / scale for each in curve.iteration_s]
+    axes.plot(curve.ks, times, ".-", color=COLORS[0], linewidth=1.3)
+    axes.plot([curve.best_k], [curve.best_s / scale], "o", color=COLORS[1])
+    axes.axhline(curve.conventional_s / scale, color=INK, linewidth=1.2, linestyle="--")
+    name_axis(axes, "k, the number of layers whose weight gradients are computed last")
+    axes.set_ylabel(unit, fontsize=9, color=INK)
+    items = [("reverse-first-k", COLORS[0]), ("best k that fits", COLORS[1])]
+    add_legend(figure, items, [f"conventional, {format_seconds(curve.conventional_s)}"])
+    return figure, axes
