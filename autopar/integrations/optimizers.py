@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from autopar.base.errors import OptimizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameOptimizer:
-    """Makes an optimizer of ``kind`` from the trainable parameters of a model, in order.
+    """Makes an optimizer of class ``kind`` from the trainable parameters of a model, in order.
 
     ``groups``: the options of each parameter group, and the positions of its parameters.
     """
 
-    kind: type[torch.optim.Optimizer]
+    kind: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     groups: tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

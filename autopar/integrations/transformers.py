@@ -104,7 +104,7 @@ class AutoparTrainer(Trainer):
         return self._hosted
 
     def training_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Train on the batches of an update when the last of them has come; its loss, else 0."""
         assert self._hosted is not None
@@ -121,17 +121,20 @@ class AutoparTrainer(Trainer):
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         found = self.optimizer
-        return found.optimizer if isinstance(found, AcceleratedOptimizer) else found
+        found = found.optimizer if isinstance(found, AcceleratedOptimizer) else found
+        assert isinstance(found, torch.optim.Optimizer)
+        return found
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """What the loops call as their model; training begins with a new one."""
-        if training:
+        if training or self._hosted is None:
             if self._hosted is not None:
                 self._hosted.close()
             self._held = []
+            assert isinstance(self.model, nn.Module)
             self._hosted = Hosted(self.model, self._devices, self._options)
             self._module = _OnDevices(self._hosted)
-        return self.model if self.compiled is None and not training else self._module
+        return self._module
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return None if self.compiled is None else self.compiled.grad_norm
