@@ -107,6 +107,10 @@ class NonFiniteError(AutoparError, FloatingPointError):
         self.location = location
 
 
+class PackageError(AutoparError, ImportError):
+    """A package that is optional, and needed here, is not installed."""
+
+
 class WorkerError(AutoparError, RuntimeError):
     """A worker process failed; carries that worker's rank and traceback."""
 

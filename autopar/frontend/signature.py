@@ -42,12 +42,15 @@ class Signature:
     out_leaves: tuple[Any, ...]
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensor inputs of a call; raises InputError where it differs from the example."""
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        """The tensor inputs of a call; raises InputError where it differs from the example.
+
+        Keywords may be in any order.
+        """
+        leaves, spec = self._flat(args, kwargs)
         if spec != self.in_spec:
             raise InputError(
                 "inputs do not match the example inputs: they must have the same structure "
-                "(positional and keyword, keywords in the same order). "
+                "(the same positional and keyword arguments). "
                 f"Expected {self.describe()}; got "
                 f"{len(args)} positional and keywords {sorted(kwargs)}"
             )
@@ -67,7 +70,7 @@ class Signature:
 
         Where the call differs in more than sizes, `flatten` of the result refuses it.
         """
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        leaves, spec = self._flat(args, kwargs)
         if spec != self.in_spec:
             return self
         shapes = list(self.input_shapes)
@@ -81,6 +84,12 @@ class Signature:
             if tuple(shapes) == self.input_shapes
             else replace(self, input_shapes=tuple(shapes))
         )
+
+    def _flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """The leaves and the structure of a call, its keywords in the example's order."""
+        own = pytree.tree_unflatten(self.leaves, self.in_spec)[1]
+        ordered = {name: kwargs[name] for name in own} if kwargs.keys() == own.keys() else kwargs
+        return pytree.tree_flatten((tuple(args), dict(ordered)))
 
     def _check(self, leaf: Any, position: int) -> Tensor:
         name, shape = self.input_names[position], self.input_shapes[position]
@@ -108,13 +117,7 @@ class Signature:
 
     def key(self) -> CallKey:
         """The `call_key` of the example, which every call that `flatten` accepts has too."""
-        leaves = tuple(
-            (self.input_shapes[leaf.position], self.input_dtypes[leaf.position])
-            if isinstance(leaf, InputSlot)
-            else _constant_key(leaf)
-            for leaf in self.leaves
-        )
-        return self.in_spec, leaves
+        return call_key(*self.example())
 
     def example(self) -> Arguments:
         """A call like the example, with tensors that hold no data."""
@@ -165,8 +168,11 @@ CallKey = tuple[Any, tuple[Any, ...]]
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKey:
-    """A key of calls that one program can run: structure, shapes, dtypes, plain values."""
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    """A key of calls that one program can run: structure, shapes, dtypes, plain values.
+
+    It does not depend on the order of keywords.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _constant_key(leaf)
         for leaf in leaves

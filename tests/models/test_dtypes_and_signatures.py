@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.frontend.capture import capture
+from autopar.frontend.signature import Arguments, call_key
 from autopar.ir.mesh import Mesh
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import build
@@ -105,6 +106,20 @@ def nested_call() -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     return (ids, keep), {"pair": pair, "double": True}
 
 
+def test_keywords_may_be_in_any_order():
+    args, kwargs = nested_call()
+    other = dict(reversed(kwargs.items()))
+    assert list(other) != list(kwargs)
+    signature = capture(Nested(), Arguments(args, kwargs)).signature
+    expected, found = signature.flatten(args, kwargs), signature.flatten(args, other)
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+    assert signature.key() == call_key(args, kwargs) == call_key(args, other)
+    fewer = (args[0][:2], args[1][:2])
+    assert signature.with_shapes_of(fewer, other) == signature.with_shapes_of(fewer, kwargs)
+    with pytest.raises(autopar.InputError, match="same structure"):
+        signature.flatten(args, {**other, "triple": True})
+
+
 def test_nested_inputs_and_outputs_on_two_processes():
     torch.manual_seed(0)
     model = Nested()
@@ -117,7 +132,7 @@ def test_nested_inputs_and_outputs_on_two_processes():
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with autopar.compile(model, 2, loss_fn=loss_fn, optimizer=sgd, profile_limit_s=0) as compiled:
         loss = compiled.train_step(*args, target=target, **kwargs)
-        output = compiled(*args, target=target, **kwargs)
+        output = compiled(*args, double=True, target=target, pair=kwargs["pair"])
     trained = copy.deepcopy(model)
     expected = loss_fn(trained(*args, **kwargs), target)
     expected.backward()

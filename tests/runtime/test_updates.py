@@ -55,6 +55,13 @@ def test_what_the_user_chose_runs() -> None:
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_fused_kernel_that_the_user_chose_gets_gradients_that_lie_as_weights(name: str) -> None:
+    expected, _ = trained(MAKES[name], lambda optimizer: optimizer.step())
+    got, _ = trained(MAKES[name], update, fused=True)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def refused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     raise ValueError(f"{len(parameters)} parameters are too few")
 

@@ -242,8 +242,10 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     groups = [g for g in optimizer.param_groups if _may_be_fused(optimizer, g)]
     for group in groups:
         group["fused"] = True
-        for parameter in group["params"]:
-            _lay_out_gradient(parameter)
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                _lay_out_gradient(parameter)
     try:
         optimizer.step()
     finally:
