@@ -103,8 +103,8 @@ class PeriodicCheckpoints:
             except InputError as error:
                 refused.append(error)
                 continue
-            for error in refused:
-                _log.warning("training goes on from %r: %s", path, error)
+            for reason in refused:
+                _log.warning("training goes on from %r: %s", path, reason)
             return
         if refused:
             raise InputError(
