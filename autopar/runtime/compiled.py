@@ -7,7 +7,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 import torch
@@ -24,6 +23,7 @@ from autopar.frontend.copies import without_data
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
+from autopar.runtime.checkpointing import PeriodicCheckpoints, SavingRunner
 from autopar.runtime.habits import ModuleHabits, refusing_backward
 from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
@@ -45,7 +45,7 @@ from autopar.runtime.step.training_programs import (
 _NUM_TIMED_STEPS = 100
 
 
-class Runner(Protocol):
+class Runner(SavingRunner, Protocol):
     """Runs the ranks: this process's own, under ``torchrun``, or local workers.
 
     ``not_compiled`` names the graphs that should be compiled and cannot be, with the reasons.
@@ -64,14 +64,9 @@ class Runner(Protocol):
     def grad_norm(self) -> Tensor | None: ...
 
     @property
-    def num_skipped_steps(self) -> int: ...
-
-    @property
     def loss_scale(self) -> float: ...
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
-
-    def watched(self, name: str) -> AbstractContextManager[None]: ...
 
     def forward(
         self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
@@ -94,8 +89,6 @@ class Runner(Protocol):
     def load_model_states(self, states: Sequence[ModelState]) -> None: ...
 
     def save(self, path: Path, *, allow_nonfinite: bool = False) -> None: ...
-
-    def load(self, path: Path) -> None: ...
 
     def memory_growth_bytes(self) -> list[int]: ...
 
@@ -179,6 +172,7 @@ class Compiled(ModuleHabits, Closing):
                     call_timeout_s=options.call_timeout_s,
                 ),
             )
+        self._checkpoints = PeriodicCheckpoints(self._runner)
         for text in self._runner.not_compiled:
             warnings.warn(text, stacklevel=3)
         empty, loss_fn = without_data(model, options.loss_fn)
@@ -221,7 +215,8 @@ class Compiled(ModuleHabits, Closing):
         refuse_autocast(self.program.device_type, "train_step was called")
         started_s = time.perf_counter()
         slot, tensors = self._training_call(args, kwargs, local)
-        loss = self._runner.train_step(tensors, local=local, slot=slot)
+        with self._checkpoints.step():
+            loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times_s.append(time.perf_counter() - started_s)
         return loss
 
@@ -429,9 +424,26 @@ class Compiled(ModuleHabits, Closing):
         """
         self._runner.load(path)
 
+    def checkpoint_every(self, num_steps: int, folder: Path, *, keep: int = 3) -> int:
+        """Save after every so many training steps, and go on from the newest checkpoint there.
+
+        Returns the number of steps that it had done, skipped ones included, 0 without one, so that
+        a script that is started again leaves out their batches. A damaged checkpoint is logged, and
+        the one before it is taken. Each is a folder ``step-00000100`` in ``folder``, which all
+        ranks must reach, as `save` writes it; the newest ``keep`` are kept. Training waits for
+        copies in the host's memory; files are written in the background. What goes wrong there
+        raises InputError at the beginning of the next step, or in `close`, which waits for the
+        last checkpoint. Raises InputError if there are checkpoints and none can be loaded.
+        """
+        check_has_optimizer(self._has_optimizer)
+        return self._checkpoints.begin(num_steps, folder, keep)
+
     def close(self) -> None:
         """End the workers, or leave the process group if it was joined here."""
-        self._runner.close()
+        try:
+            self._checkpoints.finish()
+        finally:
+            self._runner.close()
 
     def __repr__(self) -> str:
         return f"<Compiled {self._name}: {self.plan!r}>"

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import gc
 import resource
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,6 +32,8 @@ from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.runners.local import LocalRunner, RankService
+from autopar.runtime.state import background, checkpoint_writer
+from autopar.runtime.state.checkpoint_writer import Layout
 from autopar.runtime.step.forward_programs import LowerForward
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.workers.group import WorkerGroup
@@ -164,6 +168,23 @@ class ProbedService(RankService):
     def limit_file_size(self, size_bytes: int) -> None:
         """Limit the files that this process writes, as a full disk would; -1 lifts the limit."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, -1))
+
+    def hold_writes(self, until: str | None) -> None:
+        """From now on background saves wait in the middle of a file until a path exists."""
+        write = checkpoint_writer.write_file
+
+        def held(folder: str, layout: Layout, tensors: Iterable[Tensor]) -> str:
+            def some_then_all() -> Iterator[Tensor]:
+                for number, tensor in enumerate(tensors):
+                    deadline_s = time.monotonic() + 300
+                    while number == 2 and until is not None and not Path(until).exists():
+                        assert time.monotonic() < deadline_s
+                        time.sleep(0.01)
+                    yield tensor
+
+            return write(folder, layout, some_then_all())
+
+        background.write_file = write if until is None else held
 
     def fsdp_steps(self, batches: list[tuple[Tensor, Tensor]]) -> Any:
         """Training under ``fully_shard`` on this rank."""

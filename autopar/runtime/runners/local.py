@@ -50,6 +50,7 @@ class _Step:
     loss: Tensor | None
     refused: RefusedStep | FailedStep | None
     grad_norm: Tensor | None
+    num_steps: int
     num_skipped_steps: int
 
 
@@ -60,10 +61,11 @@ class RankService:
         self.rank = rank
         self.runtime: RankRuntime | None = None
         self._state: dict[str, Tensor] = {}
+        self._save: Any = None
 
     def prepare(self, program: bytes) -> None:
         """Receive a new program; what the old one holds is released first."""
-        self.runtime = None
+        self.runtime = self._save = None
         self._state = {}
         release_message_buffers()
         self.program: RankProgram = unpack(program)
@@ -106,7 +108,11 @@ class RankService:
             return None
         norm = None if runtime.grad_norm is None else runtime.grad_norm.cpu()
         return _Step(
-            loss=loss, refused=refused, grad_norm=norm, num_skipped_steps=runtime.num_skipped_steps
+            loss=loss,
+            refused=refused,
+            grad_norm=norm,
+            num_steps=runtime.num_steps,
+            num_skipped_steps=runtime.num_skipped_steps,
         )
 
     def loss_scale(self) -> float:
@@ -182,11 +188,32 @@ class RankService:
             functools.partial(checkpoint.save, allow_nonfinite=allow_nonfinite), self.running, path
         )
 
+    def begin_save(self, path: str, keep: int, limit_s: float) -> str | None:
+        """Begin a save; returns None or why it was refused, the same on all ranks."""
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
+        def begin() -> None:
+            self._save = checkpoint.begin_save(self.running, path, keep, limit_s)
+
+        return _refusal(begin)
+
+    def save_outcome(self, wait_s: float) -> str | None:
+        """As `autopar.runtime.state.background.BackgroundSave.outcome`, of the last save begun."""
+        return "" if self._save is None else self._save.outcome(wait_s)
+
+    def give_up_save(self) -> None:
+        if self._save is not None:
+            self._save.give_up()
+
     def load_checkpoint(self, path: str) -> str | None:
         """Load; returns None or why it was refused, the same on all ranks."""
         from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
 
         return _refusal(checkpoint.load, self.running, path)
+
+    def step_counts(self) -> tuple[int, int]:
+        """Steps done, and steps skipped."""
+        return self.running.num_steps, self.running.num_skipped_steps
 
 
 def _on_cpu(state: ModelState) -> ModelState:
@@ -220,7 +247,7 @@ class LocalRunner:
         self.program = program
         self.options = options
         self.grad_norm: Tensor | None = None
-        self.num_skipped_steps = 0
+        self.num_steps = self.num_skipped_steps = 0
         self._owns_group = owns_group
         self._parameters = {p.name: p for p in program.parameters}
         check_optimizer_here(program, options)
@@ -267,7 +294,8 @@ class LocalRunner:
             idle_limit_s=step_limit.idle_limit_s,
         )[0]
         step_limit.note(time.monotonic() - started_s)
-        self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
+        self.grad_norm = step.grad_norm
+        self.num_steps, self.num_skipped_steps = step.num_steps, step.num_skipped_steps
         if step.refused is not None:
             raise error_of_step(step.refused, program)
         assert step.loss is not None
@@ -374,6 +402,22 @@ class LocalRunner:
     def load(self, path: Path) -> None:
         check_exists(path)
         self._checked_call("load_checkpoint", os.path.abspath(path))
+        self.num_steps, self.num_skipped_steps = self.group.call("step_counts")[0]
+
+    def begin_save(self, path: str, keep: int) -> None:
+        self._checked_call("begin_save", path, keep, self._write_limit_s)
+
+    @property
+    def _write_limit_s(self) -> float:
+        return self.group.call_timeout_s / 2
+
+    def save_outcomes(self, *, wait: bool, alone: bool = False) -> list[str | None]:
+        if self.group.closed:  # by a call that said why
+            return []
+        return list(self.group.call("save_outcome", self._write_limit_s if wait else 0.0))
+
+    def give_up_save(self) -> None:
+        self.group.call("give_up_save")
 
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]

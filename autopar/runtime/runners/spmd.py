@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from autopar.runtime.step.recovery import error_of_step
 
 T = TypeVar("T")
 COMPILE = "compile()"
+_POLL_S = 0.2
 
 
 def is_spmd() -> bool:
@@ -118,6 +120,7 @@ class SpmdRunner:
             membership.leave(self.watch)
             raise
         self.peak_memory.forget_peak()
+        self._save: Any = None
         self._closed = False
 
     def train_step(
@@ -215,6 +218,39 @@ class SpmdRunner:
         check_exists(path)
         with self.watched("load()"):
             checkpoint.load(self.runtime, path)
+
+    @property
+    def num_steps(self) -> int:
+        return self.runtime.num_steps
+
+    @property
+    def _write_limit_s(self) -> float:
+        return self.step_limit.ceiling_s / 2
+
+    def begin_save(self, path: str, keep: int) -> None:
+        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
+
+        with self.watched("a periodic checkpoint"):
+            self._save = checkpoint.begin_save(self.runtime, path, keep, self._write_limit_s)
+
+    def save_outcomes(self, *, wait: bool, alone: bool = False) -> list[str | None]:
+        if self._save is None or self._closed or self.watch.has_fault:  # which a call has raised
+            return []
+        wait_s = self._write_limit_s if wait else 0.0
+        if not alone:
+            with self.watched("a periodic checkpoint"):
+                return _from_all_ranks(self._save.outcome(wait_s))
+        deadline_s = time.monotonic() + wait_s
+        own: str | None = self._save.outcome(0.0)
+        while own is None and time.monotonic() < deadline_s:
+            if self.watch.has_fault:  # the files of all ranks may never be there
+                return []
+            own = self._save.outcome(_POLL_S)
+        return [own]
+
+    def give_up_save(self) -> None:
+        if self._save is not None:
+            self._save.give_up()
 
     def memory_growth_bytes(self) -> list[int]:
         with self.watched("memory_growth_bytes()"):

@@ -1,8 +1,8 @@
 """Checkpoints of a rank runtime: one folder of safetensors files and plain JSON.
 
 A checkpoint holds ``model`` (the model's own keys), ``optimizer`` (by parameter name) and
-``trainer`` (steps done, seed, loss scale, norm to clip by, learning-rate schedule). It can be read
-on any mesh and any number of ranks, and by ``torch.distributed.checkpoint`` with its
+``trainer`` (steps done and skipped, seed, loss scale, norm to clip by, learning-rate schedule). It
+can be read on any mesh and any number of ranks, and by ``torch.distributed.checkpoint`` with its
 `HuggingFaceStorageReader`; checkpoints that this module wrote can be read here. A checkpoint that
 is overwritten stays complete until the new one is, whatever dies meanwhile. Loading runs no code,
 and loads all or nothing.
@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from autopar.base.errors import InputError
+from autopar.runtime.state.background import BackgroundSave, BackgroundWriter
 from autopar.runtime.state.checkpoint_format import (
     MANIFEST,
     Chunk,
@@ -45,7 +46,7 @@ from autopar.runtime.state.checkpoint_format import (
     stamp_of,
     stored_tensors,
 )
-from autopar.runtime.state.checkpoint_paths import Path
+from autopar.runtime.state.checkpoint_paths import Path, unwritten
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
@@ -61,6 +62,30 @@ def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> 
     Raises InputError if it cannot be written, or if a weight is not finite and ``allow_nonfinite``
     is False; an earlier checkpoint is kept, and training can continue.
     """
+    _save(runtime, path, CheckpointWriter, allow_nonfinite=allow_nonfinite)
+
+
+def begin_save(runtime: RankRuntime, path: str, keep: int, limit_s: float) -> BackgroundSave:
+    """As `save`, but the files are written in the background, from copies. Collective.
+
+    Of the numbered checkpoints beside ``path`` ``keep`` are kept, this one included. The first rank
+    waits for the others' files for ``limit_s``.
+    """
+    writer = _save(runtime, path, BackgroundWriter, allow_nonfinite=False)
+    return BackgroundSave(writer, keep, limit_s)
+
+
+_Writer = TypeVar("_Writer", bound=CheckpointWriter)
+
+
+def _save(
+    runtime: RankRuntime,
+    path: Path,
+    make_writer: Callable[[Path, Mapping[str, Any]], _Writer],
+    *,
+    allow_nonfinite: bool,
+) -> _Writer:
+    """Save by a writer; returns it."""
     tensors = _tensors(runtime)
     refusal: str | None = None
     plain: dict[str, Any] = {}
@@ -77,18 +102,16 @@ def save(runtime: RankRuntime, path: Path, *, allow_nonfinite: bool = False) -> 
     if "optimizer" in plain:
         every = {name: entry for found in gathered for name, entry in found[2].items()}
         plain["optimizer"]["state"] = every
-    writer = CheckpointWriter(path, plain)
+    writer = make_writer(path, plain)
     try:
         dcp.save(tensors, storage_writer=writer)
     except dcp.CheckpointException as error:
         writer.discard()
-        raise InputError(
-            f"the checkpoint cannot be written to {os.fspath(path)!r}: {_reason(error)}. Nothing "
-            "is lost: pass another folder, such as compiled.save('checkpoint')"
-        ) from error
+        raise unwritten(path, _reason(error)) from error
     except BaseException:
         writer.discard()
         raise
+    return writer
 
 
 def load(runtime: RankRuntime, path: Path) -> None:
@@ -123,6 +146,7 @@ def load(runtime: RankRuntime, path: Path) -> None:
         trainer.get("loss_scale"),
         trainer.get("grad_norm"),
     )
+    runtime.num_skipped_steps = trainer.get("num_skipped_steps", runtime.num_skipped_steps)
     if runtime.lr_scheduler is not None:
         runtime.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
@@ -143,7 +167,11 @@ def _tensors(runtime: RankRuntime) -> dict[str, Tensor]:
 
 def _plain(runtime: RankRuntime) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plain data, and this rank's entries of optimizer state in it. Collective."""
-    trainer: dict[str, Any] = {"num_steps": runtime.num_steps, "seed": runtime.seed}
+    trainer: dict[str, Any] = {
+        "num_steps": runtime.num_steps,
+        "num_skipped_steps": runtime.num_skipped_steps,
+        "seed": runtime.seed,
+    }
     plain: dict[str, Any] = {"trainer": trainer}
     if runtime.updates.scale is not None:
         trainer["loss_scale"] = runtime.updates.scale.state()
@@ -384,7 +412,7 @@ def _optimizer_state(
 
 
 def _check_trainer(runtime: RankRuntime, trainer: dict[str, Any], place: str) -> None:
-    for key in ("num_steps", "seed"):
+    for key in ("num_steps", "num_skipped_steps", "seed"):
         value = trainer.get(key)
         if key in trainer and (type(value) is not int or not 0 <= value < 2**63):
             raise damaged(place, f"has {key} = {str(value)[:40]}")

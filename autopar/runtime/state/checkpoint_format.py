@@ -28,9 +28,11 @@ VERSION = 1
 SUFFIX = ".safetensors"
 UNFINISHED = ".part"
 """The suffix of a file until the manifest names it: other readers look for safetensors files."""
+WRITTEN = ".written"
+"""The suffix of the record beside a file that was written in the background."""
 _NAME = re.compile(r"autopar-[0-9a-f]{16}-[0-9]{1,7}\.safetensors")
 _OURS = re.compile(
-    r"autopar-[0-9a-f]{16}-[0-9]{1,7}\.safetensors(\.part)?"
+    r"autopar-[0-9a-f]{16}-[0-9]{1,7}\.safetensors(\.part|\.written(\.part)?)?"
     r"|autopar-[0-9a-f]{16}-publishing\.safetensors|autopar\.json\.[0-9a-f]{16}"
 )
 _BLOCK_BYTES = 1 << 22

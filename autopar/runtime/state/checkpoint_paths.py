@@ -41,6 +41,14 @@ def check_writable(path: Path) -> None:
         )
 
 
+def unwritten(path: Path, reason: str) -> InputError:
+    """The error of a checkpoint that could not be written."""
+    return InputError(
+        f"the checkpoint cannot be written to {os.fspath(path)!r}: {reason}. Nothing is lost: pass "
+        "another folder, such as compiled.save('checkpoint')"
+    )
+
+
 def _check_path(path: Any) -> None:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
         raise InputError(

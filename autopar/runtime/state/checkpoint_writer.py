@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
+class Written:
     """The file and the first byte of a chunk."""
 
     file: FileRecord
@@ -71,8 +71,8 @@ class CheckpointWriter(StorageWriter):
         self.folder = os.fspath(path)
         self.plain = dict(plain)
         self._place: _Place | None = None
+        self.is_coordinator = False
         self._made: list[str] = []
-        self._is_coordinator = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer writes once, into the folder that it was made with."""
@@ -82,7 +82,7 @@ class CheckpointWriter(StorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._is_coordinator = is_coordinator
+        self.is_coordinator = is_coordinator
         if is_coordinator:
             self._make_folder()
             self._remove_strays()
@@ -120,10 +120,17 @@ class CheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place = plan.storage_data
         self._place = place
-        results = _write(self.folder, place.name, plan.items, planner) if plan.items else []
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(self._written(place.name, plan.items, planner) if plan.items else [])
         return future
+
+    def _written(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        """Write this rank's file."""
+        layout = layout_of(name, items)
+        tensors = (resolved(planner, item) for item in layout.items)
+        return layout.results(write_file(self.folder, layout, tensors))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, make the files of all ranks the checkpoint."""
@@ -163,42 +170,69 @@ class CheckpointWriter(StorageWriter):
         Another rank cannot know whether the first one, which may be dead by now, has made its file
         part of the checkpoint; what such a rank leaves goes with the next save.
         """
-        if self._is_coordinator:
+        if self.is_coordinator:
             self._remove_strays()
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
 
 
-def _write(
-    folder: str, name: str, items: list[WriteItem], planner: SavePlanner
-) -> list[WriteResult]:
-    """Write one safetensors file, tensor by tensor, and flush it to the disk."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What one rank's file will hold: its header, and the first byte of each item's tensor."""
+
+    name: str
+    items: tuple[WriteItem, ...]
+    header: bytes
+    begins: tuple[int, ...]
+    size_bytes: int
+
+    def results(self, sha256: str) -> list[WriteResult]:
+        """Where each item is, in the file with this checksum."""
+        record = FileRecord(name=self.name, size_bytes=self.size_bytes, sha256=sha256)
+        return [
+            WriteResult(
+                index=item.index, size_in_bytes=0, storage_data=Written(file=record, begin=begin)
+            )
+            for item, begin in zip(self.items, self.begins)
+        ]
+
+
+def layout_of(name: str, items: list[WriteItem]) -> Layout:
+    """Lay out one safetensors file, which depends on no number in the tensors."""
     # The widest elements first, after a header of whole words, so that all are aligned.
     ordered = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
     header, begins, at = _header(ordered)
-    digest = hashlib.sha256(header)
+    return Layout(
+        name=name, items=tuple(ordered), header=header, begins=tuple(begins), size_bytes=at
+    )
+
+
+def resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    """The tensor of an item, on its device."""
+    held = planner.resolve_data(item)
+    assert isinstance(held, Tensor)
+    return held.detach()
+
+
+def write_file(folder: str, layout: Layout, tensors: Iterable[Tensor]) -> str:
+    """Write a file, tensor by tensor, and flush it to the disk; its SHA-256."""
+    path = os.path.join(folder, layout.name + UNFINISHED)
+    digest = hashlib.sha256(layout.header)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(os.path.join(folder, name + UNFINISHED), flags, 0o644)
+    file = os.open(path, flags, 0o644)
     try:
-        _write_all(file, memoryview(header))
-        for item in ordered:
-            held = planner.resolve_data(item)
-            assert isinstance(held, Tensor)
-            _write_tensor(file, held, digest)
+        _write_all(file, memoryview(layout.header))
+        for tensor in tensors:
+            _write_tensor(file, tensor, digest)
         os.fsync(file)
     except BaseException:
-        os.unlink(os.path.join(folder, name + UNFINISHED))
+        with contextlib.suppress(OSError):  # the folder may be gone
+            os.unlink(path)
         raise
     finally:
         os.close(file)
-    record = FileRecord(name=name, size_bytes=at, sha256=digest.hexdigest())
-    return [
-        WriteResult(
-            index=item.index, size_in_bytes=0, storage_data=_Written(file=record, begin=begin)
-        )
-        for item, begin in zip(ordered, begins)
-    ]
+    return digest.hexdigest()
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
@@ -238,7 +272,7 @@ def _header(items: list[WriteItem]) -> tuple[bytes, list[int], int]:
 def _write_tensor(file: int, tensor: Tensor, digest: Any) -> None:
     if not tensor.numel():
         return
-    held = tensor.detach().cpu().contiguous()
+    held = tensor.cpu().contiguous()
     held_bytes: Any = held.reshape(-1).view(torch.uint8).numpy()
     data = memoryview(held_bytes)
     for begin in range(0, len(data), _BLOCK_BYTES):
@@ -253,7 +287,7 @@ def _write_all(file: int, data: memoryview) -> None:
 
 
 def _content(
-    metadata: Metadata, written: Mapping[MetadataIndex, _Written], plain: dict[str, Any]
+    metadata: Metadata, written: Mapping[MetadataIndex, Written], plain: dict[str, Any]
 ) -> Content:
     files = {w.file.name: w.file for w in written.values()}
     place = {name: i for i, name in enumerate(files)}
