@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,19 +28,23 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
+from autopar.runtime.state.initial import needed_state, portions
 from autopar.runtime.state.model_optimizers import ModelState, check_models
-from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
+from autopar.runtime.state.optimizers import (
+    HyperParameters,
+    is_like_parameter,
+    joined_groups,
+    make_optimizer,
+)
 from autopar.runtime.state.shards import gather, holder, local_part
 from autopar.runtime.state.wire import pack, unpack
-from autopar.runtime.step.array import array_of, make_runtime
+from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankRuntime, no_optimizer
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import FailedStep, error_of_step
 from autopar.runtime.workers.group import WorkerGroup
-
-_PORTION_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +101,30 @@ class RankService:
 
     def train_step(self, tensors: Sequence[Tensor], slot: int) -> _Step | None:
         """Run a step; rank 0 returns its result."""
+        return self._step(lambda: self.running.train_step(tensors, slot=slot))
+
+    def training_pass(
+        self, tensors: Sequence[Tensor], slot: int, number: int, dropped: Sequence[int]
+    ) -> _Step | None:
+        """Run a pass of the classic loop; rank 0 returns its result."""
+        run = loop_of(self.running).training_pass
+        return self._step(lambda: run(tensors, number, dropped, slot=slot))
+
+    def update(self, changes: HyperParameters) -> tuple[bool, _Step | None]:
+        """Whether the accumulated gradients were finite, and the counters, of rank 0."""
+        is_finite = loop_of(self.running).update(changes)
+        return is_finite, self._step(lambda: None)
+
+    def in_loop(self, method: str, *args: Any) -> Any:
+        """Call a method of `autopar.runtime.step.loop.LoopRuntime`."""
+        result = getattr(loop_of(self.running), method)(*args)
+        return result.cpu() if isinstance(result, Tensor) else result
+
+    def _step(self, run: Callable[[], Tensor | None]) -> _Step | None:
         runtime, loss, refused = self.running, None, None
         try:
-            loss = runtime.train_step(tensors, slot=slot).cpu()
+            loss = run()
+            loss = None if loss is None else loss.cpu()
         except StepRefused as error:
             refused = error.step
         if self.rank != 0:
@@ -257,21 +282,62 @@ class LocalRunner:
         self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
     ) -> Tensor:
         _refuse_local(local)
+        return self._loss_of("train_step", slot, list(tensors), slot)
+
+    def training_pass(
+        self,
+        tensors: Sequence[Tensor],
+        number: int,
+        dropped: Sequence[int],
+        *,
+        local: bool = False,
+        slot: int = 0,
+    ) -> Tensor:
+        _refuse_local(local)
+        return self._loss_of("training_pass", slot, list(tensors), slot, number, list(dropped))
+
+    def _loss_of(self, method: str, slot: int, *args: Any) -> Tensor:
+        """Run a step, or a pass, on the workers, within the time that steps may take."""
         program, step_limit = self._trainings[slot]
         started_s = time.monotonic()
         step: _Step = self.group.call(
-            "train_step",
-            list(tensors),
-            slot,
-            timeout_s=step_limit.limit_s,
-            idle_limit_s=step_limit.idle_limit_s,
+            method, *args, timeout_s=step_limit.limit_s, idle_limit_s=step_limit.idle_limit_s
         )[0]
         step_limit.note(time.monotonic() - started_s)
-        self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
+        self._note(step)
         if step.refused is not None:
             raise error_of_step(step.refused, program)
         assert step.loss is not None
         return step.loss
+
+    def _note(self, step: _Step) -> None:
+        self.grad_norm, self.num_skipped_steps = step.grad_norm, step.num_skipped_steps
+
+    def accumulate(self, number: int, factor: float) -> None:
+        self.group.call("in_loop", "accumulate", number, factor)
+
+    def update(self, changes: HyperParameters) -> bool:
+        is_finite, step = self.group.call("update", changes)[0]
+        self._note(step)
+        return bool(is_finite)
+
+    def zero_gradients(self, to_none: bool) -> None:
+        self.group.call("in_loop", "zero_gradients", to_none)
+
+    def set_gradients(self, given: Mapping[str, Tensor]) -> None:
+        for portion in portions(given):
+            self.group.call("in_loop", "set_gradients", portion)
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        norm: Tensor = self.group.call("in_loop", "clip_gradients", limit)[0]
+        return norm
+
+    def hyper_parameters(self) -> HyperParameters | None:
+        by_rank = self.group.call("in_loop", "hyper_parameters")
+        return next((found for found in by_rank if found is not None), None)
+
+    def set_hyper_parameters(self, changes: HyperParameters) -> None:
+        self.group.call("in_loop", "set_hyper_parameters", changes)
 
     @property
     def loss_scale(self) -> float:
@@ -408,29 +474,6 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
         options.lr_scheduler(optimizer)
     if options.array is not None:
         check_models(options.array, program.parameters, program.mesh)
-
-
-def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state that a program reads: parameters, and buffers that are no constants."""
-    constants = dict(program.constants)
-    names = [p.name for p in program.parameters]
-    names += [b.name for b in program.buffers if b.name not in constants]
-    return {name: state[name].detach() for name in names}
-
-
-def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Split the state into portions, which bounds the shared memory in use."""
-    portion: dict[str, Tensor] = {}
-    size_bytes = 0
-    for name, tensor in state.items():
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
-            yield portion
-            portion, size_bytes = {}, 0
-        portion[name] = tensor.cpu()
-        size_bytes += tensor_bytes
-    if portion:
-        yield portion
 
 
 def _refuse_local(local: bool) -> None:
