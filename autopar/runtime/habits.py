@@ -81,6 +81,9 @@ class ModuleHabits:
             raise AttributeError(name)
         if name in _INSTEAD:
             raise MissingError(f"a compiled model has no .{name}: {_INSTEAD[name]}")
+        own = getattr(type(self), name, None)
+        if isinstance(own, property) and own.fget is not None:
+            return own.fget(self)  # it is missing here, and says why
         known = [each for each in dir(type(self)) if not each.startswith("_")]
         raise MissingError(f"a compiled model has no .{name}" + did_you_mean(name, known))
 

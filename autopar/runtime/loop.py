@@ -94,11 +94,6 @@ def why_no_loop(program: RankProgram, options: RankOptions, *, was_training: boo
             f"its plan moves tensors to the host during each step (offload): {_INSTEAD}, or pass "
             "autopar.compile(..., offload=False)"
         )
-    if options.precision is not None and options.precision.is_scaled:
-        return (
-            f"precision='fp16' scales the loss of whole steps: {_INSTEAD}, or pass "
-            "autopar.compile(..., precision='bf16')"
-        )
     return None
 
 
@@ -273,7 +268,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, held: _Pass) -> Tensor:
         ctx.held = held
-        return loss.view_as(loss)
+        return loss.clone()  # a view could not be changed in place, as in loss /= 4
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -41,9 +41,8 @@ class _Computed:
 class _NoUpdate:
     """The updater of a pass: it agrees with the other ranks, and updates nothing."""
 
-    loss_scale = 1.0
-
     def __init__(self, agreement: Agreement | None, updates: Updates) -> None:
+        self.loss_scale = updates.loss_scale
         self._agreement = agreement
         self._updates = updates
         if agreement is not None:
@@ -131,8 +130,8 @@ class LoopRuntime(RankRuntime):
         """Run forward and backward on one global batch; the loss, equal on all ranks.
 
         The gradients are kept as pass ``number``, and those of ``dropped`` passes are released. A
-        pass that is not finite is refused as `train_step` refuses such a step, or is skipped: then
-        the update that would use it is skipped.
+        pass that is not finite is refused as `train_step` refuses such a step, or is skipped, as
+        where scaled gradients overflow: then the update that would use it is skipped.
         """
         self._check_optimizer()
         for each in dropped:
@@ -154,12 +153,14 @@ class LoopRuntime(RankRuntime):
         loss = result.loss.reshape(())
         gradients = _gradients(result)
         if updater.is_finite(gradients.values()):
+            if updater.loss_scale != 1:
+                gradients = {v: g * (1 / updater.loss_scale) for v, g in gradients.items()}
             self._take(bound, result.buffers)
             computed = _Computed(loss=loss, gradients=gradients)
         elif (failed := self.recovery.failed_step(self.num_steps + 1)) is not None:
             bound.executor.fixed.clear()
             raise StepRefused(failed)
-        elif self.options.nonfinite is NonFinite.SKIP:
+        elif self.updates.backs_off(loss) or self.options.nonfinite is NonFinite.SKIP:
             computed = _Computed(loss=loss, gradients=None)
         else:
             del result, gradients
@@ -221,6 +222,8 @@ class LoopRuntime(RankRuntime):
             self.num_skipped_steps += is_skipped
             return is_skipped
         self.updates.use_gradients(self._last_loss)
+        if self.updates.scale is not None:
+            self.updates.scale.grow()
         self.num_steps += 1
         self._num_passes = 0
         return True
