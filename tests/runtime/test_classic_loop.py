@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import autopar
-from autopar.base.errors import InputError, MissingError, NonFiniteError
+from autopar.base.errors import InputError, MissingError, NonFiniteError, StepError
 from autopar.runtime.compiled import Compiled
 from tests.models.zoo import build
 from tests.oracles import loss_of
@@ -310,6 +310,8 @@ def test_calls_that_are_not_finite(options: dict[str, Any]) -> None:
     with compile_two(net(), (x, y), **options) as compiled:
         with pytest.raises(NonFiniteError, match="input 'args_0' has nan"):
             compiled(wrong, y)
+        with pytest.raises(StepError, match="out of bounds"):
+            compiled(x, y + 8 * (torch.arange(8) == 6))  # on one rank alone
         (compiled(x, y) * 1e200 * 1e200).backward()
         with pytest.raises(NonFiniteError, match="zero_grad"):
             compiled.optimizer.step()
@@ -365,6 +367,19 @@ def test_where_calls_have_no_gradients(options: dict[str, Any], reason: str) -> 
         assert not hasattr(compiled, "optimizer")
         with pytest.raises(MissingError, match=reason):
             _ = compiled.optimizer
+
+
+def test_the_first_call_may_compile() -> None:
+    model = net()
+    with autopar.compile(
+        model, 2, optimizer=adamw, profile_limit_s=0, check_gradients=False
+    ) as compiled:
+        with pytest.raises(MissingError, match="nothing is compiled yet"):
+            _ = compiled.optimizer
+        compiled(*rows(0)).backward()
+        compiled.zero_grad()
+        model(*rows(0))  # changes its statistics
+        assert_trains_as_eager(compiled, model, [[rows(1)], [rows(2)]])
 
 
 def test_under_torchrun() -> None:

@@ -28,7 +28,6 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
-from autopar.runtime.state.initial import needed_state, portions
 from autopar.runtime.state.model_optimizers import ModelState, check_models
 from autopar.runtime.state.optimizers import (
     HyperParameters,
@@ -36,7 +35,7 @@ from autopar.runtime.state.optimizers import (
     joined_groups,
     make_optimizer,
 )
-from autopar.runtime.state.shards import gather, holder, local_part
+from autopar.runtime.state.shards import gather, holder, local_part, needed_state, portions
 from autopar.runtime.state.wire import pack, unpack
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import RefusedStep, StepRefused

@@ -25,10 +25,9 @@ from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
-from autopar.runtime.state.initial import needed_state
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import HyperParameters
-from autopar.runtime.state.shards import local_part
+from autopar.runtime.state.shards import local_part, needed_state
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime

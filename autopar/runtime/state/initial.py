@@ -1,12 +1,7 @@
-"""The state that a compiled model starts with: its tensors, their names, and how they travel.
-
-In: the user's model. Out: its parameters and buffers by name, those that a program reads, and the
-keys of its ``state_dict()`` for them.
-"""
+"""The state that a compiled model starts with: its tensors by name, and its keys for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +10,6 @@ from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
 from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
-
-_PORTION_BYTES = 256 << 20
 
 
 def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:
@@ -45,26 +38,3 @@ def state_keys(
     known = {p.name for p in program.parameters} | {b.name for b in program.buffers}
     pairs = [(key, canonical.get(key, key)) for key in model.state_dict()]
     return tuple((key, name) for key, name in pairs if name in known)
-
-
-def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state that a program reads: parameters, and buffers that are no constants."""
-    constants = dict(program.constants)
-    names = [p.name for p in program.parameters]
-    names += [b.name for b in program.buffers if b.name not in constants]
-    return {name: state[name].detach() for name in names}
-
-
-def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Split the state into portions, which bounds the shared memory in use."""
-    portion: dict[str, Tensor] = {}
-    size_bytes = 0
-    for name, tensor in state.items():
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
-            yield portion
-            portion, size_bytes = {}, 0
-        portion[name] = tensor.cpu()
-        size_bytes += tensor_bytes
-    if portion:
-        yield portion
