@@ -132,7 +132,7 @@ class Step(nn.Module):
 
     def _loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         if self.loss_fn is None:
-            loss: Tensor | None = in_single(_find_loss(output), self.precision)
+            loss: Tensor | None = in_single(find_loss(output), self.precision)
             return loss
         output = in_single(output, self.precision)
         return checked_loss(self.loss_fn(output, *args, **kwargs), of="what loss_fn returns")
@@ -143,11 +143,12 @@ def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | type(None)) else None
 
 
-def _find_loss(output: Any) -> Tensor | None:
+def find_loss(output: Any) -> Tensor | None:
+    """The loss in what a model returns, None if there is none."""
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
     if isinstance(output, tuple | list) and output and not hasattr(output, "loss"):
-        return _find_loss(output[0]) if isinstance(output[0], Tensor) else None
+        return find_loss(output[0]) if isinstance(output[0], Tensor) else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return checked_loss(loss, of="the model's .loss") if isinstance(loss, Tensor) else None
 

@@ -132,6 +132,10 @@ class Signature:
         """The model's own output, of its tensors in order."""
         return pytree.tree_unflatten(_filled(self.out_leaves, tensors), self.out_spec)
 
+    @property
+    def returns_one_tensor(self) -> bool:
+        return sum(isinstance(leaf, InputSlot) for leaf in self.out_leaves) == 1
+
     def describe(self) -> str:
         return ", ".join(
             f"{n}: {tuple(s)} {d}"

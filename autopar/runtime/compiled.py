@@ -7,98 +7,45 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from autopar.base.closing import Closing
-from autopar.base.errors import InputError
+from autopar.base.errors import InputError, MissingError
 from autopar.base.torch_private import runs_uncompiled
 from autopar.base.units import format_seconds
 from autopar.cost_models.hardware import is_count
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, check_model
 from autopar.frontend.copies import without_data
-from autopar.frontend.reader import loss_fn_name
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
-from autopar.runtime.checkpointing import PeriodicCheckpoints, SavingRunner
-from autopar.runtime.habits import ModuleHabits, refusing_backward
+from autopar.runtime.checkpointing import PeriodicCheckpoints
+from autopar.runtime.habits import ModuleHabits, has_gradients_on, refusing_backward, with_loss
+from autopar.runtime.loop import (
+    ClassicLoop,
+    LoopOptimizer,
+    check_has_optimizer,
+    why_no_loop,
+)
 from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
+from autopar.runtime.runner import Runner
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
 from autopar.runtime.state.checkpoint_paths import Path
+from autopar.runtime.state.initial import initial_state, state_keys
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
 from autopar.runtime.step.rank_options import RankOptions
-from autopar.runtime.step.training_programs import (
-    LowerTraining,
-    TrainingCall,
-    TrainingPrograms,
-)
+from autopar.runtime.step.training_programs import LowerTraining, TrainingCall, TrainingPrograms
 
 _NUM_TIMED_STEPS = 100
-
-
-class Runner(SavingRunner, Protocol):
-    """Runs the ranks: this process's own, under ``torchrun``, or local workers.
-
-    ``not_compiled`` names the graphs that should be compiled and cannot be, with the reasons.
-    """
-
-    @property
-    def not_compiled(self) -> list[str]: ...
-
-    def train_step(
-        self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
-    ) -> Tensor: ...
-
-    def set_training_program(self, slot: int, program: RankProgram) -> None: ...
-
-    @property
-    def grad_norm(self) -> Tensor | None: ...
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
-
-    def forward(
-        self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
-    ) -> list[Tensor]: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def full_state_dict(self) -> dict[str, Tensor]: ...
-
-    def gradients(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-    def optimizer_state_dict(self) -> dict[str, Any]: ...
-
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def model_states(self) -> list[ModelState]: ...
-
-    def load_model_states(self, states: Sequence[ModelState]) -> None: ...
-
-    def save(self, path: Path, *, allow_nonfinite: bool = False) -> None: ...
-
-    def memory_growth_bytes(self) -> list[int]: ...
-
-    def start_counting_tensors(self) -> None: ...
-
-    def counted_tensor_bytes(self) -> list[int]: ...
-
-    def action_times(self) -> list[list[ActionTime]]: ...
-
-    def close(self) -> None: ...
 
 
 class Compiled(ModuleHabits, Closing):
@@ -173,6 +120,9 @@ class Compiled(ModuleHabits, Closing):
                 ),
             )
         self._checkpoints = PeriodicCheckpoints(self._runner)
+        self._why_no_loop = why_no_loop(program, ranks, was_training=model.training)
+        self._loop = ClassicLoop(self._runner, program, ranks, self._checkpoints.step)
+        self._has_loss_fn = options.loss_fn is not None
         for text in self._runner.not_compiled:
             warnings.warn(text, stacklevel=3)
         empty, loss_fn = without_data(model, options.loss_fn)
@@ -213,29 +163,82 @@ class Compiled(ModuleHabits, Closing):
             )
         check_has_optimizer(self._has_optimizer)
         refuse_autocast(self.program.device_type, "train_step was called")
+        self._loop.check_no_gradients()
+        self._loop.send_hyper_parameters()
         started_s = time.perf_counter()
         slot, tensors = self._training_call(args, kwargs, local)
         with self._checkpoints.step():
             loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times_s.append(time.perf_counter() - started_s)
+        self._loop.end_update()
         return loss
 
     @runs_uncompiled
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
-        """Run the forward pass alone; what the model itself returns, whole, without gradients.
+        """Run the model; what the model itself returns, whole.
 
         Any call that the model takes is possible: another batch size, or no labels. The first call
         of a kind, or in a mode, is captured and planned; the last
-        `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. No parameter or
-        buffer changes, not even in train mode. With a ``loss_fn``, its targets may be passed as in
-        training or left out; the output is the model's own either way. With ``local``, under
-        ``torchrun``, each rank passes its own shard of a batch like those trained with. In train
-        mode ``backward()`` on an output raises InputError, which names `train_step`.
+        `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. With a ``loss_fn``,
+        its targets may be passed as in training or left out. With ``local``, under ``torchrun``,
+        each rank passes its own shard of a batch like those trained with.
+
+        In train mode, unless under ``torch.no_grad()``, a call like those trained with also runs
+        the backward pass and changes buffers, as the plain model does: its loss is ready for
+        ``loss.backward()``, `optimizer` for an update. With a ``loss_fn`` and targets it returns
+        the loss alone. Of several outputs only the loss has gradients. ``backward()`` raises
+        InputError where there are none, as with an early update; see `train_step`.
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
+        if not (self.training and has_gradients_on()):
+            return self._forward(args, kwargs, local)
+        reason = self._why_no_loop or self._why_no_pass(args, kwargs, local)
+        if reason is not None:
+            return refusing_backward(self._forward(args, kwargs, local), reason)
+        signature, outputs = self._captured.signature, None
+        if not (self._has_loss_fn or signature.returns_one_tensor):
+            outputs = self._forward(args, kwargs, local)
+        slot, tensors = self._training_call(args, kwargs, local)
+        loss = self._loop.run(tensors, local=local, slot=slot)
+        if self._has_loss_fn:
+            return loss
+        return signature.output_of([loss]) if outputs is None else with_loss(outputs, loss)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool) -> Any:
         with self._runner.watched("a forward pass"):
-            outputs = self._forwards.run(args, kwargs, training=self.training, local=local)
-        return refusing_backward(outputs) if self.training else outputs
+            return self._forwards.run(args, kwargs, training=self.training, local=local)
+
+    def _why_no_pass(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
+    ) -> str | None:
+        """Why a call has no gradients; None if it is like those trained with."""
+        try:
+            if local:
+                self._local_signature.flatten(args, kwargs)
+            else:
+                self._trainings.check(args, kwargs)
+        except InputError as error:
+            return f"the call is unlike those trained with: {error}"
+        return None
+
+    @property
+    def optimizer(self) -> LoopOptimizer:
+        """The optimizer of a loop of calls, ``loss.backward()`` and ``optimizer.step()``.
+
+        Its ``param_groups`` can be read and set, so torch's learning-rate schedulers take it.
+        Raises MissingError where calls have no gradients, such as with an early update.
+        """
+        if self._why_no_loop is not None:
+            raise MissingError(f"a compiled model has no .optimizer here: {self._why_no_loop}")
+        return self._loop.optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that ``backward()`` calls have accumulated, or set them to zero."""
+        self._loop.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the accumulated gradients to at most this global 2-norm; the norm before."""
+        return self._loop.clip(max_norm)
 
     def train(self, mode: bool = True) -> Self:
         """Run later calls in train mode: each submodule in its mode when the model was compiled.
@@ -361,7 +364,7 @@ class Compiled(ModuleHabits, Closing):
         return self._runner.full_state_dict()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step by parameter name, as `state_dict` gives parameters.
+        """The gradients of the last step, or accumulated since, as `state_dict` has parameters.
 
         With ``max_grad_norm`` they are clipped, as the optimizer saw them. Raises InputError after
         an early update, which releases them.
@@ -373,6 +376,10 @@ class Compiled(ModuleHabits, Closing):
                 "update=autopar.Update(keep_gradients=True)), or use update='at_end'"
             )
         return self._runner.gradients()
+
+    def set_gradients(self, given: Mapping[str, Tensor]) -> None:
+        """Replace some accumulated gradients by whole tensors, or DTensors, as `gradients` has."""
+        self._loop.set_gradients(given)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state_dict`, `full_state_dict` or the plain model's returned."""
@@ -395,10 +402,10 @@ class Compiled(ModuleHabits, Closing):
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """``{"state": {parameter name: {...}}, "param_groups": [...]}``."""
-        return self._runner.optimizer_state_dict()
+        return self._loop.state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._runner.load_optimizer_state_dict(state)
+        self._loop.load_state_dict(state)
 
     def model_states(self) -> list[ModelState]:
         """Each array model's training state: optimizer, scheduler and number of steps."""
@@ -414,6 +421,7 @@ class Compiled(ModuleHabits, Closing):
         An earlier checkpoint in the folder stays until this one is complete. Raises InputError if
         it cannot be written, or a weight is not finite, unless ``allow_nonfinite``.
         """
+        self._loop.send_hyper_parameters()
         self._runner.save(path, allow_nonfinite=allow_nonfinite)
 
     def load(self, path: Path) -> None:
@@ -423,6 +431,7 @@ class Compiled(ModuleHabits, Closing):
         or does not fit.
         """
         self._runner.load(path)
+        self._loop.take_hyper_parameters()
 
     def checkpoint_every(self, num_steps: int, folder: Path, *, keep: int = 3) -> int:
         """Save after every so many training steps, and go on from the newest checkpoint there.
@@ -447,40 +456,3 @@ class Compiled(ModuleHabits, Closing):
 
     def __repr__(self) -> str:
         return f"<Compiled {self._name}: {self.plan!r}>"
-
-
-def check_has_optimizer(has_optimizer: bool) -> None:
-    """Raise InputError where there is none to train with."""
-    if not has_optimizer:
-        raise InputError(
-            "train_step needs an optimizer: autopar.compile(..., "
-            "optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))"
-        )
-
-
-def initial_state(model: nn.Module, loss_fn: Any = None) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; raises InputError for a model without data."""
-    state: dict[str, Tensor] = {}
-    if isinstance(loss_fn, nn.Module):
-        own = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
-        state.update((loss_fn_name(name), tensor) for name, tensor in own)
-    state.update(model.named_parameters())
-    state.update(model.named_buffers())
-    for name, tensor in state.items():
-        if tensor.is_meta:
-            raise InputError(
-                f"{name!r} is on the meta device, which holds no numbers, so the model can be "
-                "planned but not run. Give it data first: model.to_empty(device='cpu'), then "
-                "initialise it or model.load_state_dict(torch.load('weights.pt'))"
-            )
-    return state
-
-
-def state_keys(
-    model: nn.Module, captured: Captured, program: RankProgram
-) -> tuple[tuple[str, str], ...]:
-    """Each key of the model's ``state_dict()`` with the name of its tensor in the program."""
-    canonical = dict(captured.graph.aliases)
-    known = {p.name for p in program.parameters} | {b.name for b in program.buffers}
-    pairs = [(key, canonical.get(key, key)) for key in model.state_dict()]
-    return tuple((key, name) for key, name in pairs if name in known)

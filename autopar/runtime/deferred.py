@@ -12,8 +12,9 @@ from autopar.base.errors import InputError, MissingError
 from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import runs_uncompiled
 from autopar.frontend.signature import Arguments
-from autopar.runtime.compiled import Compiled, check_has_optimizer
+from autopar.runtime.compiled import Compiled
 from autopar.runtime.habits import is_never_there
+from autopar.runtime.loop import check_has_optimizer
 
 
 class Deferred(Compiled):

@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.base.errors import InputError, MissingError
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import pytree
+from autopar.frontend.capture import find_loss
 
 _STATE = (
     "its parameters are shards on their devices. compiled.state_dict() and "
@@ -27,11 +28,13 @@ _PLACE = (
 )
 _STEP = (
     "loss = compiled.train_step(...) runs the forward pass, the backward pass and the update. "
-    "Micro-batches accumulate gradients: autopar.compile(..., num_microbatches=4)"
+    "In a loop of its own: loss = compiled(...), loss.backward(), compiled.optimizer.step(), "
+    "compiled.optimizer.zero_grad()"
 )
 _OPTIMIZER = (
-    "each device has the optimizer of its shards. compiled.optimizer_state_dict() is their state; "
-    "autopar.compile(..., lr_scheduler=...) changes the learning rate between steps"
+    "each device has the optimizer of its shards. compiled.optimizer.param_groups has their "
+    "hyper-parameters, compiled.optimizer_state_dict() their state; a scheduler takes "
+    "compiled.optimizer, or autopar.compile(..., lr_scheduler=...) makes one"
 )
 _KERNELS = "autopar.compile(..., kernels='compiled') has Inductor compile its blocks"
 _HOOKS = "hooks would not see its shards. Register them before autopar.compile sees the model"
@@ -52,8 +55,8 @@ _INSTEAD = {
         ("to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type", "device", "dtype"),
         _PLACE,
     ),
-    **dict.fromkeys(("forward", "backward", "step", "zero_grad", "no_sync"), _STEP),
-    **dict.fromkeys(("optimizer", "param_groups", "lr_scheduler"), _OPTIMIZER),
+    **dict.fromkeys(("forward", "backward", "step", "no_sync"), _STEP),
+    **dict.fromkeys(("param_groups", "lr_scheduler"), _OPTIMIZER),
     **dict.fromkeys(
         ("register_forward_hook", "register_forward_pre_hook"),
         _HOOKS,
@@ -78,6 +81,9 @@ class ModuleHabits:
             raise AttributeError(name)
         if name in _INSTEAD:
             raise MissingError(f"a compiled model has no .{name}: {_INSTEAD[name]}")
+        own = getattr(type(self), name, None)
+        if isinstance(own, property) and own.fget is not None:
+            return own.fget(self)  # it is missing here, and says why
         known = [each for each in dir(type(self)) if not each.startswith("_")]
         raise MissingError(f"a compiled model has no .{name}" + did_you_mean(name, known))
 
@@ -92,25 +98,29 @@ class ModuleHabits:
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, reason: str) -> Tensor:
         ctx.mark_dirty(output)
+        ctx.reason = reason
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise InputError(
-            f"backward() was called on an output of a compiled model, which has no gradients: "
-            f"{_STEP}. To evaluate in train mode, call it under torch.no_grad()"
+            "backward() was called on an output of a compiled model, which has no gradients: "
+            f"{ctx.reason}. To evaluate in train mode, call it under torch.no_grad()"
         )
 
 
-def refusing_backward(outputs: Any) -> Any:
-    """The outputs of a call in train mode, whose ``backward()`` says what to call instead.
+def has_gradients_on() -> bool:
+    """Whether a plain module called here would record its call for ``backward()``."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
-    Like a plain module's they require gradients, unless gradients are off.
+
+def refusing_backward(outputs: Any, reason: str) -> Any:
+    """The outputs of a call in train mode, whose ``backward()`` raises InputError with a reason.
+
+    Like a plain module's they require gradients.
     """
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return outputs
     anchor = torch.zeros((), requires_grad=True)
 
     def marked(output: Tensor) -> Tensor:
@@ -121,6 +131,18 @@ def refusing_backward(outputs: Any) -> Any:
         alias.set_(
             output.untyped_storage(), output.storage_offset(), output.size(), output.stride()
         )
-        return _NoBackward.apply(alias, anchor)
+        return _NoBackward.apply(alias, anchor, reason)
 
     return pytree.tree_map_only(Tensor, marked, outputs)
+
+
+def with_loss(outputs: Any, loss: Tensor) -> Any:
+    """What a model returns, with its loss replaced by one that can run ``backward()``."""
+    own = find_loss(outputs)
+    leaves, spec = pytree.tree_flatten(outputs)
+    marked = [
+        loss if leaf is own
+        else refusing_backward(leaf, f"only its loss has some. {_STEP}")
+        for leaf in leaves
+    ]  # fmt: skip
+    return pytree.tree_unflatten(marked, spec)

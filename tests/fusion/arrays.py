@@ -19,8 +19,8 @@ from autopar.lowering.program import lower
 from autopar.passes.prepare import prepare
 from autopar.planning.planner import make_planned
 from autopar.planning.space import space_of
-from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.state.initial import initial_state, state_keys
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.rank_options import RankOptions

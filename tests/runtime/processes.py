@@ -28,12 +28,13 @@ from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
 from autopar.rules.choice import Choice
-from autopar.runtime.compiled import initial_state, state_keys
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.machine.randomness import Seeds
-from autopar.runtime.runners.local import LocalRunner, RankService
+from autopar.runtime.runners.local import LocalRunner
+from autopar.runtime.runners.rank_service import RankService
 from autopar.runtime.state import background, checkpoint_writer
 from autopar.runtime.state.checkpoint_writer import Layout
+from autopar.runtime.state.initial import initial_state, state_keys
 from autopar.runtime.step.forward_programs import LowerForward
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.workers.group import WorkerGroup

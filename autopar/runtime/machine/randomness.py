@@ -86,6 +86,10 @@ class Seeds:
     def begin_step(self, step: int) -> None:
         self._step_seed = mixed(self.seed, step)
 
+    def begin_pass(self, number: int) -> None:
+        """Start a further pass of the step, from 1 on, which draws other numbers."""
+        self._step_seed = mixed(self._step_seed, number)
+
     def begin_call(self, microbatch: int, block: int, phase: int) -> None:
         self._call = (microbatch, block, phase)
 

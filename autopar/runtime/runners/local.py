@@ -1,4 +1,4 @@
-"""The runner of one process, or a notebook, that drives local workers: parent's and workers' side.
+"""The runner of one process, or a notebook, that drives local workers: the parent's side.
 
 In: a program, whole state, batches. Out: losses, outputs and whole state. Whole tensors are sent
 once for all workers through shared memory, in portions, and each worker copies only its own shard.
@@ -7,229 +7,38 @@ once for all workers through shared memory, in portions, and each worker copies 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.base.accelerators import backend_of, is_accelerator, with_index
+from autopar.base.accelerators import backend_of, is_accelerator
 from autopar.base.errors import InputError
-from autopar.comm.groups import release_message_buffers
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
-from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.runners.rank_service import RankService, Step
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
 from autopar.runtime.state.model_optimizers import ModelState, check_models
-from autopar.runtime.state.optimizers import is_like_parameter, joined_groups, make_optimizer
-from autopar.runtime.state.shards import gather, holder, local_part
-from autopar.runtime.state.wire import pack, unpack
-from autopar.runtime.step.array import array_of, make_runtime
-from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
+from autopar.runtime.state.optimizers import (
+    HyperParameters,
+    is_like_parameter,
+    joined_groups,
+    make_optimizer,
+)
+from autopar.runtime.state.shards import gather, holder, needed_state, portions
+from autopar.runtime.state.wire import pack
 from autopar.runtime.step.executor import ActionTime
-from autopar.runtime.step.rank import RankRuntime, no_optimizer
+from autopar.runtime.step.rank import no_optimizer
 from autopar.runtime.step.rank_options import RankOptions
-from autopar.runtime.step.recovery import FailedStep, error_of_step
+from autopar.runtime.step.recovery import error_of_step
 from autopar.runtime.workers.group import WorkerGroup
-
-_PORTION_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The result of one training step: the loss, or why it was refused; and counters."""
-
-    loss: Tensor | None
-    refused: RefusedStep | FailedStep | None
-    grad_norm: Tensor | None
-    num_steps: int
-    num_skipped_steps: int
-
-
-class RankService:
-    """The workers' side: one `RankRuntime` that answers the calls of `LocalRunner`."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.runtime: RankRuntime | None = None
-        self._state: dict[str, Tensor] = {}
-        self._save: Any = None
-
-    def prepare(self, program: bytes) -> None:
-        """Receive a new program; what the old one holds is released first."""
-        self.runtime = self._save = None
-        self._state = {}
-        release_message_buffers()
-        self.program: RankProgram = unpack(program)
-        self.device = with_index(torch.device(self.program.device_type))
-        self.peak_memory = PeakMemory(self.device)
-
-    def receive(self, whole: Mapping[str, Tensor]) -> None:
-        """Keep this rank's shard of some whole tensors."""
-        programs = {p.name: p for p in self.program.parameters}
-        device, rank = self.program.place(self.rank)
-        for name, tensor in whole.items():
-            if name in programs:
-                if device not in programs[name].devices:
-                    continue
-                tensor = local_part(tensor, programs[name].stored, self.program.mesh, rank)
-            self._state[name] = tensor.detach().to(self.device, copy=True)
-
-    def start(self, options: RankOptions) -> list[str]:
-        """Make the runtime; returns the graphs that cannot be compiled here, with the reasons."""
-        release_message_buffers()  # those that other ranks gave up when they prepared
-        torch.set_default_dtype(options.default_dtype)
-        self.runtime = make_runtime(self.program, self._state, options, self.device)
-        self._state = {}
-        self.peak_memory.forget_peak()
-        return self.runtime.not_compiled
-
-    @property
-    def running(self) -> RankRuntime:
-        assert self.runtime is not None
-        return self.runtime
-
-    def train_step(self, tensors: Sequence[Tensor], slot: int) -> _Step | None:
-        """Run a step; rank 0 returns its result."""
-        runtime, loss, refused = self.running, None, None
-        try:
-            loss = runtime.train_step(tensors, slot=slot).cpu()
-        except StepRefused as error:
-            refused = error.step
-        if self.rank != 0:
-            return None
-        norm = None if runtime.grad_norm is None else runtime.grad_norm.cpu()
-        return _Step(
-            loss=loss,
-            refused=refused,
-            grad_norm=norm,
-            num_steps=runtime.num_steps,
-            num_skipped_steps=runtime.num_skipped_steps,
-        )
-
-    def loss_scale(self) -> float:
-        return self.running.updates.loss_scale
-
-    def memory_growth_bytes(self) -> int:
-        return self.peak_memory.growth_bytes()
-
-    def start_counting_tensors(self) -> None:
-        self.peak_tensors = PeakTensors(self.device)
-        self.peak_tensors.start()
-
-    def counted_tensor_bytes(self) -> int:
-        return self.peak_tensors.stop()
-
-    def action_times(self) -> list[ActionTime]:
-        return self.running.action_times()
-
-    def set_training_program(self, slot: int, program: bytes) -> None:
-        self.running.set_training_program(slot, unpack(program))
-
-    def set_forward_program(self, slot: int, program: bytes) -> None:
-        self.running.set_forward_program(slot, unpack(program))
-
-    def forward(self, slot: int, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        outputs = self.running.forward(slot, tensors)
-        return [x.cpu() for x in outputs] if self.rank == 0 else None
-
-    def held(self, what: str) -> dict[str, Tensor]:
-        """Shards of parameters, gradients and buffers that no lower rank holds."""
-        runtime = self.running
-        parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
-        return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
-
-    def _is_holder(self, name: str) -> bool:
-        device, rank = self.program.place(self.rank)
-        parameter = next((p for p in self.program.parameters if p.name == name), None)
-        if parameter is not None:
-            first = holder(parameter.stored, self.program.mesh, rank)
-            return device == parameter.devices[0] and rank == first
-        buffer = next(b for b in self.program.buffers if b.name == name)
-        return (device, rank) == (buffer.device, 0)
-
-    def held_optimizer_state(self) -> dict[str, Any]:
-        """As `RankRuntime.optimizer_state_dict`, with the shards that no lower rank holds."""
-        state = self.running.optimizer_state_dict(local=True)
-        state["state"] = {
-            name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
-            for name, entries in state["state"].items()
-            if self._is_holder(name)
-        }
-        return state
-
-    def load(self, whole: Mapping[str, Tensor]) -> None:
-        self.running.load_named(whole)
-
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Load; returns None or why it was refused, the same on all ranks."""
-        return _refusal(self.running.load_optimizer_state_dict, state)
-
-    def model_states(self) -> list[ModelState] | None:
-        states = array_of(self.running).model_states()
-        return [_on_cpu(state) for state in states] if self.rank == 0 else None
-
-    def load_model_states(self, states: Sequence[ModelState]) -> None:
-        array_of(self.running).load_model_states(states)
-
-    def save_checkpoint(self, path: str, allow_nonfinite: bool) -> str | None:
-        """Save; returns None or why it was refused, the same on all ranks."""
-        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
-
-        return _refusal(
-            functools.partial(checkpoint.save, allow_nonfinite=allow_nonfinite), self.running, path
-        )
-
-    def begin_save(self, path: str, keep: int, limit_s: float) -> str | None:
-        """Begin a save; returns None or why it was refused, the same on all ranks."""
-        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
-
-        def begin() -> None:
-            self._save = checkpoint.begin_save(self.running, path, keep, limit_s)
-
-        return _refusal(begin)
-
-    def save_outcome(self, wait_s: float) -> str | None:
-        """As `autopar.runtime.state.background.BackgroundSave.outcome`, of the last save begun."""
-        return "" if self._save is None else self._save.outcome(wait_s)
-
-    def give_up_save(self) -> None:
-        if self._save is not None:
-            self._save.give_up()
-
-    def load_checkpoint(self, path: str) -> str | None:
-        """Load; returns None or why it was refused, the same on all ranks."""
-        from autopar.runtime.state import checkpoint  # brings torch.distributed.checkpoint
-
-        return _refusal(checkpoint.load, self.running, path)
-
-    def step_counts(self) -> tuple[int, int]:
-        """Steps done, and steps skipped."""
-        return self.running.num_steps, self.running.num_skipped_steps
-
-
-def _on_cpu(state: ModelState) -> ModelState:
-    entries = {
-        place: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in held.items()}
-        for place, held in state.optimizer["state"].items()
-    }
-    return replace(state, optimizer={**state.optimizer, "state": entries})
-
-
-def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:
-    try:
-        take_over(*args)
-    except InputError as error:
-        return str(error)
-    return None
 
 
 class LocalRunner:
@@ -284,22 +93,63 @@ class LocalRunner:
         self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0
     ) -> Tensor:
         _refuse_local(local)
+        return self._loss_of("train_step", slot, list(tensors), slot)
+
+    def training_pass(
+        self,
+        tensors: Sequence[Tensor],
+        number: int,
+        dropped: Sequence[int],
+        *,
+        local: bool = False,
+        slot: int = 0,
+    ) -> Tensor:
+        _refuse_local(local)
+        return self._loss_of("training_pass", slot, list(tensors), slot, number, list(dropped))
+
+    def _loss_of(self, method: str, slot: int, *args: Any) -> Tensor:
+        """Run a step, or a pass, on the workers, within the time that steps may take."""
         program, step_limit = self._trainings[slot]
         started_s = time.monotonic()
-        step: _Step = self.group.call(
-            "train_step",
-            list(tensors),
-            slot,
-            timeout_s=step_limit.limit_s,
-            idle_limit_s=step_limit.idle_limit_s,
+        step: Step = self.group.call(
+            method, *args, timeout_s=step_limit.limit_s, idle_limit_s=step_limit.idle_limit_s
         )[0]
         step_limit.note(time.monotonic() - started_s)
-        self.grad_norm = step.grad_norm
-        self.num_steps, self.num_skipped_steps = step.num_steps, step.num_skipped_steps
+        self._note(step)
         if step.refused is not None:
             raise error_of_step(step.refused, program)
         assert step.loss is not None
         return step.loss
+
+    def _note(self, step: Step) -> None:
+        self.grad_norm = step.grad_norm
+        self.num_steps, self.num_skipped_steps = step.num_steps, step.num_skipped_steps
+
+    def accumulate(self, number: int, factor: float) -> None:
+        self.group.call("in_loop", "accumulate", number, factor)
+
+    def update(self, changes: HyperParameters) -> bool:
+        is_finite, step = self.group.call("update", changes)[0]
+        self._note(step)
+        return bool(is_finite)
+
+    def zero_gradients(self, to_none: bool) -> None:
+        self.group.call("in_loop", "zero_gradients", to_none)
+
+    def set_gradients(self, given: Mapping[str, Tensor]) -> None:
+        for portion in portions(given):
+            self.group.call("in_loop", "set_gradients", portion)
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        norm: Tensor = self.group.call("in_loop", "clip_gradients", limit)[0]
+        return norm
+
+    def hyper_parameters(self) -> HyperParameters | None:
+        by_rank = self.group.call("in_loop", "hyper_parameters")
+        return next((found for found in by_rank if found is not None), None)
+
+    def set_hyper_parameters(self, changes: HyperParameters) -> None:
+        self.group.call("in_loop", "set_hyper_parameters", changes)
 
     @property
     def loss_scale(self) -> float:
@@ -452,29 +302,6 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
         options.lr_scheduler(optimizer)
     if options.array is not None:
         check_models(options.array, program.parameters, program.mesh)
-
-
-def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state that a program reads: parameters, and buffers that are no constants."""
-    constants = dict(program.constants)
-    names = [p.name for p in program.parameters]
-    names += [b.name for b in program.buffers if b.name not in constants]
-    return {name: state[name].detach() for name in names}
-
-
-def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Split the state into portions, which bounds the shared memory in use."""
-    portion: dict[str, Tensor] = {}
-    size_bytes = 0
-    for name, tensor in state.items():
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
-            yield portion
-            portion, size_bytes = {}, 0
-        portion[name] = tensor.cpu()
-        size_bytes += tensor_bytes
-    if portion:
-        yield portion
 
 
 def _refuse_local(local: bool) -> None:

@@ -25,11 +25,11 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
-from autopar.runtime.runners.local import needed_state
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
-from autopar.runtime.state.shards import local_part
-from autopar.runtime.step.array import array_of, make_runtime
+from autopar.runtime.state.optimizers import HyperParameters
+from autopar.runtime.state.shards import local_part, needed_state
+from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank_options import RankOptions
@@ -133,6 +133,51 @@ class SpmdRunner:
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
                 refused = error.step
         raise error_of_step(refused, program)
+
+    def training_pass(
+        self,
+        tensors: Sequence[Tensor],
+        number: int,
+        dropped: Sequence[int],
+        *,
+        local: bool = False,
+        slot: int = 0,
+    ) -> Tensor:
+        program, step_limit = self._trainings[slot]
+        with self.watched("a training pass", step_limit):
+            try:
+                return loop_of(self.runtime).training_pass(
+                    tensors, number, dropped, local=local, slot=slot
+                )
+            except StepRefused as error:  # raised on all ranks, so it is no fault of this one
+                refused = error.step
+        raise error_of_step(refused, program)
+
+    def accumulate(self, number: int, factor: float) -> None:
+        with self.watched("backward()"):
+            loop_of(self.runtime).accumulate(number, factor)
+
+    def update(self, changes: HyperParameters) -> bool:
+        with self.watched("optimizer.step()", self.step_limit):
+            return loop_of(self.runtime).update(changes)
+
+    def zero_gradients(self, to_none: bool) -> None:
+        with self.watched("zero_grad()"):
+            loop_of(self.runtime).zero_gradients(to_none)
+
+    def set_gradients(self, given: Mapping[str, Tensor]) -> None:
+        with self.watched("set_gradients()"):
+            loop_of(self.runtime).set_gradients(given)
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        with self.watched("clip_grad_norm_()", self.step_limit):
+            return loop_of(self.runtime).clip_gradients(limit)
+
+    def hyper_parameters(self) -> HyperParameters | None:
+        return loop_of(self.runtime).hyper_parameters()
+
+    def set_hyper_parameters(self, changes: HyperParameters) -> None:
+        loop_of(self.runtime).set_hyper_parameters(changes)
 
     @property
     def not_compiled(self) -> list[str]:

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+HyperParameters = list[dict[str, Any]]
+"""What each parameter group has besides its parameters, by name."""
 
 ELEMENTWISE = (
     torch.optim.SGD,

@@ -1,12 +1,13 @@
 """Shards of a whole value, one for each rank, and the whole from its shards.
 
 In: a whole tensor, its placements and the mesh. Out: the shard that a rank holds; or, from the
-shards of all ranks, the whole. Nothing is communicated: the caller has all tensors.
+shards of all ranks, the whole. Nothing is communicated: the caller has all tensors. And the state
+that ranks take their shards of, in portions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from autopar.comm.ops import assemble, digit_slice, pad_end
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, State, local_shape, paddings
 from autopar.lowering.types import InputProgram, RankProgram
+
+_PORTION_BYTES = 256 << 20
 
 
 def scatter(whole: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
@@ -123,3 +126,26 @@ def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
                 f"each rank passes its own part, of shape {shape}, of the global "
                 f"{program_input.shape}"
             )
+
+
+def needed_state(program: RankProgram, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state that a program reads: parameters, and buffers that are no constants."""
+    constants = dict(program.constants)
+    names = [p.name for p in program.parameters]
+    names += [b.name for b in program.buffers if b.name not in constants]
+    return {name: state[name].detach() for name in names}
+
+
+def portions(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Split the state into portions, which bounds the shared memory in use."""
+    portion: dict[str, Tensor] = {}
+    size_bytes = 0
+    for name, tensor in state.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if portion and size_bytes + tensor_bytes > _PORTION_BYTES:
+            yield portion
+            portion, size_bytes = {}, 0
+        portion[name] = tensor.cpu()
+        size_bytes += tensor_bytes
+    if portion:
+        yield portion

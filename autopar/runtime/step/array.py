@@ -18,6 +18,7 @@ from autopar.runtime.state.model_optimizers import ModelOptimizers, ModelState
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 from autopar.runtime.step.diagnosis import StepRefused
+from autopar.runtime.step.loop import LoopRuntime
 from autopar.runtime.step.model_updates import ModelUpdates
 from autopar.runtime.step.rank import RankRuntime
 from autopar.runtime.step.rank_options import RankOptions
@@ -136,11 +137,17 @@ def make_runtime(
     device: torch.device,
 ) -> RankRuntime:
     """Make the runtime of a rank, of one model's program or of an array's."""
-    kind = RankRuntime if options.array is None else ArrayRuntime
+    kind = LoopRuntime if options.array is None else ArrayRuntime
     return kind(program, state, options, device)
 
 
 def array_of(runtime: RankRuntime) -> ArrayRuntime:
     """The runtime, which must be an array's."""
     assert isinstance(runtime, ArrayRuntime)
+    return runtime
+
+
+def loop_of(runtime: RankRuntime) -> LoopRuntime:
+    """The runtime, which must be one model's."""
+    assert isinstance(runtime, LoopRuntime)
     return runtime

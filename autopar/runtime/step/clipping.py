@@ -93,6 +93,7 @@ class Clipper:
             total.fill_(math.nan)
         return self._sum(total).sqrt()
 
-    def factor(self, norm: Tensor) -> Tensor:
-        """The factor to scale every gradient by, at most 1."""
-        return (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
+    def factor(self, norm: Tensor, limit: float | None = None) -> Tensor:
+        """The factor to scale every gradient by, at most 1; ``limit`` is by default its own."""
+        limit = self.max_grad_norm if limit is None else limit
+        return (limit / (norm + EPSILON)).clamp(max=1.0)

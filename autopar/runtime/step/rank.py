@@ -166,8 +166,7 @@ class RankRuntime:
         return self.updates.grad_norm
 
     def _bound(self, program: RankProgram, agreement: Agreement | None = None) -> Bound:
-        here = self.communicator.pipeline_device
-        executor = Executor(program, self.machine, self.links, here)
+        executor = Executor(program, self.machine, self.links, self.communicator.pipeline_device)
         return Bound.of(executor, self._parameters, self.device, agreement)
 
     # --- running ---------------------------------------------------------------------------
@@ -199,10 +198,7 @@ class RankRuntime:
             is_updated = is_usable and self.updates.end_step(reductions, loss)
         if is_updated:
             self.num_steps += 1
-            if buffers:
-                self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
-                others = [b for b in self._trainings.values() if b is not bound]
-                self._forget_fixed([*others, *self._forwards.values()])
+            self._take(bound, buffers)
         elif (failed := self.recovery.failed_step(self.num_steps + 1)) is not None:
             bound.executor.fixed.clear()
             failed = dataclasses.replace(failed, is_partial=self.updates.is_partial)
@@ -277,6 +273,13 @@ class RankRuntime:
     def action_times(self) -> list[ActionTime]:
         """The times of the last training step's actions on this rank."""
         return list(self._training.executor.times)
+
+    def _take(self, bound: Bound, buffers: Mapping[int, Tensor]) -> None:
+        """Take over the next buffers that a training program computed."""
+        if buffers:
+            self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
+            others = [b for b in self._trainings.values() if b is not bound]
+            self._forget_fixed([*others, *self._forwards.values()])
 
     def _forget_fixed(self, programs: Iterable[Bound]) -> None:
         """Drop values computed from buffers alone, as the buffers have changed."""

@@ -91,6 +91,13 @@ class TrainingPrograms:
                 self._cache.add(key, lambda slot: self._make(slot, signature))
         return TrainingCall(self._cache[key], tensors)
 
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise InputError unless `call` takes such a call."""
+        signature = self._signature.with_shapes_of(args, kwargs)
+        signature.flatten(args, kwargs)
+        if signature is not self._signature and self._lower is None:
+            raise self._one_shape(args, kwargs)
+
     def _one_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputError:
         """The error for a batch of other shapes where only the example's can be trained on."""
         try:

@@ -292,22 +292,32 @@ class Updates:
         """Wait for all gradients, and update with them unless one is not finite."""
         for arrived in gradients.arrivals():
             self._keep(arrived)
-        if self.clipper is not None:
-            self.grad_norm = self.clipper.norm(self.gradients(), is_void=self.is_void)
+        self.measure()
         if not self._is_finite(loss):
             return False
+        self.use_gradients(loss)
+        return True
+
+    def measure(self) -> None:
+        """Compute the norm of all gradients, if they are clipped. Collective."""
+        if self.clipper is not None:
+            self.grad_norm = self.clipper.norm(self.gradients(), is_void=self.is_void)
+
+    def use_gradients(self, loss: Tensor) -> None:
+        """Clip the gradients that the parameters have, update with them, and schedule."""
         if self.clipper is not None and self.grad_norm is not None:
-            factor = self.clipper.factor(self.grad_norm)
-            for parameter in self.trained.values():
-                if parameter.grad is not None:
-                    # Not in place: two parameters may share one gradient.
-                    parameter.grad = parameter.grad * factor
+            self.scale_gradients(self.clipper.factor(self.grad_norm))
         if self.mover is not None:
             self._update_moved(self.mover)
         elif self.optimizer is not None:
             update(self.optimizer)
         self._step_scheduler(loss)
-        return True
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by a factor; not in place, as two may be one tensor."""
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * factor
 
     def _update_moved(self, mover: Mover) -> None:
         """Update in the order of a movement plan: what each update needs is on the device."""
