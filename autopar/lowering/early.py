@@ -24,7 +24,7 @@ from autopar.base.errors import PlanError
 from autopar.comm.ops import ALL_REDUCE
 from autopar.ir.placement import local_shape
 from autopar.ir.update import Clipping, Update
-from autopar.lowering.pipeline import has_late_updates
+from autopar.lowering.pipeline import has_late_updates, has_side_stream
 from autopar.lowering.types import (
     EarlyUpdate,
     Kernel,
@@ -57,7 +57,8 @@ def with_early_update(
 
     Gradients are cut into rows of `default_tile_bytes` unless ``tile_bytes`` is given. Kept
     gradients are whole. Unless ``in_steps``, W is not cut: each block makes all its gradients at
-    once. Raises PlanError for a schedule that updates in the next step.
+    once. Raises PlanError for a schedule that updates in the next step, or has a second compute
+    stream.
     """
     if has_late_updates(program):
         name = program.pipeline.schedule.name
@@ -65,6 +66,13 @@ def with_early_update(
             f"schedule {name!r} updates weights in the next step, so that gradients are reduced "
             "behind the backward pass, and update='early' within the backward pass; use "
             "update='at_end', or another schedule"
+        )
+    if has_side_stream(program):
+        name = program.pipeline.schedule.name
+        raise PlanError(
+            f"schedule {name!r} makes gradients on a second compute stream, which is joined behind "
+            "the backward pass, and update='early' uses them within it; use update='at_end', or "
+            "another schedule"
         )
     tile_bytes = tile_bytes or default_tile_bytes(program)
     at_end, used_bytes = _at_end(program), _used_bytes(program)

@@ -39,6 +39,9 @@ from autopar.schedules import (
 )
 from autopar.schedules.transforms.communication import message_of
 
+COMPUTED = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.U))
+"""The kinds of actions that run on a compute stream, whose ends other actions may wait for."""
+
 
 def serial_schedule(num_microbatches: int) -> Schedule:
     """One stage: the forward and backward pass of one micro-batch after the other."""
@@ -141,11 +144,21 @@ def _why_not_run(item: Step, shape: PipelineShape) -> str | None:
         return (
             "updates weights with the last training step's gradients, on several pipeline devices"
         )
-    if item.resource is Resource.SIDE:
-        return "runs on a second compute stream, beside the first"
-    if item.after is not None:
+    if item.resource is Resource.SIDE and kind is not Kind.W:
+        return "runs on a second compute stream, where only weight gradients (W) run"
+    if item.after is not None and not {kind, item.after.kind} <= COMPUTED:
         return f"waits for {item.after} of another stream"
     return None
+
+
+def has_side_stream(program: RankProgram) -> bool:
+    """Whether the schedule runs weight gradients on a second compute stream."""
+    return uses_side_stream(program.pipeline.schedule)
+
+
+def uses_side_stream(schedule: Schedule) -> bool:
+    """Whether an action of the schedule runs on the second compute stream."""
+    return any(item.resource is Resource.SIDE for row in schedule.devices for item in row)
 
 
 def has_late_updates(program: RankProgram) -> bool:

@@ -21,9 +21,11 @@ from autopar.lowering.arrivals import contributions_of_round
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.early import EarlyUpdates
+from autopar.memory.holders import Holders
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_bytes, part_bytes
 from autopar.memory.reductions import ReductionMemory, ScatteredSums
+from autopar.memory.side_stream import SideStream
 from autopar.memory.steady_state import shortened
 from autopar.memory.tally import Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
@@ -101,10 +103,11 @@ class _Play:
         self.allocator = allocator_of(device)
         self.tally = Tally()
         self.live = self.tally.live
+        self.side = SideStream(program, route, self.tally, device.kind)
         traits = traits_of(device.kind, program.mesh.num_devices)
         self.reductions = ReductionMemory(self.tally, traits)
-        self.holders: dict[Key, set[object]] = {}
-        self.sizes: dict[Key, int] = {}
+        holders = Holders(self.live)
+        self.sizes, self._hold, self._release = holders.sizes, holders.hold, holders.release
         self.gradients = ValueGradients(self.tally, self.allocator)
         self.late: dict[tuple[int, int], list[Buffer]] = {}
         self.of_round = contributions_of_round(program, route)
@@ -137,20 +140,6 @@ class _Play:
                 program, route, self.tally, self.reductions, optimizer, parameter_bytes, device.kind
             )
 
-    def _hold(self, key: Key, holder: object, size: int, category: Category) -> None:
-        holders = self.holders.setdefault(key, set())
-        if not holders:
-            self.sizes[key] = size
-            self.live[category] += size
-        holders.add(holder)
-
-    def _release(self, key: Key, holder: object, category: Category) -> None:
-        holders = self.holders.get(key)
-        if holders and holder in holders:
-            holders.discard(holder)
-            if not holders:
-                self.live[category] -= self.sizes.pop(key)
-
     def _update_late(self, stage: int) -> None:
         """Run the last step's updates, which release its gradients."""
         self._update(self.route.parameters[stage])
@@ -177,11 +166,14 @@ class _Play:
                 self._forward(stage, microbatch, keep=True)
                 self._leave_recomputed(stage, microbatch)
             elif action.kind in (Kind.I, Kind.B, Kind.W):
+                self.side.begin(action)
                 self._backward(stage, microbatch, action.kind)
                 for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
                     self.gradients.release((microbatch, value))  # sent to the stage before
+        self.side.join()
         for values in self._last_updates():
             self._update(values)
+        self.tally.peak[Category.WORKSPACE] += self.side.apart_bytes
         by_category = {str(c): v for c, v in sorted(self.tally.peak.items()) if v}
         return ProgramMemory(
             by_category=by_category,
@@ -385,15 +377,17 @@ class _Play:
             self._weight_in_steps(position, microbatch)
             return
         values = self._graded(position, kernel.weight_grads)
-        self.tally.check(where, memory.workspace["W"])
+        self.tally.check(where, self.side.workspace(memory.workspace["W"]))
         self.live[Category.ACTIVATIONS] -= memory.passed
         self._sum(values, where)
-        self._release_arguments(position, microbatch)
+        self.side.keep(memory.passed)
+        self.side.keep(sum(self.parameter_bytes[v].used for v in values if self._is_second(v)))
+        self.side.release(lambda: self._release_arguments(position, microbatch))
         if kernel.cotangents:
             self._reduce(values, f"G {block.name}")
-        if kernel.cotangents and self.early is not None:
-            self.early.reads.end(position)
-            self.early.advance(f"G {block.name}")
+            if self.early is not None:
+                self.early.reads.end(position)
+                self.early.advance(f"G {block.name}")
 
     def _weight_in_steps(self, position: int, microbatch: int) -> None:
         """Play W step by step: each gradient is updated with before the next is computed."""
@@ -457,6 +451,7 @@ class _Play:
             [self.parameter_bytes[v] for v in communicated if v not in summed],
             where,
         )
+        self.side.keep_reduced(sum(self.parameter_bytes[v].summed for v in communicated))
         self.scattered.add(communicated, where)
         if self.early is not None:
             kept = [v for v in complete if v in last or v not in communicated]
@@ -469,6 +464,10 @@ class _Play:
             if is_for_weight == for_weight:
                 key = (microbatch, block.interface.outputs[index])
                 self._release(key, (microbatch, position), Category.ACTIVATIONS)
+
+    def _is_second(self, value: int) -> bool:
+        """Whether the next contribution to a gradient is added to the first one in new memory."""
+        return self.remaining[value] == self.of_round[value] - 1
 
     def _sum(self, values: Sequence[int], where: str) -> None:
         """Add gradients that W made to earlier contributions."""

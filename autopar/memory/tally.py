@@ -18,6 +18,8 @@ class Tally:
         self._peak_bytes = 0
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
+        self.peak_of_main_bytes = 0
+        """The most bytes of all but gradients at once, as a second stream makes those."""
 
     def note_gradients(self, further_bytes: int) -> None:
         """Note the gradients of parameters, with ``further_bytes`` of them in a workspace."""
@@ -27,6 +29,8 @@ class Tally:
     def check(self, where: str, working_bytes: int) -> None:
         """Note the peak if this moment, with the workspace of what runs, is one."""
         total = sum(self.live.values()) + working_bytes
+        of_main = total - self.live[Category.GRADIENTS]
+        self.peak_of_main_bytes = max(self.peak_of_main_bytes, of_main)
         if total > self.at.get(where, -1):
             self.at[where] = total
         if total > self._peak_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.base.errors import MovementError
 from autopar.ir.update import Clipping
+from autopar.lowering.pipeline import has_side_stream
 from autopar.lowering.route import Route
 from autopar.lowering.types import EarlyUpdate, RankProgram
 
@@ -11,7 +12,13 @@ from autopar.lowering.types import EarlyUpdate, RankProgram
 def check_coverable(program: RankProgram, route: Route) -> None:
     """Raise MovementError for early updates by rows of gradients, in two passes or behind scheduled
     reductions, for parameters that are released after forward or whose gradients are reduced in
-    every micro-batch, and for updates with the gradients of the step before."""
+    every micro-batch, for updates with the gradients of the step before, and for a second compute
+    stream."""
+    if has_side_stream(program):
+        raise MovementError(
+            f"schedule {program.pipeline.schedule.name!r} computes on a second stream, which no "
+            "movement plan covers; choose another schedule"
+        )
     if route.late_updates:
         raise MovementError(
             f"schedule {program.pipeline.schedule.name!r} updates weights with the gradients of "

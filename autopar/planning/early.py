@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autopar.ir.update import Update
 from autopar.lowering.early import default_tile_bytes, with_early_update
-from autopar.lowering.pipeline import has_late_updates
+from autopar.lowering.pipeline import has_late_updates, has_side_stream
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, device_memories, fullest
 from autopar.planning.setting import Setting
@@ -17,7 +17,8 @@ from autopar.plans.parts import UpdatePlan
 
 def may_choose_early(setting: Setting, program: RankProgram) -> bool:
     """Whether the planner may choose early updates of a program by itself."""
-    is_possible = not setting.optimizer.is_joint and not has_late_updates(program)
+    is_excluded = has_late_updates(program) or has_side_stream(program)
+    is_possible = not setting.optimizer.is_joint and not is_excluded
     return setting.may_update_early and is_possible
 
 

@@ -16,7 +16,7 @@ from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.text import early_text, plan_sections
+from autopar.plans.text import early_text, plan_sections, streams_text
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
@@ -134,8 +134,10 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
 
 
 def _extras(plan: PlanFields) -> list[tuple[str, str]]:
-    """One row for each of early update, recomputation, compiled blocks and offloading."""
-    rows = []
+    """One row for each of a second stream, early update, recomputation, compiled blocks and
+    offloading."""
+    streams = streams_text(plan)
+    rows = [("streams", streams)] if streams else []
     update, schedule = plan.update, plan.schedule
     if update.when == "early":
         rows.append(("update", early_text(update)))

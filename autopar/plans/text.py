@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
+from autopar.lowering.pipeline import uses_side_stream
 from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
@@ -79,10 +80,22 @@ def _schedule(plan: PlanFields) -> Rows:
         every = len(recomputed) == schedule.num_stages
         text += ", all stages" if every else f", stages {', '.join(map(str, recomputed))}"
         text += " recomputed"
+    streams = streams_text(plan)
     return [
         ("schedule", f"{text}, {_devices(schedule)}"),
+        *([("streams", streams)] if streams else []),
         ("stages begin at", ", ".join(schedule.first_blocks)),
     ]
+
+
+def streams_text(plan: PlanFields) -> str:
+    """How the plan's device runs weight gradients of a second stream, as text; empty without."""
+    found = plan.schedule.pipeline()
+    if found is None or not uses_side_stream(found[1]):
+        return ""
+    if plan.cluster.device.kind == "cpu":
+        return "one, as on every CPU: weight gradients run in their order of issue"
+    return "weight gradients on a second one; no gain from co-running is predicted"
 
 
 def _update(plan: PlanFields) -> Rows:

@@ -7,6 +7,7 @@ of the real run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from autopar.comm.ops import (
 )
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
+from autopar.lowering.streams import Issue
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
@@ -121,6 +123,9 @@ class LockstepMachine:
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.microbatch = microbatch
         self.seeds.begin_call(microbatch, block, phase)
+
+    def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}

@@ -222,6 +222,7 @@ STAGED = {
     "pipeline": {"num_microbatches": 2},
     "pipeline, clipped": {"num_microbatches": 2, "max_grad_norm": 1.0},
     "conventional": {"schedule": "conventional", "constraints": [Force("data_parallel")]},
+    "multi-stream": {"schedule": "multi_stream", "constraints": [Force("data_parallel")]},
     "reverse-first-k": {"schedule": "reverse_first_k", "constraints": [Force("data_parallel")]},
 }
 

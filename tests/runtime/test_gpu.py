@@ -15,10 +15,13 @@ import autopar
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
+from autopar.lowering.streams import Datum, Issue, Part
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.machine.streams import Streams
 from autopar.runtime.options import RunOptions
+from autopar.schedules import Resource
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.fusion.arrays import check_array
 from tests.fusion.test_array import batches_of, mlp
@@ -222,6 +225,95 @@ def test_stages_exchange_messages_over_nccl(num_stages: int, schedule: str) -> N
     ) as compiled:
         losses = [compiled.train_step(*given).item() for given in batches]
     assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class Attending(nn.Module):
+    """A small transformer whose head is its embedding: a gradient that both streams add to."""
+
+    def __init__(self, width: int = 256, num_layers: int = 6, num_tokens: int = 1000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+            for _ in range(num_layers)
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        scores = F.linear(x, self.embedding.weight).flatten(0, 1)
+        return F.cross_entropy(scores, targets.flatten())
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_weight_gradients_on_a_second_stream_equal_eager(
+    num_devices: int, num_microbatches: int
+) -> None:
+    """Steps one behind the other, so that memory of one stream would be used again by the other."""
+    if torch.cuda.device_count() < num_devices:
+        pytest.skip(f"needs {num_devices} CUDA devices")
+    torch.manual_seed(0)
+    model = Attending().double()
+    batches = [
+        {name: torch.randint(0, 1000, (8, 64)) for name in ("tokens", "targets")} for _ in range(10)
+    ]
+    expected = reference_steps(model.cuda(), [on_gpu(batch) for batch in batches], SGD)
+    model.cpu()
+    with autopar.compile(
+        model,
+        gpus()[:num_devices],
+        example_inputs=batches[0],
+        optimizer=SGD,
+        schedule="multi_stream",
+        num_stages=6,
+        num_microbatches=num_microbatches,
+        constraints=[autopar.Force("data_parallel")] if num_devices > 1 else [],
+        profile_limit_s=0,
+        call_timeout_s=120,
+    ) as compiled:
+        losses = [compiled.train_step(**batch).item() for batch in batches]
+        weights = compiled.full_state_dict()
+    assert losses == pytest.approx(expected.losses, rel=1e-9)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(weights[name].cpu(), weight.cpu(), rtol=1e-8, atol=1e-8)
+
+
+def on_gpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cuda() for name, tensor in batch.items()}
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_side_stream_runs_beside_the_main_one_and_behind_its_events() -> None:
+    streams, device = Streams(torch.device("cuda", 0)), torch.device("cuda", 0)
+    x = torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+    main, side = (
+        functools.partial(Issue, action=None, part=Part.RUN, stream=stream)
+        for stream in (Resource.MAIN, Resource.SIDE)
+    )
+    with streams.on(main(number=0, records=True)):
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+        x.fill_(1.0)
+    with streams.on(side(number=1)):
+        y = torch.full_like(x, 3.0)
+        free = torch.cuda.current_stream(device).record_event()
+    free.synchronize()
+    asleep = torch.cuda.current_stream(device).record_event()
+    assert not asleep.query(), "the side stream waited for the main one"
+    with streams.on(side(number=2, waits=(0,), records=True, uses=(Datum("gradient", 0),))):
+        streams.note(x)
+        y += x
+        del x
+    with streams.on(main(number=3, waits=(2,))):
+        filled = torch.full((1 << 20,), 9.0, device=device)  # may not be the memory of x yet
+        total = y.sum()
+    assert total.item() == 4.0 * (1 << 20)
+    assert filled[0].item() == 9.0
 
 
 def reference_steps_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> list[float]:

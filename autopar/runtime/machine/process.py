@@ -9,6 +9,7 @@ which each region is one call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from autopar.base.accelerators import default_generator
+from autopar.base.accelerators import default_generator, is_accelerator
 from autopar.base.torch_private import returns_views
 from autopar.comm.coalesced import (
     MAX_SCATTERS,
@@ -42,6 +43,7 @@ from autopar.comm.transports.base import Collectives
 from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
 from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
+from autopar.lowering.streams import Issue
 from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
 from autopar.movement.execution import Run
 from autopar.runtime.machine.direct_calls import DIRECT
@@ -49,6 +51,7 @@ from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.machine.regions import RegionFunction, first_line
+from autopar.runtime.machine.streams import Streams
 
 _CAST = torch.ops.aten._to_copy.default
 _GRAPHS = {Phase.FORWARD: "F", Phase.INPUT: "I", Phase.WEIGHT: "W"}
@@ -122,12 +125,26 @@ class ProcessMachine:
         self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
         self._calls: dict[fx.GraphModule, _Call | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
+        self._streams: Streams | None = None
+
+    def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
+        if not is_accelerator(self.device):
+            return contextlib.nullcontext()
+        if self._streams is None:
+            self._streams = Streams(self.device)
+        return self._streams.on(issue)
+
+    def _use(self, *tensors: Tensor) -> None:
+        """Tell the streams, if there are two, what runs next."""
+        if self._streams is not None:
+            self._streams.note(*tensors)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         bound = self._bound.get(module)
         if bound is None:
             bound = self._bound[module] = self._bind(module)
         compiled = self._compiled.get(module)
+        self._use(*arguments)
         if self.mover is not None:
             self.mover.check(module, arguments)
         results: Sequence[Tensor]
@@ -180,12 +197,15 @@ class ProcessMachine:
                 self._calls.pop(module, None)
 
     def add(self, left: Tensor, right: Tensor) -> Tensor:
+        self._use(left, right)
         return left + right
 
     def add_to(self, left: Tensor, right: Tensor) -> None:
+        self._use(left, right)
         left.add_(right)
 
     def add_in(self, dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+        self._use(left, right)
         return left + right if left.dtype is dtype else left.to(dtype).add_(right)
 
     def add_rows(self, rows: Tensor, whole: Tensor, first: int, end: int) -> None:
@@ -195,6 +215,7 @@ class ProcessMachine:
         return functools.reduce(torch.add, [value * weight for weight, value in terms])
 
     def contiguous(self, value: Tensor) -> Tensor:
+        self._use(value)
         return value.contiguous()
 
     def filled(self, meta: TensorMeta, fill: float) -> Tensor:
@@ -227,6 +248,7 @@ class ProcessMachine:
         for place in range(num_moves):
             module, operand = moves.pop(0)
             call = self._single_call(module)
+            self._use(operand)
             if call is not None and call.op is None:
                 results[place] = _cast(operand, call.after)
                 del operand

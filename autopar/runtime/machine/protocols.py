@@ -9,6 +9,7 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
@@ -16,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import fx
 
+from autopar.lowering.streams import Issue
 from autopar.lowering.types import TensorMeta
 
 T = TypeVar("T")
@@ -38,6 +40,13 @@ class Machine(Protocol[T]):
         """Announce the block that runs next: it sets the micro-batch and the random seeds.
 
         A block draws the same numbers for a micro-batch whenever it runs in a step.
+        """
+        ...
+
+    def on(self, issue: Issue) -> AbstractContextManager[None]:
+        """Within: what runs belongs to this issue, on its stream and behind what it waits for.
+
+        A machine without streams runs everything in the order of issue.
         """
         ...
 

@@ -9,12 +9,14 @@ messages travel in `autopar.runtime.step.exchange`, and where graphs run in
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.lowering.route import Route, route_of
+from autopar.lowering.streams import Part, streams_of
 from autopar.lowering.types import OutputProgram, RankProgram, Role
 from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.machine.protocols import Links, Machine, Phase
@@ -69,6 +71,7 @@ class Executor(Generic[T]):
         self.machine = machine
         self.links = links
         self.route = route_of(program, device)
+        self.issues = {(i.action, i.part): i for i in streams_of(program, self.route)}
         self.labels = tuple(encoded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
         self.times: list[ActionTime] = []
@@ -210,6 +213,8 @@ class _Play(Generic[T]):
         self.program = executor.program
         self.route: Route = executor.route
         self.labels = executor.labels
+        self.issues = executor.issues
+        self.machine = executor.machine
         self.compute = run
         self.updater = updater
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
@@ -232,7 +237,7 @@ class _Play(Generic[T]):
         for label, action in zip(self.labels, self.route.actions):
             report(label)
             try:
-                self._do(action)
+                self._issue(action)
             except Exception as error:
                 error.add_note(f"in action {action} of pipeline device {self.route.device}")
                 raise
@@ -241,15 +246,35 @@ class _Play(Generic[T]):
             self.free_s = end_s
         report(_SENT)
         self.exchange.finish()
+        with self._on(None, Part.JOIN):
+            pass
 
-    def _do(self, action: Action) -> None:
+    def _on(self, action: Action | None, part: Part) -> contextlib.AbstractContextManager[None]:
+        """The stream of an issue, if the schedule has two."""
+        issue = self.issues.get((action, part))
+        return contextlib.nullcontext() if issue is None else self.machine.on(issue)
+
+    def _issue(self, action: Action) -> None:
+        """Run an action, and reduce the gradients that it completes."""
+        with self._on(action, Part.RUN):
+            completed = self._do(action)
+            if (action, Part.REDUCE) not in self.issues:
+                self._reduce(completed)
+                return
+            completed = list(completed)
+        with self._on(action, Part.REDUCE):
+            self._reduce(completed)
+
+    def _do(self, action: Action) -> Iterable[list[int]]:
+        """Run an action. Its weight gradients are computed block by block while the result is read:
+        the parameters whose gradients are complete."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind is Kind.G:
             self.reductions.start_stage(stage)
-            return
+            return ()
         if kind is Kind.U:
             self._update(action)
-            return
+            return ()
         assert microbatch is not None
         if kind in (Kind.F, Kind.I, Kind.B):
             received = Kind.RECV_F if kind is Kind.F else Kind.RECV_B
@@ -259,9 +284,10 @@ class _Play(Generic[T]):
         elif kind in RECV_KINDS:
             self.exchange.post(action)
         else:
-            self._compute(action, microbatch)
+            return self._compute(action, microbatch)
+        return ()
 
-    def _compute(self, action: Action, microbatch: int) -> None:
+    def _compute(self, action: Action, microbatch: int) -> Iterable[list[int]]:
         stage, kind = action.stage, action.kind
         if kind is Kind.F:
             self.compute.forward(stage, microbatch, keep=self.keep)
@@ -270,11 +296,11 @@ class _Play(Generic[T]):
         elif kind is Kind.R:
             self.compute.recompute(stage, microbatch)
         elif kind is Kind.W:
-            self._reduce(self.compute.weights(stage, microbatch))
+            return self.compute.weights(stage, microbatch)
         else:
             assert kind in (Kind.I, Kind.B), action
-            weights = kind is Kind.B
-            self._reduce(self.compute.backward(stage, microbatch, weights=weights))
+            return self.compute.backward(stage, microbatch, weights=kind is Kind.B)
+        return ()
 
     def _update(self, action: Action) -> None:
         values = self.route.parameters[action.stage]
