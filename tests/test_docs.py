@@ -162,3 +162,30 @@ def test_the_page_of_published_figures_is_the_one_its_script_makes() -> None:
         [sys.executable, str(ROOT / "benchmarks" / "published.py"), "--check"], timeout=60
     )
     assert done.returncode == 0, "run python benchmarks/published.py, and commit docs/published.md"
+
+
+def written(root: Path) -> Iterator[str]:
+    """Every string of the code, with a NUL where a value is put in."""
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """What stands between the values of a message is text of the code, word for word."""
+    source = "\n".join(written(ROOT / "autopar"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = [
+        m for line in re.findall(r"^\*\*`.*$", page, re.M) for m in re.findall(r"`(.+?)`", line)
+    ]
+    values = r"\.\.\.|'[^']*'|\bat \w+\.py:\d+|\[[^\]]*\]|\{[^}]*\}|\([^)]*\)|\b\d+\b|\b\w+Error: "
+    parts = [part.strip(" :;,=") for message in messages for part in re.split(values, message)]
+    parts = [part for part in parts if len(part.split()) >= 3]
+    assert len(parts) > 40
+    assert [part for part in parts if part not in source] == []
