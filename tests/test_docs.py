@@ -88,6 +88,12 @@ def test_links_lead_to_a_page_and_an_anchor(site: Path, pages: dict[Path, Page])
     assert not wrong
 
 
+def test_links_of_the_readme_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) >= len(PAGES) - 2
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_nothing_is_loaded_from_the_network(site: Path, pages: dict[Path, Page]) -> None:
     loaded = [link for page in pages.values() for link in page.loaded]
     assert loaded
