@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test exhaustive faults gpu clean
+.PHONY: demo test docs exhaustive faults gpu clean
 
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict
 
 exhaustive: $(VENV)/.installed
 	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q --timeout=7200 tests/models/test_drawn_programs.py

@@ -38,7 +38,7 @@ class Uniform:
             )
 
     def draw(self, generator: random.Random) -> float:
-        """One value."""
+        """One number between both bounds, or as likely in each decade if ``log``."""
         if self.log:
             return math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         return generator.uniform(self.low, self.high)
@@ -61,7 +61,7 @@ class Integers:
             )
 
     def draw(self, generator: random.Random) -> int:
-        """One value."""
+        """One whole number between both bounds, each as likely as the others."""
         return generator.randint(self.low, self.high)
 
 
@@ -76,7 +76,7 @@ class Choice:
             raise InputError("Choice([]) has nothing to choose from; give at least one value")
 
     def draw(self, generator: random.Random) -> Any:
-        """One value."""
+        """One of the values, each as likely as the others."""
         return generator.choice(list(self.values))
 
 

@@ -2,12 +2,14 @@
 
 On each mesh axis a value and its gradient are in one of four states:
 
-=====  ==============================================  =================== state  value
-gradient =====  ==============================================  =================== R
-replicated: the same on all                     replicated S(d)   split on tensor dimension d
-split likewise P      a partial sum: the value is the sum over all    replicated V
-       varying use: the same on all, but each device a partial sum computes a different share of the
-       work from it
+=====  ==============================================  ===================
+state  value                                           gradient
+=====  ==============================================  ===================
+R      replicated: the same on all                     replicated
+S(d)   split on tensor dimension d                     split likewise
+P      a partial sum: the value is the sum over all    replicated
+V      varying use: the same on all, but each device   a partial sum
+       computes a different share of the work from it
 =====  ==============================================  ===================
 
 A move from one state to another costs exactly this in forward and backward; every entry follows

@@ -71,6 +71,7 @@ class Update:
 
     @property
     def is_early(self) -> bool:
+        """Whether parameters are updated within the backward pass."""
         return self.when == EARLY
 
     @property

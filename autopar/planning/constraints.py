@@ -89,10 +89,12 @@ class Pin:
 
     @property
     def choice_wanted(self) -> Choice:
+        """What each mesh axis splits, read from ``choice``."""
         return parse_choice(self.choice or "")
 
     @property
     def stored_wanted(self) -> Placements:
+        """The placement on each mesh axis, read from ``stored``."""
         return tuple(parse_placement(word) for word in (self.stored or "").split())
 
     def fix(self, num_axes: int = 2) -> str:
@@ -120,6 +122,7 @@ class MemoryBudget:
 
     @property
     def size_bytes(self) -> int:
+        """The limit as a number of bytes on each device."""
         return parse_bytes(self.size)
 
     def __post_init__(self) -> None:

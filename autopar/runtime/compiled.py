@@ -405,6 +405,7 @@ class Compiled(ModuleHabits, Closing):
         return self._loop.state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` returned; raises InputError if it does not fit."""
         self._loop.load_state_dict(state)
 
     def model_states(self) -> list[ModelState]:

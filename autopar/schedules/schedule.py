@@ -173,14 +173,17 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
+        """How many parts the blocks of the model are cut into."""
         return len(self.placement[0])
 
     @property
     def num_replicas(self) -> int:
+        """How many copies of every stage there are, such as two in Chimera."""
         return len(self.placement)
 
     @property
     def num_devices(self) -> int:
+        """How many pipeline ranks the stages are placed on."""
         return 1 + max(device for row in self.placement for device in row)
 
     def replica(self, microbatch: int) -> int:
@@ -228,6 +231,7 @@ class Schedule:
 
     @property
     def num_actions(self) -> int:
+        """How many actions all pipeline ranks run in one step."""
         return sum(len(steps) for steps in self.devices)
 
     @property
