@@ -40,6 +40,11 @@ def test_batches_of_other_shapes() -> None:
     torchrun(2, "tests.runtime.torchrun_shapes")
 
 
+@pytest.mark.parametrize("what", ["weights", "constants", "batches"])
+def test_ranks_that_disagree_are_told_or_made_alike(what: str) -> None:
+    torchrun(2, "tests.runtime.torchrun_alike", what)
+
+
 def test_compiling_again_joins_a_new_process_group() -> None:
     torchrun(2, "tests.runtime.torchrun_again")
 

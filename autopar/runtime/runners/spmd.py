@@ -25,10 +25,11 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
+from autopar.runtime.runners.alike import FORWARD, TRAINING, AlikeBatches, alike_state
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import HyperParameters
-from autopar.runtime.state.shards import local_part, needed_state
+from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import ActionTime
@@ -111,10 +112,12 @@ class SpmdRunner:
         self.watch = membership.join(device, timeout_s)
         self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
         self._trainings = {0: (program, self.step_limit)}
+        self._forwards: dict[int, RankProgram] = {}
+        self._batches = AlikeBatches()
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call(COMPILE):
-                parts = own_parts(program, state, device)
+                parts = own_parts(program, alike_state(program, state, device), device)
                 self.runtime = make_runtime(program, parts, agreed(options, device), device)
         except BaseException:
             membership.leave(self.watch)
@@ -128,6 +131,7 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("train_step()", step_limit):
+            self._batches.check(TRAINING, slot, program, tensors, local=local)
             try:
                 return self.runtime.train_step(tensors, local=local, slot=slot)
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
@@ -145,6 +149,7 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("a training pass", step_limit):
+            self._batches.check(TRAINING, slot, program, tensors, local=local)
             try:
                 return loop_of(self.runtime).training_pass(
                     tensors, number, dropped, local=local, slot=slot
@@ -199,9 +204,12 @@ class SpmdRunner:
         self.runtime.set_training_program(slot, program)
         limit = StepLimit(self.step_limit.ceiling_s, on_cpu=self.step_limit.on_cpu)
         self._trainings[slot] = program, limit
+        self._batches.forget(TRAINING, slot)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)
+        self._forwards[slot] = program
+        self._batches.forget(FORWARD, slot)
 
     @contextlib.contextmanager
     def watched(self, name: str, limit: StepLimit | None = None) -> Iterator[None]:
@@ -216,6 +224,7 @@ class SpmdRunner:
             yield
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        self._batches.check(FORWARD, slot, self._forwards[slot], tensors, local=local)
         return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -326,13 +335,13 @@ def _from_all_ranks(own: T) -> list[T]:
 
 
 def own_parts(
-    program: RankProgram, state: Mapping[str, Tensor], device: torch.device
+    program: RankProgram, needed: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies of this rank's shards of the whole state, on its device."""
+    """Copies of this rank's shards of the whole state that the program needs, on its device."""
     device_here, rank = program.place(dist.get_rank())
     programs = {p.name: p for p in program.parameters}
     parts = {}
-    for name, tensor in needed_state(program, state).items():
+    for name, tensor in needed.items():
         if name in programs:
             if device_here not in programs[name].devices:
                 continue

@@ -1,0 +1,128 @@
+"""What the processes of a job must have alike: the model's state, its constants, and whole batches.
+
+In: whole tensors, by name, in each process. Out: the same on all ranks, or an InputError on all of
+them. It exists because each process runs the user's script: with a random seed or a shuffled loader
+of its own, replicas would train different models without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.base.errors import InputError
+from autopar.lowering.types import RankProgram
+from autopar.runtime.state.shards import needed_state
+
+_log = logging.getLogger(__name__)
+TRAINING, FORWARD = "training", "forward"
+"""The kinds of program that a slot may have."""
+_PORTION_BYTES = 256 << 20
+_MAX_LISTED = 3
+
+Description = tuple[tuple[int, ...], str, int]
+"""Shape, dtype and the checksum of all bytes."""
+
+
+def described(tensor: Tensor) -> Description:
+    """What tells a tensor from others, short enough to be sent."""
+    data = tensor.detach().reshape(-1)
+    data = (torch.view_as_real(data) if data.is_complex() else data).reshape(-1)
+    checksum = 0
+    for portion in data.view(torch.uint8).split(_PORTION_BYTES):
+        checksum = zlib.crc32(portion.cpu().numpy(), checksum)
+    return tuple(tensor.shape), str(tensor.dtype), checksum
+
+
+def differing(own: Mapping[str, Any]) -> dict[str, int]:
+    """The entries that are not equal on all ranks, each with a rank that differs from rank 0."""
+    box: list[Any] = [dict(own)]
+    dist.broadcast_object_list(box, src=0)
+    first: dict[str, Any] = box[0]
+    names = [name for name in {**first, **own} if first.get(name) != own.get(name)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    return {name: rank for rank, listed in reversed(list(enumerate(found))) for name in listed}
+
+
+def alike_state(
+    program: RankProgram, state: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """The whole state that ``program`` reads, with rank 0's tensors where ranks differ. Collective.
+
+    Raises InputError if constants or shapes differ: then ranks have different models.
+    """
+    needed = needed_state(program, state)
+    constants = {f"the constant {name!r}": tensor for name, tensor in program.constants}
+    found = differing(
+        {name: described(tensor) for name, tensor in constants.items()}
+        | {f"the shape of {n!r}": (tuple(t.shape), str(t.dtype)) for n, t in needed.items()}
+    )
+    if found:
+        what, rank = next(iter(found.items()))
+        raise InputError(
+            f"{what} differs between ranks 0 and {rank}, so the processes would train different "
+            "models; make the same one in each, after torch.manual_seed(0)"
+        )
+    differ = sorted(differing({name: described(tensor) for name, tensor in needed.items()}))
+    if differ and dist.get_rank() == 0:
+        _log.warning(
+            "%d tensors of the model differ between ranks (%s); all ranks begin with those of "
+            "rank 0. Call torch.manual_seed(0) before the model is made, to have them alike",
+            len(differ),
+            ", ".join(differ[:_MAX_LISTED]) + ", ..." * (len(differ) > _MAX_LISTED),
+        )
+    for name in differ:
+        on_device = needed[name].to(device, copy=True).contiguous()
+        dist.broadcast(on_device, src=0)
+        needed[name] = on_device.to(needed[name].device)
+    return needed
+
+
+class AlikeBatches:
+    """Checks that ranks pass the same whole batch, or each its own shard, in the first call of each
+    program; later ones are not compared, which would cost a synchronization each."""
+
+    def __init__(self) -> None:
+        self._compared: set[tuple[str, int]] = set()
+
+    def forget(self, kind: str, slot: int) -> None:
+        """Compare again: the slot has another program."""
+        self._compared.discard((kind, slot))
+
+    def check(
+        self,
+        kind: str,
+        slot: int,
+        program: RankProgram,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool,
+    ) -> None:
+        """Raise InputError, on all ranks, where they differ. Collective in the first call."""
+        if (kind, slot) in self._compared:
+            return
+        own: dict[str, Any] = {"local": local}
+        if not local:
+            own |= {repr(i.name): described(t) for i, t in zip(program.inputs, tensors)}
+        found = differing(own)
+        if "local" in found:
+            raise InputError(
+                f"ranks 0 and {found['local']} differ in local=: either all ranks pass their own "
+                "shards, with local=True, or all pass the same global batch"
+            )
+        if found:
+            name, rank = next(iter(found.items()))
+            raise InputError(
+                f"the batches of ranks 0 and {rank} differ in {name}: under torchrun each rank "
+                "passes the same global batch. Where each loads a part of its own, as with a "
+                "DistributedSampler, pass local=True; where the loader shuffles, seed it alike: "
+                "generator=torch.Generator().manual_seed(0)"
+            )
+        self._compared.add((kind, slot))
