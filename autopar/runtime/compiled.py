@@ -446,7 +446,9 @@ class Compiled(ModuleHabits, Closing):
         last checkpoint. Raises InputError if there are checkpoints and none can be loaded.
         """
         check_has_optimizer(self._has_optimizer)
-        return self._checkpoints.begin(num_steps, folder, keep)
+        num_done = self._checkpoints.begin(num_steps, folder, keep)
+        self._loop.take_hyper_parameters()
+        return num_done
 
     def close(self) -> None:
         """End the workers, or leave the process group if it was joined here."""

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,3 +385,23 @@ def test_the_first_call_may_compile() -> None:
 
 def test_under_torchrun() -> None:
     torchrun(2, "tests.runtime.torchrun_loop")
+
+
+def test_updates_count_as_steps_of_periodic_checkpoints(tmp_path: Path) -> None:
+    """A loop that is started again goes on with the weights and the rate of the newest one."""
+    batches = [[rows(seed)] for seed in range(5)]
+    model = net()
+    with compile_two(model, rows(0)) as compiled:
+        assert compiled.checkpoint_every(2, tmp_path) == 0
+        group = compiled.optimizer.param_groups[0]
+        train(compiled, compiled.optimizer, compiled.clip_grad_norm_, batches[:2])
+        group["lr"] = 0.003
+        expected = train(compiled, compiled.optimizer, compiled.clip_grad_norm_, batches[2:])
+        weights = compiled.full_state_dict()
+    with compile_two(model, rows(0)) as compiled:
+        assert compiled.optimizer.param_groups[0]["lr"] == 1e-2
+        assert compiled.checkpoint_every(2, tmp_path) == 4
+        assert compiled.optimizer.param_groups[0]["lr"] == 0.003
+        got = train(compiled, compiled.optimizer, compiled.clip_grad_norm_, batches[4:])
+        assert got == expected[-2:]
+        torch.testing.assert_close(compiled.full_state_dict(), weights, rtol=0, atol=0)
