@@ -17,7 +17,7 @@ import autopar
 from autopar.base.errors import InputError
 
 RANK = int(os.environ["RANK"])
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 
 
 class Shifted(nn.Module):
@@ -101,5 +101,23 @@ def batches() -> None:
             compiled(batch_of(RANK)[0])
 
 
+def states() -> None:
+    """State that ranks load, each its own, is refused; DTensors are shards, and differ rightly."""
+    torch.manual_seed(0)
+    with compiled_of(Shifted(torch.zeros(8))) as compiled:
+        before = compiled.full_state_dict()
+        other = {**before, "layer.bias": before["layer.bias"] + RANK}
+        with pytest.raises(InputError, match=r"'layer.bias' differs between ranks 0 and 1"):
+            compiled.load_state_dict(other)
+        torch.testing.assert_close(compiled.full_state_dict(), before, rtol=0, atol=0)
+        compiled.load_state_dict(compiled.state_dict())
+        compiled.train_step(*batch_of(0))
+        held = compiled.optimizer_state_dict()
+        held["state"]["layer.weight"]["momentum_buffer"] = torch.full((1, 8), float(RANK))
+        with pytest.raises(InputError, match=r"'state.layer.weight.momentum_buffer' differs"):
+            compiled.load_optimizer_state_dict(held)
+
+
 if __name__ == "__main__":
-    {"weights": weights, "constants": constants, "batches": batches}[sys.argv[1]]()
+    what = {"weights": weights, "constants": constants, "batches": batches, "states": states}
+    what[sys.argv[1]]()

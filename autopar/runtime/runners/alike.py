@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,17 @@ def described(tensor: Tensor) -> Description:
     return tuple(tensor.shape), str(tensor.dtype), checksum
 
 
-def differing(own: Mapping[str, Any]) -> dict[str, int]:
-    """The entries that are not equal on all ranks, each with a rank that differs from rank 0."""
+def differing(own: Mapping[str, Any], *, in_common: bool = False) -> dict[str, int]:
+    """The entries that are not equal on all ranks, each with a rank that differs from rank 0.
+
+    With ``in_common`` an entry that one of the two lacks does not count.
+    """
     box: list[Any] = [dict(own)]
     dist.broadcast_object_list(box, src=0)
     first: dict[str, Any] = box[0]
-    names = [name for name in {**first, **own} if first.get(name) != own.get(name)]
+    compared = first.keys() & own.keys() if in_common else first.keys() | own.keys()
+    names = [name for name in {**first, **own} if name in compared]
+    names = [name for name in names if first.get(name) != own.get(name)]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, names)
     return {name: rank for rank, listed in reversed(list(enumerate(found))) for name in listed}
@@ -83,6 +88,28 @@ def alike_state(
         dist.broadcast(on_device, src=0)
         needed[name] = on_device.to(needed[name].device)
     return needed
+
+
+def check_alike(what: str, state: Any) -> None:
+    """Raise InputError, on all ranks, if they pass whole tensors that differ to ``what``.
+
+    Collective. ``DTensor``s are shards; in a pipeline ranks may pass their own stages' state alone.
+    """
+    found = differing(dict(_whole_tensors(state)), in_common=True)
+    if found:
+        name, rank = next(iter(found.items()))
+        raise InputError(
+            f"{name!r} differs between ranks 0 and {rank} in what {what} was given; load the same "
+            "file on every rank"
+        )
+
+
+def _whole_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Description]]:
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        name = f"{path}{key}"
+        if isinstance(value, Tensor) and not hasattr(value, "full_tensor"):
+            yield name, described(value)
+        yield from _whole_tensors(value, f"{name}.")
 
 
 class AlikeBatches:

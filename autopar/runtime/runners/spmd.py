@@ -25,7 +25,7 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
-from autopar.runtime.runners.alike import FORWARD, TRAINING, AlikeBatches, alike_state
+from autopar.runtime.runners.alike import FORWARD, TRAINING, AlikeBatches, alike_state, check_alike
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import HyperParameters
@@ -172,6 +172,7 @@ class SpmdRunner:
 
     def set_gradients(self, given: Mapping[str, Tensor]) -> None:
         with self.watched("set_gradients()"):
+            check_alike("set_gradients()", given)
             loop_of(self.runtime).set_gradients(given)
 
     def clip_gradients(self, limit: float) -> Tensor:
@@ -241,6 +242,7 @@ class SpmdRunner:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.watched("load_state_dict()"):
+            check_alike("load_state_dict()", state)
             self.runtime.load_state_dict(state)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -249,6 +251,7 @@ class SpmdRunner:
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         with self.watched("load_optimizer_state_dict()"):
+            check_alike("load_optimizer_state_dict()", state)
             self.runtime.load_optimizer_state_dict(state)
 
     def model_states(self) -> list[ModelState]:
