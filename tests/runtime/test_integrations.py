@@ -189,7 +189,8 @@ def test_trainer_loads_the_best_model_and_trains_on(tmp_path: Path) -> None:
     assert best is not None
     assert best < 3
     assert ours.state.best_global_step == best
-    assert_same_weights(ours.model, plain.model)
+    # Biases of keys have no gradient but rounding errors, which Adam at this rate makes 1e-8.
+    assert_same_weights(ours.model, plain.model, 1e-6)
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"])
     train(plain)
     train(ours)
