@@ -149,6 +149,8 @@ class Mover:
             if transfer.way is Way.FROM_HOST and not loads:
                 return
             self._num_issued += 1
+            if transfer.way is not Way.FROM_HOST:
+                self._finish_loads(transfer.tensor)
             if transfer.way is Way.DROP:
                 self._drop(transfer.tensor)
             elif transfer.way is Way.TO_HOST:
@@ -172,6 +174,14 @@ class Mover:
             else:
                 rest.append((transfer, finish))
         self._pending = rest
+
+    def _finish_loads(self, name: str) -> None:
+        """Wait for a load of a tensor that no operation has needed, as an update that was left
+        out: it may still be under way, and what leaves the device must have arrived there."""
+        for transfer, finish in self._pending:
+            if transfer.way is Way.FROM_HOST and transfer.tensor == name:
+                finish()
+        self._pending = [p for p in self._pending if p[0].way is Way.TO_HOST or p[0].tensor != name]
 
     def _finish_offloads(self) -> None:
         for transfer, finish in self._pending:
