@@ -132,7 +132,8 @@ def test_nested_inputs_and_outputs_on_two_processes():
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     with autopar.compile(model, 2, loss_fn=loss_fn, optimizer=sgd, profile_limit_s=0) as compiled:
         loss = compiled.train_step(*args, target=target, **kwargs)
-        output = compiled(*args, double=True, target=target, pair=kwargs["pair"])
+        with torch.no_grad():
+            output = compiled(*args, double=True, target=target, pair=kwargs["pair"])
     trained = copy.deepcopy(model)
     expected = loss_fn(trained(*args, **kwargs), target)
     expected.backward()
