@@ -108,10 +108,9 @@ class Plan(PlanFields, frozen=True):
     def figure(self, name: str) -> tuple[Any, Any]:
         """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
 
-        ``name`` is "strategy", "step", "memory", "alternatives", "timeline", "activations",
-        "recomputation", "kernels" or "offload"; `autopar.plans.figures` has their numbers. Raises
-        InputError for another, and for one of which the plan has nothing, such as "offload" where
-        nothing moves.
+        ``name``: strategy, step, memory, alternatives, timeline, activations, recomputation,
+        kernels or offload; `autopar.plans.figures` has their numbers. Raises InputError for
+        another, and where the plan has nothing of it.
         """
         from autopar.plans.figures.catalog import plan_figure  # imports matplotlib
 
@@ -124,8 +123,8 @@ class Plan(PlanFields, frozen=True):
         """
         from autopar.plans.figures.catalog import page_figures  # imports matplotlib
 
-        page = summary_page(self, page_figures(self))
-        Path(path).write_text(page.to_html(), encoding="utf-8")
+        text = summary_page(self, page_figures(self)).to_html()
+        Path(path).write_text(text, encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the predicted timeline as JSON, to be opened in ui.perfetto.dev."""
