@@ -99,6 +99,20 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
+    _add_planning(command)
+    _add_reading(command)
+    _add_others(command)
+    return parser
+
+
+AddCommand = Callable[
+    [str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser
+]
+"""Adds a command: its name, what runs it, its help and an example; returns its parser."""
+
+
+def _add_planning(command: AddCommand) -> None:
+    """The commands that search a plan."""
     plan = command(
         "plan", _plan, "search the fastest plan for a model on a cluster",
         "plan models:llama --cluster h100-sxm:8x8 -o plan.json",
@@ -110,6 +124,10 @@ def _parser() -> argparse.ArgumentParser:
         "estimate-memory models:llama --cluster a100-80:1x8",
     )  # fmt: skip
     _add_search(memory)
+
+
+def _add_reading(command: AddCommand) -> None:
+    """The commands that read a plan."""
     show = command("show", _show, "print the report of a plan", "show plan.json --full")
     _add_plan(show)
     show.add_argument("--full", action="store_true", help="all details")
@@ -141,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(figure)
     figure.add_argument("figure", metavar="NAME", help="such as strategy, memory or timeline")
     figure.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+
+
+def _add_others(command: AddCommand) -> None:
+    """The commands that train, list presets, or describe the command line itself."""
     _add_profile(
         command(
             "profile", _profile, "train on this machine, measured beside the prediction",
@@ -160,7 +182,6 @@ def _parser() -> argparse.ArgumentParser:
         "completion bash > ~/.local/share/bash-completion/completions/autopar",
     )  # fmt: skip
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
-    return parser
 
 
 CLUSTER_HELP = "a preset with nodes x devices a node (h100-sxm:8x8), a JSON file, or 'detect'"

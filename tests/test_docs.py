@@ -184,7 +184,7 @@ def written(root: Path) -> Iterator[str]:
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
-    """What stands between the values of a message is text of the code, word for word."""
+    """The text of each message, between its values, is in the code word for word."""
     source = "\n".join(written(ROOT / "autopar"))
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = [

@@ -244,7 +244,7 @@ def test_what_reports_read_is_checked() -> None:
 
 
 def numbers(plan: Plan) -> list[str]:
-    """What all reports of a plan must say, written from the numbers in its JSON."""
+    """Times and sizes that every report of a plan says, formatted from its JSON."""
     found = json.loads(plan.to_json())["prediction"]
     times = ("step_time_s", "forward_s", "backward_s", "update_s")
     sizes = [size for size in found["memory_bytes"].values() if size]

@@ -69,7 +69,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 def _values(
     command: str, parser: argparse.ArgumentParser, words: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """What may follow an option that takes a value; files, for which there are no words."""
+    """A branch of ``case`` for each option with a value; without words, file names complete."""
     for action in parser._actions:
         if action.option_strings and action.nargs != 0:
             pattern = "|".join(f'"{command} {text}"' for text in action.option_strings)

@@ -30,7 +30,7 @@ _BY_THE_LOOP = "optimizer", "lr_scheduler", "example_inputs", "nonfinite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What has been trained: steps; samples and tokens of those steps, and their seconds.
+    """Counts of a training: its steps, and their samples, tokens and seconds.
 
     The first step, which compiles, is among the steps alone.
     """

@@ -79,7 +79,7 @@ class AutoparModule(LightningModule):
         return made if self._make_scheduler is None else ([made], [self._make_scheduler(made)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model itself returns, in train or eval mode, without gradients."""
+        """Run the model forward, in train or eval mode, without gradients."""
         return self.hosted(Arguments(args, kwargs), training=self.training)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

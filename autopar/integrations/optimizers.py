@@ -40,7 +40,7 @@ class SameOptimizer:
 
 
 def same_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> SameOptimizer:
-    """What makes ``optimizer``, which is over ``model``'s parameters, again over their shards.
+    """A factory that makes ``optimizer`` again, over shards of ``model``'s parameters.
 
     Raises OptimizerError where it is not known from its class and its parameter groups.
     """
@@ -101,7 +101,7 @@ def _unchanged(_step: int) -> float:
 
 
 def same_scheduler(scheduler: Any) -> SameScheduler:
-    """What makes ``scheduler`` again, as it is now, for an optimizer with the same groups.
+    """A factory that makes ``scheduler`` again in its present state, for the same groups.
 
     Raises OptimizerError for one that is stepped by a metric, which the devices do not know.
     """

@@ -126,7 +126,7 @@ class AutoparTrainer(Trainer):
         return found
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """What the loops call as their model; training begins with a new one."""
+        """The module that Trainer's loops call; each training has a new one."""
         if training or self._hosted is None:
             if self._hosted is not None:
                 self._hosted.close()

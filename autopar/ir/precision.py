@@ -85,12 +85,12 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What operators compute in, as torch names it."""
+        """The torch dtype that operators compute in."""
         return _DTYPES[self.compute]
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """What gradients are summed in, as torch names it."""
+        """The torch dtype that gradients are reduced in."""
         return _DTYPES[self.reduce]
 
     @property

@@ -24,8 +24,8 @@ from autopar.schedules.schedule import Resource
 
 
 class Part(StrEnum):
-    """What the host issues: an action, the reduction of the gradients that an action of the main
-    stream has completed, or the wait of the main stream for the side stream behind all actions."""
+    """The kind of an issue: an action, the reduction of gradients that an action of the main stream
+    has completed, or the join, in which the main stream waits for the side stream."""
 
     RUN = "run"
     REDUCE = "reduce"
@@ -33,7 +33,7 @@ class Part(StrEnum):
 
 
 class Datum(NamedTuple):
-    """What one action makes for another.
+    """Data that one action writes and another reads.
 
     ``what``: the ``arguments`` of W in a micro-batch (``place``: the block), the ``gradient`` that
     accumulates over all micro-batches (``place``: the parameter), or the ``reduced`` one.
@@ -46,7 +46,7 @@ class Datum(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issue:
-    """What the host issues at once, on one stream.
+    """One submission of work by the host to one stream.
 
     ``number``: its place in the order of issue. ``waits``: the issues of the other stream whose
     events it waits for; ``records``: whether one waits for its own. ``uses``: what it computes with

@@ -71,7 +71,7 @@ class SideStream:
 
     @property
     def apart_bytes(self) -> int:
-        """What two pools of memory take beyond the peak of both together."""
+        """The bytes that two separate pools take beyond the peak of a shared one."""
         if not self._actions:
             return 0
         side_bytes = self._tally.gradient_bytes + self._largest_bytes

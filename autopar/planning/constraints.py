@@ -89,7 +89,7 @@ class Pin:
 
     @property
     def choice_wanted(self) -> Choice:
-        """What each mesh axis splits, read from ``choice``."""
+        """The dimension that each mesh axis splits, parsed from ``choice``."""
         return parse_choice(self.choice or "")
 
     @property

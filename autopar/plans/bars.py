@@ -14,7 +14,7 @@ FAR = 10.0
 
 
 class Unit(StrEnum):
-    """What the numbers of a chart are."""
+    """The unit of a chart's numbers."""
 
     SECONDS = "seconds"
     BYTES = "bytes"

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SavingRunner(Protocol):
-    """What periodic checkpoints need of the ranks.
+    """The methods of a runner that periodic checkpoints use.
 
     * ``begin_save`` copies the state, and begins to write it; one save at a time. Of the numbered
       checkpoints beside it ``keep`` are kept.

@@ -137,7 +137,7 @@ def refusing_backward(outputs: Any, reason: str) -> Any:
 
 
 def with_loss(outputs: Any, loss: Tensor) -> Any:
-    """What a model returns, with its loss replaced by one that can run ``backward()``."""
+    """A model's outputs, with the loss replaced by one that can run ``backward()``."""
     own = find_loss(outputs)
     leaves, spec = pytree.tree_flatten(outputs)
     marked = [

@@ -328,7 +328,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         self._known = found
 
     def changes(self) -> HyperParameters:
-        """What was set since the ranks were told, by group; raises InputError for other kinds."""
+        """Hyper-parameters set since the last call, by group; InputError for another type."""
         changes: HyperParameters = []
         for group, known in zip(self.param_groups, self._known):
             changed = {k: group[k] for k, v in known.items() if not _is_same(group.get(k), v)}

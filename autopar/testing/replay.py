@@ -99,7 +99,7 @@ class _Op:
 
 
 class _Tape:
-    """What the host has issued to two streams, and then their play."""
+    """The operations issued to two streams, and their replay."""
 
     def __init__(self) -> None:
         self.queues: dict[Resource, list[_Op]] = {stream: [] for stream in STREAMS}

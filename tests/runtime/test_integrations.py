@@ -344,7 +344,7 @@ def module(model: nn.Module) -> OnDevices:
 
 
 class Seen(Callback):
-    """What a run logged: by training batch, and by validation."""
+    """Records the values that a run logs, by training batch and by validation."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -257,7 +257,7 @@ MEMORY_IDS = [f"{model}, {schedule}" for model, schedule, _ in MEMORY]
 
 @pytest.mark.parametrize(("model", "schedule", "mesh"), MEMORY, ids=MEMORY_IDS)
 def test_what_two_streams_hold_is_counted(model: str, schedule: str, mesh: Mesh) -> None:
-    """Whatever the order, a GPU holds no more than is counted."""
+    """A GPU holds no more than is counted, in every order that the events allow."""
     program = program_of(model, schedule, mesh)
     gpu = Cluster.preset("h100-sxm", nodes=1, devices_per_node=1).device
     found = program_memory(program, gpu, optimizer=OptimizerSpec(num_states=0, is_fused=True))

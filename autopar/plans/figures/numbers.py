@@ -126,7 +126,7 @@ def kernels_data(plan: PlanFields) -> Bars | None:
 
 
 def recomputation_data(plan: PlanFields) -> Bars | None:
-    """What each block keeps for its backward pass, and what it computes again instead.
+    """The activations that each block keeps for its backward pass, and those it recomputes.
 
     Bytes of one block and one micro-batch on one device. None where nothing is recomputed.
     """

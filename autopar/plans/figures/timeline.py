@@ -68,7 +68,7 @@ class TimelineChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldChart:
-    """What each pipeline rank holds from each time on: bytes, or a number of activations."""
+    """Memory held by each pipeline rank over time, in bytes or as a number of activations."""
 
     title: str
     names: tuple[str, ...]

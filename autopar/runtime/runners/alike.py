@@ -31,7 +31,7 @@ Description = tuple[tuple[int, ...], str, int]
 
 
 def described(tensor: Tensor) -> Description:
-    """What tells a tensor from others, short enough to be sent."""
+    """Shape, dtype and checksum of a tensor, which ranks compare instead of its contents."""
     data = tensor.detach().reshape(-1)
     data = (torch.view_as_real(data) if data.is_complex() else data).reshape(-1)
     checksum = 0

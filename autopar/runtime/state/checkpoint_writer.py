@@ -179,7 +179,7 @@ class CheckpointWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What one rank's file will hold: its header, and the first byte of each item's tensor."""
+    """The layout of one rank's file: its header, and the first byte of each item's tensor."""
 
     name: str
     items: tuple[WriteItem, ...]

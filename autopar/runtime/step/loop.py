@@ -269,7 +269,7 @@ class LoopRuntime(RankRuntime):
         return norm
 
     def hyper_parameters(self) -> HyperParameters | None:
-        """What each parameter group has besides its parameters; None without an optimizer here."""
+        """The hyper-parameters of each parameter group; None without an optimizer here."""
         if self.optimizer is None:
             return None
         return [
