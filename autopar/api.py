@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
+from autopar.base.accelerators import release_cached
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, default_store_path
@@ -215,6 +216,7 @@ def compile(  # type: ignore[misc]
     check_gradients: bool = True,
     nonfinite: str = "raise",
     kernels: str | None = None,
+    cuda_graphs: bool = True,
     profile_limit_s: float = 60.0,
     seed: Any = None,
     progress: bool = False,
@@ -256,6 +258,9 @@ def compile(  # type: ignore[misc]
       ``Update(clipping="second_pass")`` nothing has changed. See `autopar.runtime.step.agreement`.
     * ``kernels``: ``"eager"`` (the default) runs blocks op by op, ``"compiled"`` as Inductor makes
       them, ``"auto"`` each graph as is measured to be faster; see `autopar.lowering.regions`.
+    * ``cuda_graphs``: record forward and backward of a step on one GPU, after two steps, as a CUDA
+      graph, and replay it in each later step; `Compiled.report` says where that is not possible,
+      and why (`autopar.runtime.step.graphs`). Gradients are then overwritten by the next step.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
       on disk), but for those that cannot change the plan. Others, and all ops if it is 0, are
       priced by roofline. Collectives between the devices are measured too, which takes seconds.
@@ -278,7 +283,8 @@ def compile(  # type: ignore[misc]
         reshard_after_forward=reshard_after_forward,
         reduce_every_microbatch=reduce_every_microbatch, offload=offload,
         batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
-        start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s, kernels=kernels,
+        cuda_graphs=cuda_graphs, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
+        kernels=kernels,
         plan=plan, check_gradients=check_gradients, profile_limit_s=profile_limit_s,
     )  # fmt: skip
     own = {
@@ -378,6 +384,7 @@ class _Compiler:
             prepared = prepare(captured, self.planning.batch_norm)
             communication = self._collectives(prepared, say)
             chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
+            release_cached()
             say("lower")
             return self._start(captured, chosen)
 

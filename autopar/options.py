@@ -202,6 +202,7 @@ def compile_options(
     nonfinite: str,
     start_timeout_s: float,
     call_timeout_s: float,
+    cuda_graphs: bool,
     plan: Plan | str | Path | None,
     check_gradients: bool,
     profile_limit_s: float,
@@ -215,6 +216,7 @@ def compile_options(
         running=RunOptions(
             loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=lr_scheduler,
             max_grad_norm=max_grad_norm, nonfinite=nonfinite, seed=seed, array=array,
+            cuda_graphs=cuda_graphs,
             start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s,
         ),
         plan=plan,

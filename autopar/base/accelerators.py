@@ -10,6 +10,7 @@ CPUs and CUDA devices: `autopar.cost_models` measures, detects and describes no 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -62,6 +63,19 @@ def kept_generators(device: torch.device) -> Iterator[None]:
         return
     with torch.random.fork_rng(devices=[with_index(device)], device_type=device.type):
         yield
+
+
+def release_cached() -> None:
+    """Return the memory that this process's allocators hold without need to the accelerators.
+
+    Another process could not use it otherwise: measurements and the gradient check of a process
+    that starts workers would cost these their memory.
+    """
+    if torch.accelerator.is_available():
+        module = module_of(torch.accelerator.current_accelerator() or "cpu")
+        if module.is_initialized():
+            gc.collect()
+            module.empty_cache()
 
 
 def backend_of(device_type: str) -> str:

@@ -122,3 +122,9 @@ class WorkerError(AutoparError, RuntimeError):
 
 class StepError(WorkerError):
     """An op raised in a training step; the step was rolled back, and training can continue."""
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error, and what it says first."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

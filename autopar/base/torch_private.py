@@ -25,6 +25,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+# torch.fx.experimental.symbolic_shapes: what a trace over unknown sizes raises (2.11 to 2.13).
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
 
@@ -32,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DATA_DEPENDENT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -42,7 +46,9 @@ __all__ = [
     "allocations",
     "autograd_again",
     "canonical_call",
+    "clear_matmul_workspaces",
     "compile_graph",
+    "copy_each",
     "custom_op_function",
     "default_store",
     "flop_formula",
@@ -54,6 +60,7 @@ __all__ = [
     "is_composite",
     "is_overload",
     "keyed_leaves",
+    "norm_each",
     "outside_of_tracing",
     "overloads_named",
     "pytree",
@@ -63,6 +70,13 @@ __all__ = [
     "without_vmap_loops",
     "written_arguments",
 ]
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+"""What a trace over tensors without data raises where it would need the data."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -232,6 +246,36 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
     results: Any = profiler.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def copy_each(into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others of their shapes, with few kernels.
+
+    ``torch._foreach_copy_`` (2.11 to 2.13), for each dtype apart, as it then has one kernel.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(into, of, strict=True):
+        targets, sources = by_dtype.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def norm_each(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The 2-norm of each tensor, computed in ``dtype``, with few kernels.
+
+    ``torch._foreach_norm`` (2.11 to 2.13).
+    """
+    return torch._foreach_norm(list(tensors), 2, dtype=dtype)
+
+
+def clear_matmul_workspaces() -> None:
+    """Release what cuBLAS keeps for matrix products, on every stream; the next ones take it again.
+
+    ``torch._C._cuda_clearCublasWorkspaces`` (2.11 to 2.13, in builds with CUDA).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[None]:

@@ -14,8 +14,9 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.base.errors import PlanError
+from autopar.base.errors import CaptureError, PlanError, first_line
 from autopar.base.spelling import did_you_mean
+from autopar.base.torch_private import DATA_DEPENDENT
 from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
@@ -202,14 +203,23 @@ class _Lowering:
 
     def _joint(self, block: Block, interface: BlockInterface) -> Joint:
         values = [self.graph.values[i] for i in (*interface.inputs, *interface.parameters)]
-        return trace_joint(
-            block_function(self.strategy, block, interface, self.device),
-            [self._meta(v) for v in values],
-            [v.differentiable for v in values],
-            [v.kind is ValueKind.PARAMETER for v in values],
-            self.device,
-            training=self.training,
-        )
+        try:
+            return trace_joint(
+                block_function(self.strategy, block, interface, self.device),
+                [self._meta(v) for v in values],
+                [v.differentiable for v in values],
+                [v.kind is ValueKind.PARAMETER for v in values],
+                self.device,
+                training=self.training,
+            )
+        except DATA_DEPENDENT as error:
+            dtypes = sorted({str(v.dtype) for v in values})
+            raise CaptureError(
+                f"block {block.name!r} has an operator whose computation on {self.device.type} "
+                f"devices in {', '.join(dtypes)} depends on the data, which cannot be traced: "
+                f"{first_line(error)}. Compute it in another dtype, such as precision='bf16', or "
+                "write it without reading tensors in Python"
+            ) from error
 
     def _check_names(self, blocks: Sequence[str]) -> None:
         """Raise PlanError for a block that keeps values, but does not exist."""

@@ -106,8 +106,9 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor, *_: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         context, axes = ctx.context, ctx.axes
+        none = mean.new_empty(0)  # CUDA's kernel takes saved statistics that are empty, as eval has
         _, *found = aten.native_batch_norm_backward.default(
-            cotangent, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            cotangent, x, None, mean, variance, none, none, False, ctx.eps, [False, True, True]
         )
         # For lower precisions they are float32, though traced kernels claim the dtype of x.
         by_h, by_one = (by.to(mean.dtype) for by in found)
@@ -184,6 +185,7 @@ def _batch_norm_kernels(
     x = replace(plain.tensor(0, "input"), requires_grad=False)
     dims = tuple(d for d in range(len(x.shape)) if d != 1)
     channels = TensorSpec(x.shape[1:2], torch.promote_types(x.dtype, torch.float32))
+    none = TensorSpec((0,), channels.dtype)
     each = TensorSpec((1, x.shape[1], *(1 for _ in x.shape[2:])), x.dtype)
     product = OpCall("aten.mul.Tensor", (channels, channels))
     total = OpCall("aten.add.Tensor", (channels, channels))
@@ -202,7 +204,7 @@ def _batch_norm_kernels(
     ]
     sums = OpCall(
         "aten.native_batch_norm_backward.default",
-        (x, x, None, channels, channels, None, None, False, 1e-5, (False, True, True)),
+        (x, x, None, channels, channels, none, none, False, 1e-5, (False, True, True)),
     )
     backward = [
         sums,

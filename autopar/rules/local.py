@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from autopar.rules.choice import padded_dims
 from autopar.rules.context import LocalContext
 from autopar.rules.registry import rule_of
 from autopar.rules.space import Layout
+
+_RECURRENT = {"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"}
 
 
 def call_op(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -36,7 +39,23 @@ def shard_call(
 def call_target(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The default lowering: the same operator on the local shards."""
     target, args, kwargs = shard_call(context, args, kwargs)
-    return target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+    with _traceable(context.op):
+        return target(*_lists(args), **{k: _lists(v) for k, v in kwargs.items()})
+
+
+def _traceable(op: Op) -> contextlib.AbstractContextManager[None]:
+    """Within: a recurrent layer runs step by step, as ATen's own kernels do.
+
+    The call of cuDNN's looks at the storage of the weights, which no trace records.
+    """
+    if op.target_name not in _RECURRENT:
+        return contextlib.nullcontext()
+    cudnn = torch.backends.cudnn
+    found: contextlib.AbstractContextManager[None] = cudnn.flags(
+        enabled=False, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic,
+        allow_tf32=cudnn.allow_tf32,
+    )  # fmt: skip
+    return found
 
 
 def _lists(node: Any) -> Any:

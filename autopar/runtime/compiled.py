@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -104,6 +105,7 @@ class Compiled(ModuleHabits, Closing):
             array=options.array,
             precision=captured.precision,
             movement=movement,
+            cuda_graphs=options.cuda_graphs,
         )
         self._runner: Runner
         if is_spmd():
@@ -307,15 +309,26 @@ class Compiled(ModuleHabits, Closing):
         """
         self._training_call(args, kwargs, local)  # refuse a wrong batch before anything is counted
         counts = []
-        for _ in range(3):
-            self._runner.start_counting_tensors()
-            for _ in range(2):
-                self.train_step(*args, local=local, **kwargs)
-            counts.append(self._runner.counted_tensor_bytes())
+        with self._launched():
+            for _ in range(3):
+                self._runner.start_counting_tensors()
+                for _ in range(2):
+                    self.train_step(*args, local=local, **kwargs)
+                counts.append(self._runner.counted_tensor_bytes())
         return [max(found) for found in zip(*counts)]
 
+    @contextlib.contextmanager
+    def _launched(self) -> Iterator[None]:
+        """Within: steps are launched op by op; CUDA graphs and their memory are dropped."""
+        self._runner.allow_graphs(False)
+        try:
+            yield
+        finally:
+            self._runner.allow_graphs(True)
+
     def action_times(self) -> list[list[ActionTime]]:
-        """Per rank, when the actions of its schedule ran in the last training step."""
+        """Per rank, when the actions of its schedule ran in the last training step; none where that
+        was replayed as a CUDA graph."""
         return self._runner.action_times()
 
     def profile(
@@ -323,16 +336,18 @@ class Compiled(ModuleHabits, Closing):
     ) -> Profile:
         """Measure training steps on a batch, beside the prediction; ``print`` the result.
 
-        The steps train as `train_step` does; the first one is not measured.
+        The steps train as `train_step` does; the first one is not measured. On a GPU they are
+        launched op by op, also where training replays CUDA graphs.
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
-        self.train_step(*args, local=local, **kwargs)
         steps = []
-        for _ in range(num_steps):
-            started_s = time.perf_counter()
+        with self._launched():
             self.train_step(*args, local=local, **kwargs)
-            steps.append((time.perf_counter() - started_s, self.action_times()))
+            for _ in range(num_steps):
+                started_s = time.perf_counter()
+                self.train_step(*args, local=local, **kwargs)
+                steps.append((time.perf_counter() - started_s, self.action_times()))
         median_s = statistics.median_low(time_s for time_s, _ in steps)
         return Profile(
             plan=self.plan,
@@ -343,7 +358,7 @@ class Compiled(ModuleHabits, Closing):
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""
         lines = [self.plan.report(detail)]
-        lines += self._runner.not_compiled
+        lines += self._runner.not_compiled + self._runner.graph_notes()
         if self.step_time_s is not None:
             predicted_s = self.plan.prediction.step_time_s
             lines.append(

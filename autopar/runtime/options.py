@@ -34,6 +34,7 @@ class RunOptions:
       ``"skip"`` or ``"ignore"``.
     * ``seed``: for dropout and other random operators; by default ``torch.initial_seed()``.
     * ``array``: how each model trains, where several are compiled as one.
+    * ``cuda_graphs``: whether steps on a GPU may be recorded and replayed.
     * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
 
     Raises InputError or OptimizerError.
@@ -46,6 +47,7 @@ class RunOptions:
     nonfinite: str = NonFinite.RAISE
     seed: int | None = None
     array: ArrayOptions | None = None
+    cuda_graphs: bool = True
     start_timeout_s: float = 120.0
     call_timeout_s: float = 600.0
 
@@ -57,6 +59,11 @@ class RunOptions:
         check_makes_scheduler(self.lr_scheduler, self.optimizer)
         _check_timeout("start_timeout_s", self.start_timeout_s)
         _check_timeout("call_timeout_s", self.call_timeout_s)
+        if not isinstance(self.cuda_graphs, bool):
+            raise InputError(
+                f"cuda_graphs is {self.cuda_graphs!r}; it must be True (record steps where that "
+                "is possible) or False"
+            )
         if self.seed is not None and (
             isinstance(self.seed, bool) or not isinstance(self.seed, int)
         ):

@@ -18,11 +18,16 @@ from autopar.runtime.step.executor import ActionTime
 class Runner(SavingRunner, LoopRunner, Protocol):
     """Runs the ranks: this process's own, under ``torchrun``, or local workers.
 
-    ``not_compiled`` names the graphs that should be compiled and cannot be, with the reasons.
+    ``not_compiled`` names the graphs that should be compiled and cannot be, with the reasons;
+    ``graph_notes`` what runs as CUDA graphs and why the rest does not, nothing on CPUs.
     """
 
     @property
     def not_compiled(self) -> list[str]: ...
+
+    def allow_graphs(self, is_allowed: bool) -> None: ...
+
+    def graph_notes(self) -> list[str]: ...
 
     def train_step(
         self, tensors: Sequence[Tensor], *, local: bool = False, slot: int = 0

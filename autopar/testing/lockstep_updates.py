@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.lowering.types import RankProgram
 from autopar.runtime.state.partial_steps import PartialSteps
-from autopar.runtime.step.reductions import Arrived, Reductions
+from autopar.runtime.step.reductions import Arrived, Gradients
 from autopar.testing.lockstep import LockstepRank
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -34,7 +34,7 @@ class LockstepUpdates:
         self.steps = [PartialSteps(make(list(shards.values()))) for shards in self.shards if shards]
         self.num_early = 0
 
-    def inspect(self, gradient: list[Tensor], dtype: torch.dtype) -> None:
+    def inspect(self, gradients: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype]) -> None:
         pass
 
     def update_early(self, arrived: Arrived[list[Tensor]], loss: Any) -> None:
@@ -59,5 +59,5 @@ class LockstepUpdates:
     def update_last(self, values: Sequence[int]) -> None:
         raise AssertionError("a program that updates early has no update in the next step")
 
-    def update(self, values: Sequence[int], gradients: Reductions[list[Tensor]]) -> None:
+    def update(self, values: Sequence[int], gradients: Gradients[list[Tensor]]) -> None:
         pass

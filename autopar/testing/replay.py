@@ -26,7 +26,7 @@ from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.state.shards import microbatch_of, scatter
 from autopar.runtime.step.executor import Executor
-from autopar.runtime.step.reductions import Arrived, Reductions
+from autopar.runtime.step.reductions import Arrived, Gradients
 from autopar.schedules.action import Action
 from autopar.schedules.schedule import Resource
 from autopar.testing.lockstep import LockstepMachine
@@ -333,13 +333,13 @@ class _Reader:
         self._held += gradients.values()
         self.found.update((v, self._machine.result(cell)) for v, cell in gradients.items())
 
-    def update(self, values: Sequence[int], gradients: Reductions[Cell]) -> None:
+    def update(self, values: Sequence[int], gradients: Gradients[Cell]) -> None:
         self.read(gradients.take(values))
 
     def update_last(self, values: Sequence[int]) -> None:
         """There is no step before."""
 
-    def inspect(self, gradient: Cell, dtype: torch.dtype) -> None:
+    def inspect(self, gradients: Sequence[Cell], dtypes: Sequence[torch.dtype]) -> None:
         pass
 
     def total_loss(self, part: Cell | None) -> Cell:

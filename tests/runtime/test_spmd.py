@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 def torchrun(num_processes: int, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={num_processes}", "-m", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path.rstrip(os.pathsep)}
     ran = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from autopar.base.accelerators import is_accelerator, module_of
-from autopar.base.torch_private import allocations
+from autopar.base.torch_private import allocations, clear_matmul_workspaces
 from autopar.runtime.host.heap import give_back_freed_memory, resident_bytes
 
 _STATUS = Path("/proc/self/status")
@@ -58,8 +58,8 @@ class PeakTensors:
     """The peak bytes of tensors between `start` and `stop`.
 
     The memory requested of the allocator, without fragmentation and rounding: torch's own count on
-    an accelerator; on the CPU from the allocations and frees that torch's profiler sees, and the
-    tensors at the end.
+    an accelerator, without what cuBLAS keeps for matrix products; on the CPU from the allocations
+    and frees that torch's profiler sees, and the tensors at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,12 +77,25 @@ class PeakTensors:
     def stop(self) -> int:
         """The peak in bytes, without tensors from before `start` that were freed before `stop`."""
         if is_accelerator(self.device):
-            return int(module_of(self.device).max_memory_allocated(self.device))
+            return self._requested_bytes("peak") - self._kept_by_libraries()
         assert self._profiler is not None, "stop() comes after start()"
         self._profiler.stop()
         changes = allocations(self._profiler)
         self._profiler = None
         return _held_bytes() - sum(changes) + max(itertools.accumulate(changes, initial=0))
+
+    def _requested_bytes(self, when: str) -> int:
+        stats = module_of(self.device).memory_stats(self.device)
+        return int(stats[f"requested_bytes.all.{when}"])
+
+    def _kept_by_libraries(self) -> int:
+        """Bytes that cuBLAS holds from step to step, one workspace for each stream."""
+        if self.device.type != "cuda":
+            return 0
+        module_of(self.device).synchronize(self.device)
+        before = self._requested_bytes("current")
+        clear_matmul_workspaces()
+        return before - self._requested_bytes("current")
 
 
 def _held_bytes() -> int:

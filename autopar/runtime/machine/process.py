@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.accelerators import default_generator, is_accelerator
+from autopar.base.errors import first_line
 from autopar.base.torch_private import returns_views
 from autopar.comm.coalesced import (
     MAX_SCATTERS,
@@ -50,7 +51,7 @@ from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
-from autopar.runtime.machine.regions import RegionFunction, first_line
+from autopar.runtime.machine.regions import RegionFunction
 from autopar.runtime.machine.streams import Streams
 
 _CAST = torch.ops.aten._to_copy.default

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from autopar.base.errors import first_line
 from autopar.base.torch_private import compile_graph, returns_views
 from autopar.lowering.types import TensorMeta
 from autopar.runtime.machine.direct_calls import DIRECT
@@ -109,12 +110,6 @@ def op_by_op(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         node.target = DIRECT.get(node.target, node.target)
     return fx.GraphModule({}, graph)
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error, and what it says first."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _roots(module: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of, with_index
-from autopar.base.errors import WorkerError
+from autopar.base.errors import WorkerError, first_line
 from autopar.cost_models import DeviceSpec, ProfileStore
 from autopar.cost_models.detect import num_side_by_side
 from autopar.cost_models.store import RegionTime
 from autopar.lowering.types import TensorMeta
-from autopar.runtime.machine.regions import RegionFunction, first_line, op_by_op
+from autopar.runtime.machine.regions import RegionFunction, op_by_op
 from autopar.runtime.state.wire import pack, unpack
 from autopar.runtime.workers.group import WorkerGroup
 

@@ -269,6 +269,16 @@ class LocalRunner:
     def give_up_save(self) -> None:
         self.group.call("give_up_save")
 
+    def allow_graphs(self, is_allowed: bool) -> None:
+        if self.program.device_type != "cpu":
+            self.group.call("allow_graphs", is_allowed)
+
+    def graph_notes(self) -> list[str]:
+        if self.program.device_type == "cpu" or self.group.closed:
+            return []
+        notes: list[list[str]] = self.group.call("graph_notes")
+        return notes[0]
+
     def memory_growth_bytes(self) -> list[int]:
         return [int(grown) for grown in self.group.call("memory_growth_bytes")]
 

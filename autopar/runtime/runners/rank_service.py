@@ -129,6 +129,12 @@ class RankService:
     def loss_scale(self) -> float:
         return self.running.updates.loss_scale
 
+    def allow_graphs(self, is_allowed: bool) -> None:
+        self.running.allow_graphs(is_allowed)
+
+    def graph_notes(self) -> list[str]:
+        return self.running.graph_notes()
+
     def memory_growth_bytes(self) -> int:
         return self.peak_memory.growth_bytes()
 

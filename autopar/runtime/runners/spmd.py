@@ -189,6 +189,12 @@ class SpmdRunner:
     def not_compiled(self) -> list[str]:
         return self.runtime.not_compiled
 
+    def allow_graphs(self, is_allowed: bool) -> None:
+        self.runtime.allow_graphs(is_allowed)
+
+    def graph_notes(self) -> list[str]:
+        return self.runtime.graph_notes()
+
     @property
     def num_skipped_steps(self) -> int:
         return self.runtime.num_skipped_steps

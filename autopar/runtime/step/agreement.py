@@ -13,7 +13,7 @@ ranks wait for the reductions and look at the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
+from autopar.base.torch_private import norm_each
 from autopar.comm.groups import Communicator
 from autopar.comm.ops import ALL_REDUCE
 from autopar.lowering.types import RankProgram
@@ -77,11 +78,14 @@ class Agreement:
         """Reset, also after a step that was interrupted."""
         self._norms.clear()
 
-    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Examine a complete gradient of this rank, which will be reduced in ``dtype``."""
-        precise = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient, dtype=precise)
-        self._norms.setdefault(dtype, []).append(norm)
+    def inspect(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+        """Examine complete gradients of this rank, each of which will be reduced in its dtype."""
+        alike: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
+        for gradient, dtype in zip(gradients, dtypes, strict=True):
+            alike.setdefault((gradient.dtype, dtype), []).append(gradient)
+        for (own, dtype), found in alike.items():
+            norms = norm_each(found, torch.promote_types(own, torch.float32))
+            self._norms.setdefault(dtype, []).extend(norms)
 
     def inspect_sum(self, gradient: Tensor) -> None:
         """Examine a gradient that has been reduced: there is no doubt left about it."""
@@ -95,6 +99,12 @@ class Agreement:
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         """Sum the loss over the ranks, and with it the verdict."""
+        pair = self.summed(part)
+        self.judge(pair)
+        return pair[0].reshape(self._meta.shape)
+
+    def summed(self, part: Tensor | None) -> Tensor:
+        """The loss and the doubt about the step, summed over the ranks; on the device, unread."""
         pair = torch.zeros(2, dtype=self._meta.dtype, device=self.device)
         if part is not None and self._counts:
             pair[0] = part.reshape(())
@@ -102,11 +112,14 @@ class Agreement:
             pair[1] = self._doubt()
         if self._num_ranks > 1:
             self._sum(pair)
+        return pair
+
+    def judge(self, pair: Tensor) -> None:
+        """Take the verdict from what `summed` gave; the host waits for it."""
         loss, doubt = pair.tolist()
         self.verdict = Verdict.DOUBTFUL if doubt > 0 else Verdict.FINITE
         if math.isnan(doubt) or not math.isfinite(loss):
             self.verdict = Verdict.NONFINITE
-        return pair[0].reshape(self._meta.shape)
 
     def _doubt(self) -> Tensor:
         """0, a positive number if a sum over the ranks may overflow, NaN if a gradient has one.

@@ -18,6 +18,7 @@ from autopar.runtime.state.model_optimizers import ModelOptimizers, ModelState
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 from autopar.runtime.step.diagnosis import StepRefused
+from autopar.runtime.step.executor import StepResult
 from autopar.runtime.step.loop import LoopRuntime
 from autopar.runtime.step.model_updates import ModelUpdates
 from autopar.runtime.step.rank import RankRuntime
@@ -67,10 +68,14 @@ class ArrayRuntime(RankRuntime):
         bound = self._trainings[slot]
         self.updates.begin_step()
         self.recovery.begin_step()
-        with self._seeded_models(bound.is_random), self._run_by(self.recovery):
-            result = bound.executor.step(
-                bound.parameters, bound.held(self._buffers), batches, self.updates
-            )
+
+        def launch() -> StepResult[Tensor]:
+            with self._seeded_models(bound.is_random), self._run_by(self.recovery):
+                return bound.executor.step(
+                    bound.parameters, bound.held(self._buffers), batches, self.updates
+                )
+
+        result = self._replayed(bound, batches, launch)
         following = {bound.buffers[v]: x for v, x in result.buffers.items()}
         losses = following[self.array.losses]
         has_updated = self.updates.end_models(result.reductions, losses)

@@ -8,7 +8,7 @@ checkpoint that has none, a norm that was not finite), the step has a pass of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.ir.update import Clipping
 from autopar.runtime.step.clipping import Clipper
-from autopar.runtime.step.reductions import Arrived, Reductions
+from autopar.runtime.step.reductions import Arrived, Gradients
 
 
 class NormPass:
@@ -31,7 +31,7 @@ class NormPass:
         self._names = names
         self._squares = clipper.no_squares()
 
-    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
+    def inspect(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         pass
 
     def total_loss(self, part: Tensor | None) -> Tensor:
@@ -41,13 +41,13 @@ class NormPass:
         for value, gradient in _parts(arrived):
             self._add(value, gradient)
 
-    def update(self, values: Any, gradients: Reductions[Tensor]) -> None:
+    def update(self, values: Any, gradients: Gradients[Tensor]) -> None:
         pass
 
     def update_last(self, values: Any) -> None:
         raise AssertionError("a program that updates early has no update in the next step")
 
-    def norm(self, reductions: Reductions[Tensor], *, is_void: bool) -> Tensor:
+    def norm(self, reductions: Gradients[Tensor], *, is_void: bool) -> Tensor:
         """The 2-norm of all gradients, NaN if any rank's pass is void. Collective."""
         for arrived in reductions.arrivals():
             for value, gradient in arrived.items():

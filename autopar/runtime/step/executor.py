@@ -23,7 +23,7 @@ from autopar.runtime.machine.protocols import Links, Machine, Phase
 from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
 from autopar.runtime.step.exchange import Exchange
-from autopar.runtime.step.reductions import Reductions, Updater
+from autopar.runtime.step.reductions import Gradients, Reductions, Updater
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class StepResult(Generic[T]):
     loss: T
     gradients: Mapping[int, T]
     buffers: Mapping[int, T]
-    reductions: Reductions[T]
+    reductions: Gradients[T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

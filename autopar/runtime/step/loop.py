@@ -24,7 +24,7 @@ from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import StepRefused
 from autopar.runtime.step.executor import StepResult
 from autopar.runtime.step.rank import RankRuntime
-from autopar.runtime.step.reductions import Arrived, Reductions
+from autopar.runtime.step.reductions import Arrived, Gradients
 from autopar.runtime.step.updates import Updates
 
 _UPDATE = encoded("the update of the weights")
@@ -52,9 +52,9 @@ class _NoUpdate:
     def agrees(self) -> bool:
         return self._agreement is not None
 
-    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
+    def inspect(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         if self._agreement is not None:
-            self._agreement.inspect(gradient, dtype)
+            self._agreement.inspect(gradients, dtypes)
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         assert self._agreement is not None
@@ -65,7 +65,7 @@ class _NoUpdate:
     def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
         raise AssertionError("a program that updates early runs whole steps only")
 
-    def update(self, values: Any, gradients: Reductions[Tensor]) -> None:
+    def update(self, values: Any, gradients: Gradients[Tensor]) -> None:
         pass
 
     def update_last(self, values: Any) -> None:

@@ -19,7 +19,7 @@ from autopar.runtime.state.model_optimizers import ModelOptimizers
 from autopar.runtime.state.shards import holder
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.clipping import EPSILON
-from autopar.runtime.step.reductions import Reductions
+from autopar.runtime.step.reductions import Gradients
 from autopar.runtime.step.updates import Updates
 
 
@@ -52,7 +52,7 @@ class ModelUpdates(Updates):
         is_double = any(p.dtype.to_real() is torch.float64 for p in programs)
         self._dtype = torch.float64 if is_double else torch.float32
 
-    def end_models(self, gradients: Reductions[Tensor], losses: Tensor) -> bool:
+    def end_models(self, gradients: Gradients[Tensor], losses: Tensor) -> bool:
         """Wait for all gradients, and update every model whose step is finite.
 
         False if no model was updated; the same on all ranks.

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.base.accelerators import kept_generators
+from autopar.base.accelerators import is_accelerator, kept_generators
 from autopar.base.errors import OptimizerError
 from autopar.comm.groups import Communicator
 from autopar.lowering.pipeline import has_late_updates
 from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
 from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
+from autopar.runtime.machine.cuda_graphs import recorder_of
 from autopar.runtime.machine.links import ProcessLinks
 from autopar.runtime.machine.process import ProcessMachine, labels_of
 from autopar.runtime.machine.randomness import Seeds
@@ -41,6 +42,7 @@ from autopar.runtime.step.bound import Bound
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
 from autopar.runtime.step.executor import ActionTime, Executor, StepResult
+from autopar.runtime.step.graphs import Batches, StepGraphs
 from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.moving import mover_of, moving
 from autopar.runtime.step.rank_options import RankOptions
@@ -109,6 +111,9 @@ class RankRuntime:
         movement = options.movement[here] if options.movement else None
         self.mover = mover_of(movement, device, self._training.parameters, self.optimizer)
         self.updates = self._make_updates()
+        recorder = recorder_of(device) if options.cuda_graphs else None
+        is_alone = self.communicator.world.num_devices == 1
+        self.graphs = None if recorder is None else StepGraphs(recorder, is_alone=is_alone)
         is_agreed = options.nonfinite is not NonFinite.IGNORE
         self.recovery = Recovery(program, dist.get_rank(), self.updates, is_able=is_agreed)
 
@@ -145,6 +150,7 @@ class RankRuntime:
             early=program.early,
             knows_loss=program.pipeline.num_devices == 1,
             mover=self.mover,
+            at_once=is_accelerator(self.device),
         )
 
     def _new_agreement(self, program: RankProgram) -> Agreement | None:
@@ -221,7 +227,7 @@ class RankRuntime:
             self._freed_memory.after_step()
         return loss
 
-    def _passes(self, batches: Sequence[Mapping[int, Tensor]]) -> tuple[StepResult[Tensor], bool]:
+    def _passes(self, batches: Batches) -> tuple[StepResult[Tensor], bool]:
         """The results of a step, and whether it may update: not if a pass before was not finite."""
         norm_pass = self.updates.norm_pass()
         if norm_pass is not None:
@@ -233,15 +239,34 @@ class RankRuntime:
                 self.mover.begin_again()
         return self._pass(batches, self.updates), True
 
-    def _pass(
-        self, batches: Sequence[Mapping[int, Tensor]], updater: Updater[Tensor]
-    ) -> StepResult[Tensor]:
+    def _pass(self, batches: Batches, updater: Updater[Tensor]) -> StepResult[Tensor]:
         """Run forward and backward; all passes of a step draw the same random numbers."""
         bound = self._training
-        with self._seeded_run(bound.is_random), self._run_by(self.recovery):
-            return bound.executor.step(
-                bound.parameters, bound.held(self._buffers), batches, updater
-            )
+
+        def launch() -> StepResult[Tensor]:
+            with self._seeded_run(bound.is_random), self._run_by(self.recovery):
+                return bound.executor.step(
+                    bound.parameters, bound.held(self._buffers), batches, updater
+                )
+
+        return launch() if updater is not self.updates else self._replayed(bound, batches, launch)
+
+    def _replayed(
+        self, bound: Bound, batches: Batches, launch: Callable[[], StepResult[Tensor]]
+    ) -> StepResult[Tensor]:
+        """A pass with the step's updater: replayed if it is recorded, else run by ``launch``."""
+        if self.graphs is None:
+            return launch()
+        return self.graphs.run(bound, self._buffers, batches, self.updates, launch)
+
+    def allow_graphs(self, is_allowed: bool) -> None:
+        """Whether passes may be recorded and replayed from now on; if not, graphs are dropped."""
+        if self.graphs is not None:
+            self.graphs.allow(is_allowed)
+
+    def graph_notes(self) -> list[str]:
+        """As `StepGraphs.notes`; nothing where there are no graphs."""
+        return [] if self.graphs is None else self.graphs.notes()
 
     def _diagnosed(self, batches: Sequence[Mapping[int, Tensor]], loss: Tensor) -> RefusedStep:
         """Run a step that was not finite once more, to find the cause; the same on all ranks."""
@@ -323,6 +348,8 @@ class RankRuntime:
             self.communicator.group(label)
         if replaced is not None:
             self.machine.release(replaced.program)
+            if self.graphs is not None:
+                self.graphs.forget(replaced)
 
     @torch.no_grad()
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:

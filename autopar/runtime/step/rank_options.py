@@ -23,7 +23,8 @@ class RankOptions:
     gradients are not finite. ``array`` says how each model trains if the program is one of several.
     ``precision`` says how the loss of a program in mixed precision is scaled. ``default_dtype`` is
     torch's where the model was compiled, which some operators compute in. ``movement``: what moves
-    to the host, by pipeline rank; empty if nothing does.
+    to the host, by pipeline rank; empty if nothing does. ``cuda_graphs``: whether passes may be
+    recorded (`autopar.runtime.step.graphs`).
     """
 
     keys: tuple[tuple[str, str], ...]
@@ -36,3 +37,4 @@ class RankOptions:
     precision: Precision | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     movement: tuple[Movement, ...] = ()
+    cuda_graphs: bool = True

@@ -47,13 +47,26 @@ class Arrived(Generic[T]):
         return bool(self.gradients or self.rows)
 
 
+class Gradients(Protocol[T]):
+    """Gradients of a step, perhaps still in flight."""
+
+    def take(self, values: Sequence[int]) -> dict[int, T]:
+        """Wait for those of these gradients that are complete, and hand them over."""
+        ...
+
+    def arrivals(self) -> Iterator[dict[int, T]]:
+        """The gradients that were not taken, as they arrive."""
+        ...
+
+
 class Reductions(Generic[T]):
     """The reductions of one step on one device.
 
-    ``partial`` are the gradients that accumulate; ``inspect`` is called with each one that is
-    complete on this device. If the schedule has reduction actions (G), a stage's reductions start
-    there, otherwise as soon as they can. All devices start them in one order, which the schedule's
-    verification guarantees; the sums of parameters that several stages share come last.
+    ``partial`` are the gradients that accumulate; ``inspect`` is called with those that are
+    complete on this device, and the dtypes of their reductions. If the schedule has reduction
+    actions (G), a stage's reductions start there, otherwise as soon as they can. All devices start
+    them in one order, which the schedule's verification guarantees; the sums of parameters that
+    several stages share come last.
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class Reductions(Generic[T]):
         links: Links[T],
         partial: dict[int, T],
         *,
-        inspect: Callable[[T, torch.dtype], None] | None = None,
+        inspect: Callable[[Sequence[T], Sequence[torch.dtype]], None] | None = None,
     ) -> None:
         self.program = program
         self.route = route
@@ -169,11 +182,11 @@ class Reductions(Generic[T]):
         """Start to bring gradients to the stored placement; whether any is communicated."""
         self._waiting.difference_update(values)
         moved, moves = [], []
+        gradients = [self.machine.contiguous(self.partial.pop(value)) for value in values]
+        if self._inspect is not None and gradients:
+            self._inspect(gradients, [self._parameter_of[v].reduced_dtype for v in values])
         for value in values:
-            parameter = self._parameter_of[value]
-            gradient = self.machine.contiguous(self.partial.pop(value))
-            if self._inspect is not None:
-                self._inspect(gradient, parameter.reduced_dtype)
+            parameter, gradient = self._parameter_of[value], gradients.pop(0)
             if parameter.kernel is None:
                 self._ready[value] = gradient
                 continue
@@ -252,8 +265,8 @@ class Updater(Protocol[T]):
         """The factor of the loss before the backward pass; gradients are divided by it."""
         ...
 
-    def inspect(self, gradient: T, dtype: torch.dtype) -> None:
-        """Look at a gradient that is complete on this device and will be reduced in ``dtype``."""
+    def inspect(self, gradients: Sequence[T], dtypes: Sequence[torch.dtype]) -> None:
+        """Look at gradients that are complete on this device, each to be reduced in its dtype."""
         ...
 
     def total_loss(self, part: T | None) -> T:
@@ -264,7 +277,7 @@ class Updater(Protocol[T]):
         """Update parameters within the backward pass; ``loss`` is this rank's term of it."""
         ...
 
-    def update(self, values: Sequence[int], gradients: Reductions[T]) -> None:
+    def update(self, values: Sequence[int], gradients: Gradients[T]) -> None:
         """U: update those of these parameters whose gradients are complete."""
         ...
 

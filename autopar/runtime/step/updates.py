@@ -26,7 +26,7 @@ from autopar.runtime.step.agreement import Agreement, NonFinite, Verdict
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.early_clipping import EarlyClipping, NormPass
 from autopar.runtime.step.loss_scale import LossScale
-from autopar.runtime.step.reductions import Arrived, Reductions
+from autopar.runtime.step.reductions import Arrived, Gradients
 
 _LATE = encoded("the last step's reductions and updates")
 
@@ -46,7 +46,9 @@ class Updates:
     (``knows_loss``), and on the gradients after the last. ``is_partial`` says that a step which is
     not finite had updated something. With a ``clipper`` too, they are clipped as the program says:
     if `norm_pass` gives one, the step has a pass for its norm first, after which it may be refused.
-    A ``mover`` is told what each update needs.
+    A ``mover`` is told what each update needs. With ``at_once`` all parameters are updated in one
+    step of the optimizer, where nothing asks for more: many small ones cost a GPU's host more than
+    the overlap of some with the last reductions saves.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Updates:
         early: EarlyUpdate | None = None,
         knows_loss: bool = True,
         mover: Mover | None = None,
+        at_once: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -83,6 +86,7 @@ class Updates:
             and optimizer is not None
             and is_elementwise(optimizer)
             and mover is None
+            and (is_late or not at_once)
         )
         self.is_late = is_late and self.by_stage
         self.early = early
@@ -96,7 +100,7 @@ class Updates:
         self._partial = None if optimizer is None else PartialSteps(optimizer)
         self.is_void = False
         self._held_back: list[Sequence[int]] = []
-        self._due: Reductions[Tensor] | None = None
+        self._due: Gradients[Tensor] | None = None
         self._loss: Tensor | None = None
 
     def begin_step(self) -> None:
@@ -133,7 +137,7 @@ class Updates:
         return NormPass(self.clipping.clipper, self.names, self.loss_scale)
 
     def end_norm_pass(
-        self, norm_pass: NormPass, gradients: Reductions[Tensor], loss: Tensor
+        self, norm_pass: NormPass, gradients: Gradients[Tensor], loss: Tensor
     ) -> bool:
         """Take the norm; False, and the step is over, if it is not finite. Collective."""
         assert self.clipping is not None
@@ -143,9 +147,9 @@ class Updates:
             self._is_refused = not bool(self.grad_norm.isfinite() & loss.isfinite())
         return not self._is_refused
 
-    def inspect(self, gradient: Tensor, dtype: torch.dtype) -> None:
+    def inspect(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         if self.agreement is not None and self.early is None:
-            self.agreement.inspect(gradient, dtype)
+            self.agreement.inspect(gradients, dtypes)
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         assert self.agreement is not None
@@ -153,7 +157,7 @@ class Updates:
             self.agreement.refuse()
         return self.agreement.total_loss(part)
 
-    def update(self, values: Sequence[int], gradients: Reductions[Tensor]) -> None:
+    def update(self, values: Sequence[int], gradients: Gradients[Tensor]) -> None:
         """U: update those of these parameters whose gradients are complete.
 
         If the ranks must agree on the step first, this waits until its end.
@@ -228,7 +232,7 @@ class Updates:
         for value in taken:
             self.trained[value].grad = None
 
-    def end_step(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+    def end_step(self, gradients: Gradients[Tensor], loss: Tensor) -> bool:
         """Update what has not been updated, or leave it pending if the schedule will do it.
 
         False, and nothing is updated, if the step is not finite; the same on all ranks.
@@ -244,7 +248,7 @@ class Updates:
         """Halve the loss scale if it may have made a step not finite; whether it was halved."""
         return self.scale is not None and bool(loss.isfinite()) and self.scale.back_off()
 
-    def _end(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+    def _end(self, gradients: Gradients[Tensor], loss: Tensor) -> bool:
         if self.early is not None:
             return self._end_early(gradients, loss)
         is_sure = self.agreement is None or self.agreement.verdict is Verdict.FINITE
@@ -257,7 +261,7 @@ class Updates:
             self.settle()
         return True
 
-    def _end_early(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+    def _end_early(self, gradients: Gradients[Tensor], loss: Tensor) -> bool:
         """Update the parameters that could not be updated early."""
         rest: dict[int, Tensor] = {}
         for arrived in gradients.arrivals():
@@ -288,7 +292,7 @@ class Updates:
             self._apply(arrived)
         self._step_scheduler(loss)
 
-    def _end_at_once(self, gradients: Reductions[Tensor], loss: Tensor) -> bool:
+    def _end_at_once(self, gradients: Gradients[Tensor], loss: Tensor) -> bool:
         """Wait for all gradients, and update with them unless one is not finite."""
         for arrived in gradients.arrivals():
             self._keep(arrived)

@@ -1,0 +1,81 @@
+"""CUDA graphs: the kernels of a function, recorded once and launched again as one.
+
+In: a function that launches work on a device and neither waits for it nor reads its results. Out: a
+`Recording`, whose `replay` launches the same kernels on the same memory. The tensors that the
+function reads must stay where they are; those that it returned have new contents after a replay.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from autopar.base.accelerators import module_of
+from autopar.base.units import format_bytes
+
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """A function that was recorded."""
+
+    def replay(self) -> None:
+        """Launch it again."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records functions for one device."""
+
+    def record(self, function: Callable[[], T]) -> tuple[Recording, T]:
+        """Run ``function`` while recording; also its results, which have no contents yet."""
+        ...
+
+    def why_no_room(self) -> str | None:
+        """Why a step that has just run cannot be recorded for want of memory; None if it can."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory.
+
+    Graphs keep the memory of their intermediate results, which nothing else can use. Sharing it
+    among them is safe as they run one after another and what they return stays referenced.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, function: Callable[[], T]) -> tuple[Recording, T]:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Other threads may use CUDA meanwhile: a loader that pins memory, NCCL's watchdog.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = function()
+        return graph, results
+
+    def why_no_room(self) -> str | None:
+        """A graph takes about what a step has left in the allocator's cache, and other work, such
+        as an evaluation, as much again."""
+        module = module_of(self._device)
+        gc.collect()
+        module.synchronize(self._device)
+        cached = module.memory_reserved(self._device) - module.memory_allocated(self._device)
+        module.empty_cache()
+        free = module.mem_get_info(self._device)[0]
+        if free >= 2 * cached:
+            return None
+        return (
+            f"a graph would keep {format_bytes(cached)} from other work, and only "
+            f"{format_bytes(free)} are free"
+        )
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """The recorder of a device; None if its kind has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None
