@@ -106,12 +106,7 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor, *_: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         context, axes = ctx.context, ctx.axes
-        none = mean.new_empty(0)  # CUDA's kernel takes saved statistics that are empty, as eval has
-        _, *found = aten.native_batch_norm_backward.default(
-            cotangent, x, None, mean, variance, none, none, False, ctx.eps, [False, True, True]
-        )
-        # For lower precisions they are float32, though traced kernels claim the dtype of x.
-        by_h, by_one = (by.to(mean.dtype) for by in found)
+        by_h, by_one = _sums(cotangent, x, mean, variance, ctx.eps)
         grad = None
         if ctx.needs_input_grad[0]:
             total = context.all_reduce_data(torch.stack([by_h, by_one]), axes)
@@ -134,6 +129,33 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     dims = [d for d in range(x.dim()) if d != 1]
     mean = x.mean(dims, keepdim=True)
     return mean.flatten(), (x - mean).square().mean(dims)
+
+
+def _sums(
+    cotangent: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sums of ``dy h`` and ``dy`` of each channel, in the dtype of the statistics.
+
+    On CPUs they are the weight gradients of fixed statistics, one kernel. That of CUDA computes
+    them only together with the gradient of ``x``.
+    """
+    if x.device.type == "cpu":
+        _, *found = aten.native_batch_norm_backward.default(
+            cotangent, x, None, mean, variance, None, None, False, eps, [False, True, True]
+        )
+        # For lower precisions they are float32, though traced kernels claim the dtype of x.
+        by_h, by_one = (by.to(mean.dtype) for by in found)
+        return by_h, by_one
+    return _sums_of_products(cotangent, x, mean, variance, eps)
+
+
+def _sums_of_products(
+    cotangent: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    dims, shape = [d for d in range(x.dim()) if d != 1], (1, -1, *(1 for _ in x.shape[2:]))
+    centred = (x.to(mean.dtype) - mean.view(shape)) * cotangent.to(mean.dtype)
+    by_h = centred.sum(dims) * torch.rsqrt(variance + eps)
+    return by_h, cotangent.sum(dims, dtype=mean.dtype)
 
 
 def _normalized(
@@ -185,7 +207,6 @@ def _batch_norm_kernels(
     x = replace(plain.tensor(0, "input"), requires_grad=False)
     dims = tuple(d for d in range(len(x.shape)) if d != 1)
     channels = TensorSpec(x.shape[1:2], torch.promote_types(x.dtype, torch.float32))
-    none = TensorSpec((0,), channels.dtype)
     each = TensorSpec((1, x.shape[1], *(1 for _ in x.shape[2:])), x.dtype)
     product = OpCall("aten.mul.Tensor", (channels, channels))
     total = OpCall("aten.add.Tensor", (channels, channels))
@@ -204,7 +225,7 @@ def _batch_norm_kernels(
     ]
     sums = OpCall(
         "aten.native_batch_norm_backward.default",
-        (x, x, None, channels, channels, none, none, False, 1e-5, (False, True, True)),
+        (x, x, None, channels, channels, None, None, False, 1e-5, (False, True, True)),
     )
     backward = [
         sums,

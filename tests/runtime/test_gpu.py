@@ -16,6 +16,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
 from autopar.lowering.streams import Datum, Issue, Part
+from autopar.rules import batch_norm
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
@@ -387,9 +388,15 @@ def test_synchronized_batch_norm(dtype: torch.dtype, memory_format: torch.memory
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("sums", ["its own", "that of GPUs"])
 def test_synchronized_batch_norm_on_the_cpu(
-    dtype: torch.dtype, memory_format: torch.memory_format
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    sums: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if sums == "that of GPUs":
+        monkeypatch.setattr(batch_norm, "_sums", batch_norm._sums_of_products)
     check_synchronized_batch_norm("cpu", dtype, memory_format)
 
 
