@@ -43,12 +43,16 @@ faults: $(VENV)/.installed
 # whose results go to benchmarks/results/*_gpu.json. Each step ends within ten minutes.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 WITHIN := timeout 600
+ON_ONE := $(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 \
+	--precision bf16 --kernels eager compiled
 gpu: $(VENV)/.installed
 	@test $(GPUS) -gt 0 || { echo "make gpu: nvidia-smi lists no GPU on this machine" >&2; exit 1; }
-	$(WITHIN) $(BIN)/python -m pytest -q -m gpu -rs tests
-	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases gpt2 resnet50
-	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases roberta albert
-	$(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda --world-sizes 1 --cases mistral convnext
+	OMP_NUM_THREADS=1 $(WITHIN) $(BIN)/python -m pytest -q -m gpu -rs --numprocesses=8 \
+		tests/runtime/test_gpu.py tests/runtime/test_workers.py
+	$(ON_ONE) --cases densenet121 gpt2_small
+	$(ON_ONE) --cases bert_base resnet50_224
+	$(ON_ONE) --cases roberta_base convnext_tiny
+	$(ON_ONE) --cases llama_300m
 	test $(GPUS) -lt 2 || $(WITHIN) $(BIN)/python benchmarks/runtime.py --device cuda \
 		--world-sizes $(GPUS) --cases gpt2 roberta --kernels eager
 	$(WITHIN) $(BIN)/python benchmarks/fusion.py --skip-sweeps --sizes 1 4 16 \
