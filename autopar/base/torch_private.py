@@ -25,9 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# torch.fx.experimental.symbolic_shapes: what a trace over unknown sizes raises (2.11 to 2.13).
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
 
@@ -35,7 +32,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DATA_DEPENDENT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -50,6 +46,7 @@ __all__ = [
     "compile_graph",
     "copy_each",
     "custom_op_function",
+    "data_dependent_errors",
     "default_store",
     "flop_formula",
     "has_backward_hooks",
@@ -71,12 +68,17 @@ __all__ = [
     "written_arguments",
 ]
 
-DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
-"""What a trace over tensors without data raises where it would need the data."""
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a trace over tensors without data raises where it would need the data.
+
+    Also ``torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode`` (2.11 to 2.13), which
+    is imported here as it brings sympy.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

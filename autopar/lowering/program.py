@@ -16,7 +16,7 @@ import torch
 
 from autopar.base.errors import CaptureError, PlanError, first_line
 from autopar.base.spelling import did_you_mean
-from autopar.base.torch_private import DATA_DEPENDENT
+from autopar.base.torch_private import data_dependent_errors
 from autopar.ir.blocks import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
@@ -212,7 +212,7 @@ class _Lowering:
                 self.device,
                 training=self.training,
             )
-        except DATA_DEPENDENT as error:
+        except data_dependent_errors() as error:
             dtypes = sorted({str(v.dtype) for v in values})
             raise CaptureError(
                 f"block {block.name!r} has an operator whose computation on {self.device.type} "
