@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -40,22 +40,16 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory.
-
-    Graphs keep the memory of their intermediate results, which nothing else can use. Sharing it
-    among them is safe as they run one after another and what they return stays referenced.
-    """
+    """Records CUDA graphs. Each keeps the memory of its intermediate results in a pool of its own,
+    which nothing else can use and which is released with the graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
 
     def record(self, function: Callable[[], T]) -> tuple[Recording, T]:
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         # Other threads may use CUDA meanwhile: a loader that pins memory, NCCL's watchdog.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = function()
         return graph, results
 

@@ -106,6 +106,7 @@ class Computation(Generic[T]):
         self.machine = machine
         self.stored = parameters
         self.buffers = dict(buffers)
+        self._first_buffers = buffers
         self.fixed = fixed
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
@@ -244,11 +245,12 @@ class Computation(Generic[T]):
         return self._whole_loss()[0] if self._whole_loss is not None else self.loss
 
     def finish(self) -> None:
-        """Wait for the next buffers, and add those that no stage computes: copies of inputs and
-        of constants."""
-        last = len(self.flights) - 1
+        """Wait for the next buffers, and add those that no stage computes: copies of inputs, of
+        constants and of what other buffers were before the step."""
+        last, first = len(self.flights) - 1, self._first_buffers
         copies = [b.following.value for b in self.route.copied if b.following is not None]
-        self._follow(NO_STAGE, last, self.route.copied, {v: self.value(last, v) for v in copies})
+        read = {v: first[v] if v in first else self.value(last, v) for v in copies}
+        self._follow(NO_STAGE, last, self.route.copied, read)
         for stage in tuple(self._moving):
             self._arrive(stage)
 

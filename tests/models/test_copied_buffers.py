@@ -1,0 +1,122 @@
+"""Buffers that a step sets to an input, a constant or another buffer's value, as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.frontend.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.lowering.program import lower
+from autopar.sharding.strategy import Analysis, Strategy
+from autopar.testing.lockstep import LockstepRun
+from tests.oracles import random_assignment, sgd
+
+
+class Buffered(nn.Module):
+    """A layer whose loss depends on two buffers, which it changes by ``change(self, x)``."""
+
+    def __init__(self, change: Callable[[Buffered, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("now", torch.zeros(4))
+        self.register_buffer("before", torch.zeros(4))
+        self.register_buffer("whole", torch.zeros(4, 4))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) - self.before + 2 * self.now
+        loss = out.square().mean() + (x * self.whole).sum()
+        with torch.no_grad():
+            self.change(self, x)
+        return loss
+
+
+def shift(model: Buffered, x: Tensor) -> None:
+    """``before`` takes the value that ``now`` had."""
+    model.before.copy_(model.now)
+    model.now.copy_(x.mean(0))
+
+
+def swap(model: Buffered, x: Tensor) -> None:
+    now = model.now.clone()
+    model.now.copy_(model.before)
+    model.before.copy_(now + 1)
+
+
+def keep(model: Buffered, x: Tensor) -> None:
+    model.whole.copy_(x)
+
+
+CHANGES = {"shift": shift, "swap": swap, "keep": keep}
+
+
+def eager_steps(model: nn.Module, batches: list[Tensor]) -> tuple[list[float], nn.Module]:
+    """The losses of training, and the trained model."""
+    model = copy.deepcopy(model)
+    optimizer, losses = sgd(list(model.parameters())), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, model
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_copy_reads_what_was_there_before(name: str, num_devices: int) -> None:
+    torch.manual_seed(0)
+    model = Buffered(CHANGES[name]).double()
+    batches = [torch.randn(4, 4).double() for _ in range(4)]
+    expected, trained = eager_steps(model, batches)
+    captured = capture(model, (batches[0],))
+    analysis = Analysis(captured.graph)
+    for seed in range(3):
+        mesh = Mesh(("a",), (num_devices,))
+        program = lower(Strategy(analysis, random_assignment(analysis, mesh, seed)))
+        state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+        run = LockstepRun(program, captured.graph, state)
+        parameters = [p for p in program.parameters if p.value in run.ranks[0].parameters]
+        optimizers = [
+            sgd([run.ranks[0].parameters[p.value][place] for p in parameters])
+            for place in range(num_devices)
+        ]
+        losses = []
+        for batch in batches:
+            (result,) = run.steps(captured.signature.flatten((batch,), {}))
+            losses.append(result.loss[0].item())
+            for place, optimizer in enumerate(optimizers):
+                for p in parameters:
+                    given = result.gradients.get(p.value)
+                    own = run.ranks[0].parameters[p.value][place]
+                    own.grad = None if given is None else given[place]
+                optimizer.step()
+        assert losses == pytest.approx(expected, rel=1e-10)
+        for buffer in program.buffers:
+            theirs = trained.get_buffer(buffer.name)
+            torch.testing.assert_close(
+                run.buffers[buffer.value][-1], theirs, rtol=1e-10, atol=1e-10
+            )
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_compiled_model_trains_as_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model = Buffered(CHANGES[name]).double()
+    batches = [torch.randn(4, 4).double() for _ in range(4)]
+    expected, trained = eager_steps(model, batches)
+    with autopar.compile(
+        model, ["cpu"], example_inputs=(batches[0],), optimizer=sgd, profile_limit_s=0
+    ) as compiled:
+        got = [compiled.train_step(x).item() for x in batches]
+        state = compiled.full_state_dict()
+    assert got == pytest.approx(expected, rel=1e-10)
+    for key, tensor in trained.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-10)
