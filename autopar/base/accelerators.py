@@ -73,7 +73,7 @@ def release_cached() -> None:
     """
     if torch.accelerator.is_available():
         module = module_of(torch.accelerator.current_accelerator() or "cpu")
-        if module.is_initialized():
+        if getattr(module, "is_initialized", bool)():  # not all kinds tell
             gc.collect()
             module.empty_cache()
 

@@ -48,6 +48,7 @@ __all__ = [
     "custom_op_function",
     "data_dependent_errors",
     "default_store",
+    "end_recording",
     "flop_formula",
     "has_backward_hooks",
     "has_gradient_hooks",
@@ -278,6 +279,18 @@ def clear_matmul_workspaces() -> None:
     ``torch._C._cuda_clearCublasWorkspaces`` (2.11 to 2.13, in builds with CUDA).
     """
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_recording(device: torch.device, pool: Any) -> None:
+    """Let the allocator forget a recording of a CUDA graph that failed.
+
+    ``torch._C._cuda_endAllocateToPool`` and ``_cuda_releasePool`` (2.11 to 2.13, in builds with
+    CUDA), which ``torch.cuda.graph`` leaves out if the end of the recording raises.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):
+            end(index, pool)
 
 
 def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.machine.cuda_graphs import Recording
+from autopar.runtime.machine.cuda_graphs import NotRecorded, Recording
 from autopar.runtime.runners.spmd import SpmdRunner
 from autopar.runtime.step import rank as rank_module
 from autopar.runtime.step.graphs import MAX_GRAPHS, NUM_WARM_UPS
@@ -46,6 +46,7 @@ class Rerun:
         self.error: Exception | None = None
 
     def record(self, function: Callable[[], Any]) -> tuple[Recording, Any]:
+        function()  # as to find what waits
         self.num_records += 1
         if self.error is not None:
             raise self.error
@@ -59,9 +60,8 @@ class Rerun:
 
 
 def _tensors(results: Any) -> list[Tensor]:
-    result, gradients = results
-    whole = result.loss if result.loss._base is None else result.loss._base
-    return [whole, *gradients.values(), *result.buffers.values()]
+    whole = results.loss if results.loss._base is None else results.loss._base
+    return [whole, *results.gradients.values(), *results.following.values()]
 
 
 @pytest.fixture
@@ -215,15 +215,28 @@ def test_clipped_gradients(recorder: Rerun) -> None:
     assert recorder.num_records == 1
 
 
-def test_what_prevents_a_recording_is_reported(recorder: Rerun) -> None:
-    recorder.error = RuntimeError("operation not permitted when stream is capturing")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("operation not permitted"), "recorded (RuntimeError: operation not"),
+        (NotRecorded("the host waits for the device: .item()"), "the host waits for the device"),
+    ],
+)
+def test_what_prevents_a_recording_is_reported(
+    recorder: Rerun, error: Exception, reason: str
+) -> None:
+    """After one that CUDA refused none is tried again."""
+    recorder.error = error
     eager = Eager()
     with compiled_of(model_of(), batch(0)) as compiled:
         for seed in range(NUM_WARM_UPS + 3):
             expected = eager.step(batch(seed))
             assert compiled.train_step(*batch(seed)).item() == pytest.approx(expected, rel=1e-9)
-        assert "cannot be recorded (RuntimeError: operation not permitted" in compiled.report()
-    assert recorder.num_records == 1
+        for seed in range(NUM_WARM_UPS + 2):  # of another shape
+            expected = eager.step(batch(seed, 5))
+            assert compiled.train_step(*batch(seed, 5)).item() == pytest.approx(expected, rel=1e-9)
+        assert reason in compiled.report()
+        assert recorder.num_records == (2 if isinstance(error, NotRecorded) else 1)
 
 
 @pytest.mark.parametrize(
@@ -301,3 +314,126 @@ def test_models_of_an_array_train_as_alone(recorder: Rerun) -> None:
             for name, tensor in model.state_dict().items():
                 torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9)
     assert recorder.num_records == 1
+
+
+class Held(nn.Module):
+    """A layer and buffers, which ``change(self, x)`` changes in each step."""
+
+    def __init__(self, change: Callable[[Held, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("a", torch.zeros(4))
+        self.register_buffer("b", torch.zeros(4))
+        self.register_buffer("batch", torch.zeros(6, 4))
+        self.register_buffer("shifts", torch.arange(4.0))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) - self.a + 2 * self.b + torch.exp(-self.shifts)
+        loss = out.square().mean() + (x * self.batch).mean()
+        with torch.no_grad():
+            self.change(self, x)
+        return loss
+
+
+def keep_the_batch(model: Held, x: Tensor) -> None:
+    model.batch.copy_(x)
+
+
+def set_both_alike(model: Held, x: Tensor) -> None:
+    mean = x.mean(0)
+    model.a.copy_(mean)
+    model.b.copy_(mean)
+
+
+def shift(model: Held, x: Tensor) -> None:
+    model.b.copy_(model.a)
+    model.a.copy_(x.mean(0))
+
+
+def take_the_constant(model: Held, x: Tensor) -> None:
+    model.a.copy_(model.shifts)
+    model.b.copy_(x.mean(0))
+
+
+@pytest.mark.parametrize("change", [keep_the_batch, set_both_alike, shift, take_the_constant])
+def test_buffers_that_share_memory_with_something(
+    recorder: Rerun, change: Callable[[Held, Tensor], None]
+) -> None:
+    """With other values loaded in between; the user's batches stay as they were."""
+    torch.manual_seed(0)
+    model = Held(change).double()
+    reference = copy.deepcopy(model)
+    optimizer = SGD(reference.parameters())
+    batches = [torch.randn(6, 4).double() for _ in range(9)]
+    before = [x.clone() for x in batches]
+    with compiled_of(model, (batches[0],)) as compiled:
+        for number, x in enumerate(batches):
+            if number == 5:
+                state = {k: v.clone() for k, v in reference.state_dict().items()}
+                state["a"] += 1
+                state["b"] -= 1
+                state["shifts"] *= 0.5
+                reference.load_state_dict(state)
+                compiled.load_state_dict(state)
+            optimizer.zero_grad()
+            loss = reference(x)
+            loss.backward()
+            optimizer.step()
+            assert compiled.train_step(x).item() == pytest.approx(loss.item(), rel=1e-9)
+        state = compiled.full_state_dict()
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-10)
+    assert all(torch.equal(x, y) for x, y in zip(batches, before))
+    assert recorder.num_records == 2  # again after the load, which changed a constant's place
+
+
+class Centred(nn.Module):
+    """Evaluation reads a view of a buffer that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean.clone() if self.training else self.mean
+        loss = (self.layer(x) - mean[None]).square().mean()
+        if self.training:
+            with torch.no_grad():
+                self.mean.copy_(0.9 * self.mean + 0.1 * x.mean(0))
+        return loss
+
+
+def test_evaluation_after_a_refused_step(recorder: Rerun) -> None:
+    torch.manual_seed(0)
+    model = Centred().double()
+    reference = copy.deepcopy(model)
+    optimizer = SGD(reference.parameters())
+    batches = [torch.randn(6, 4).double() for _ in range(6)]
+    with compiled_of(model, (batches[0],), nonfinite="skip") as compiled:
+        for x in batches[:5]:
+            optimizer.zero_grad()
+            reference(x).backward()
+            optimizer.step()
+            compiled.train_step(x)
+        reference.eval()
+        for _ in range(2):
+            expected = reference(batches[0]).item()
+            assert compiled.eval()(batches[0]).item() == pytest.approx(expected, rel=1e-9)
+            compiled.train()
+            compiled.train_step(batches[5] * torch.inf)
+        assert compiled.num_skipped_steps == 2
+    assert recorder.num_records == 1
+
+
+def test_two_shapes_in_turn_are_recorded_once_each(recorder: Rerun) -> None:
+    eager = Eager()
+    with compiled_of(model_of(), batch(0)) as compiled:
+        for seed in range(14):
+            size = 6 if seed % 2 else 5
+            expected = eager.step(batch(seed, size))
+            given = batch(seed, size)
+            assert compiled.train_step(*given).item() == pytest.approx(expected, rel=1e-9)
+        assert_like(compiled, eager)
+    assert recorder.num_records == 2

@@ -8,15 +8,23 @@ function reads must stay where they are; those that it returned have new content
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
 from autopar.base.accelerators import module_of
+from autopar.base.torch_private import clear_matmul_workspaces, end_recording
 from autopar.base.units import format_bytes
 
 T = TypeVar("T")
+_WAITS = "called a synchronizing CUDA operation"
+"""What torch warns of in its synchronization debug mode."""
+
+
+class NotRecorded(Exception):
+    """A function cannot be recorded; the message says why."""
 
 
 class Recording(Protocol):
@@ -31,7 +39,10 @@ class Recorder(Protocol):
     """Records functions for one device."""
 
     def record(self, function: Callable[[], T]) -> tuple[Recording, T]:
-        """Run ``function`` while recording; also its results, which have no contents yet."""
+        """Run ``function`` while recording; also its results, which have no contents yet.
+
+        Raises NotRecorded where that is not possible, or what ``function`` raises.
+        """
         ...
 
     def why_no_room(self) -> str | None:
@@ -47,10 +58,25 @@ class CudaRecorder:
         self._device = device
 
     def record(self, function: Callable[[], T]) -> tuple[Recording, T]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile: a loader that pins memory, NCCL's watchdog.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = function()
+        """As `Recorder.record`; ``function`` runs once before, to find what waits for the device,
+        as a recording that CUDA refuses leaves torch's allocator in disorder."""
+        if (waiting := _first_wait(function)) is not None:
+            raise NotRecorded(f"the host waits for the device: {waiting}")
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        # What cuBLAS keeps belongs to the stream of recordings: each graph has memory of its own.
+        clear_matmul_workspaces()
+        try:
+            # Other threads may use CUDA meanwhile: a loader that pins memory, NCCL's watchdog.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                results = function()
+        except Exception:
+            end_recording(self._device, pool)
+            raise
+        finally:
+            clear_matmul_workspaces()
         return graph, results
 
     def why_no_room(self) -> str | None:
@@ -68,6 +94,20 @@ class CudaRecorder:
             f"a graph would keep {format_bytes(cached)} from other work, and only "
             f"{format_bytes(free)} are free"
         )
+
+
+def _first_wait(function: Callable[[], object]) -> str | None:
+    """Run a function; what torch says of the first call in it that waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    texts = (str(found.message).strip() for found in told)
+    return next((text.splitlines()[0] for text in texts if _WAITS in text), None)
 
 
 def recorder_of(device: torch.device) -> Recorder | None:

@@ -270,7 +270,7 @@ class LocalRunner:
         self.group.call("give_up_save")
 
     def allow_graphs(self, is_allowed: bool) -> None:
-        if self.program.device_type != "cpu":
+        if self.program.device_type != "cpu" and not self.group.closed:
             self.group.call("allow_graphs", is_allowed)
 
     def graph_notes(self) -> list[str]:

@@ -29,6 +29,11 @@ class Bound:
     constants: Mapping[int, Tensor]
     agreement: Agreement | None
 
+    @property
+    def changed(self) -> set[str]:
+        """The buffers that its steps change."""
+        return {b.name for b in self.program.buffers if b.following is not None}
+
     @staticmethod
     def of(
         executor: Executor[Tensor],

@@ -80,7 +80,7 @@ class Executor(Generic[T]):
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
     ) -> dict[int, T]:
         """The loss and the outputs of a forward program, whole, by value."""
-        self._fix(buffers)
+        self.fix(buffers)
         run = self._computation(parameters, buffers, [inputs])
         _Play(self, run).run()
         wanted = [*self.program.outputs]
@@ -108,7 +108,7 @@ class Executor(Generic[T]):
         Without an ``updater`` nothing is updated, and the result has all gradients.
         """
         assert self.program.loss is not None
-        self._fix(buffers)
+        self.fix(buffers)
         agrees = updater is not None and updater.agrees
         scale = 1.0 if updater is None else updater.loss_scale
         run = self._computation(
@@ -166,7 +166,7 @@ class Executor(Generic[T]):
             in_steps=in_steps,
         )
 
-    def _fix(self, buffers: Mapping[int, T]) -> None:
+    def fix(self, buffers: Mapping[int, T]) -> None:
         """Run the blocks that depend on constants alone, in the first pass only."""
         fixed = self.fixed
         for position, block in enumerate(self.program.blocks):

@@ -7,16 +7,18 @@ ranks' agreement on a step and the updates stay outside, so that a step which is
 undone as ever.
 
 A recorded pass reads its batch and the buffers from memory of its own, into which they are copied,
-and the parameters where they are. What it returns is overwritten by the next replay: gradients, and
-next buffers, which are copied before that. A program is not recorded if its pass communicates,
-draws random numbers (each operator is seeded by the step's number), updates or moves something, or
-scales its loss; or if CUDA refuses, as where a kernel's result is read on the host.
+and the parameters where they are. What it returns is memory of its own too, and overwritten by the
+next replay: gradients, and next buffers, which are copied before that. A program is not recorded if
+its pass communicates, draws random numbers (each operator is seeded by the step's number), updates
+or moves something, or scales its loss; or if the host waits for the device in it, as where it reads
+a result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ from torch import Tensor
 from autopar.base.errors import first_line
 from autopar.base.torch_private import copy_each
 from autopar.lowering.pipeline import has_late_updates
-from autopar.runtime.machine.cuda_graphs import Recorder, Recording
+from autopar.runtime.machine.cuda_graphs import NotRecorded, Recorder, Recording
+from autopar.runtime.state.optimizers import is_elementwise
 from autopar.runtime.step.agreement import Agreement
 from autopar.runtime.step.bound import Bound
 from autopar.runtime.step.executor import StepResult
@@ -60,8 +63,10 @@ class _Noting:
     def __init__(self, agreement: Agreement | None) -> None:
         self.agreement = agreement
         self.pair: Tensor | None = None
-        if agreement is not None:
-            agreement.begin_step()
+
+    def begin(self) -> None:
+        if self.agreement is not None:
+            self.agreement.begin_step()
 
     @property
     def agrees(self) -> bool:
@@ -86,6 +91,16 @@ class _Noting:
         raise AssertionError("a program that updates late is not recorded")
 
 
+class _Results(NamedTuple):
+    """What a recorded pass returns, in memory that nothing it reads has: the loss, with the verdict
+    in ``pair`` if there is an agreement, gradients, and next buffers."""
+
+    pair: Tensor | None
+    loss: Tensor
+    gradients: Mapping[int, Tensor]
+    following: Mapping[int, Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
     """A recorded pass: what it reads besides parameters, and what it returns.
@@ -98,16 +113,15 @@ class _Recorded:
     buffers: Mapping[str, Tensor]
     places: tuple[int, ...]
     fixed: Mapping[int, Tensor]
-    pair: Tensor | None
-    loss: Tensor
-    gradients: Mapping[int, Tensor]
-    following: Mapping[int, Tensor]
+    results: _Results
 
-    def is_valid(self, bound: Bound) -> bool:
-        """Whether parameters and fixed values are where they were."""
+    def is_valid(self, bound: Bound, buffers: Mapping[str, Tensor]) -> bool:
+        """Whether parameters and fixed values are where they were, and buffers as they were."""
         fixed = bound.executor.fixed
-        return self.places == _places(bound) and all(
-            fixed.get(value) is tensor for value, tensor in self.fixed.items()
+        return (
+            self.places == _places(bound)
+            and all(fixed.get(value) is tensor for value, tensor in self.fixed.items())
+            and all(_is_like(own, buffers[name]) for name, own in self.buffers.items())
         )
 
 
@@ -129,17 +143,20 @@ class StepGraphs:
     is_alone: bool
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _is_allowed: bool = True
+    _failed: str | None = None
 
     def allow(self, is_allowed: bool) -> None:
         """Whether passes are recorded from now on. If not, graphs are dropped with their memory."""
         self._is_allowed = is_allowed
         if not is_allowed:
             for entry in self._entries.values():
-                entry.recorded, entry.num_runs = None, 0
+                entry.recorded, entry.num_runs, entry.reason = None, 0, None
 
     def forget(self, bound: Bound) -> None:
-        """Drop what is known of a program that will not run again."""
+        """Drop what is known of a program that will not run again; others may have its room."""
         self._entries.pop(id(bound), None)
+        for entry in self._entries.values():
+            entry.reason = None
 
     def notes(self) -> list[str]:
         """What passes are replayed, and why others are not."""
@@ -161,14 +178,14 @@ class StepGraphs:
         ``buffers`` are the runtime's own, whose tensors are replaced by those that graphs read.
         """
         entry = self._entries.setdefault(id(bound), _Entry(bound=bound))
-        if entry.recorded is not None and not entry.recorded.is_valid(bound):
+        if entry.recorded is not None and not entry.recorded.is_valid(bound, buffers):
             entry.recorded, entry.num_runs = None, 0
         if entry.recorded is None and self._is_due(entry, updates):
-            self._record(entry, buffers, batches)
+            self._record(entry, buffers, batches, updates)
         if entry.recorded is None:
             entry.num_runs += 1
             return launch()
-        return _replayed(entry.recorded, bound, buffers, batches)
+        return _replayed(entry.recorded, bound, buffers, batches, updates)
 
     def _is_due(self, entry: _Entry, updates: Updates) -> bool:
         if not self._is_allowed or entry.reason is not None or entry.num_runs < NUM_WARM_UPS:
@@ -179,6 +196,7 @@ class StepGraphs:
     def _why_not(self, bound: Bound, updates: Updates) -> str | None:
         num_graphs = sum(e.recorded is not None for e in self._entries.values())
         for is_excluded, reason in (
+            (self._failed is not None, self._failed),
             (not self.is_alone, "ranks communicate"),
             (bound.is_random, "operators draw random numbers"),
             (bound.program.early is not None, "weights are updated in the backward pass"),
@@ -189,43 +207,57 @@ class StepGraphs:
         ):
             if is_excluded:
                 return reason
-        return self.recorder.why_no_room()
+        try:
+            return self.recorder.why_no_room()
+        except RuntimeError as error:  # of CUDA
+            return f"the memory cannot be told ({first_line(error)})"
 
-    def _record(self, entry: _Entry, buffers: dict[str, Tensor], batches: Batches) -> None:
+    def _record(
+        self, entry: _Entry, buffers: Mapping[str, Tensor], batches: Batches, updates: Updates
+    ) -> None:
+        """Record a pass over copies of a batch and of the buffers."""
         bound = entry.bound
         given = [{value: x.clone() for value, x in batch.items()} for batch in batches]
-        noting = _Noting(bound.agreement)
+        own = {name: buffers[name].clone() for name in bound.buffers.values()}
+        noting = _Noting(updates.agreement)
+        bound.executor.fix(bound.held(own))  # a recording computes nothing that others may read
 
-        def run() -> tuple[StepResult[Tensor], dict[int, Tensor]]:
-            result = bound.executor.step(bound.parameters, bound.held(buffers), given, noting)
+        def run() -> _Results:
+            noting.begin()
+            result = bound.executor.step(bound.parameters, bound.held(own), given, noting)
             gradients: dict[int, Tensor] = {}
             for arrived in result.reductions.arrivals():
                 gradients.update(arrived)
-            return result, gradients
+            read = [*own.values(), *(x for batch in given for x in batch.values())]
+            read += [*bound.executor.fixed.values(), *bound.constants.values()]
+            return _Results(noting.pair, result.loss, gradients, _apart(result.buffers, read))
 
         try:
-            recording, (result, gradients) = self.recorder.record(run)
+            recording, results = self.recorder.record(run)
+        except NotRecorded as error:
+            entry.reason = str(error)
+            return
         except Exception as error:  # whatever CUDA and its libraries refuse
-            entry.reason = f"a pass cannot be recorded ({first_line(error)})"
+            entry.reason = self._failed = f"a pass could not be recorded ({first_line(error)})"
             return
         finally:
-            if bound.agreement is not None:
-                bound.agreement.begin_step()
+            noting.begin()
         entry.recorded = _Recorded(
             recording=recording,
             batches=given,
-            buffers={name: buffers[name] for name in bound.buffers.values()},
+            buffers=own,
             places=_places(bound),
             fixed=dict(bound.executor.fixed),
-            pair=noting.pair,
-            loss=result.loss,
-            gradients=gradients,
-            following=dict(result.buffers),
+            results=results,
         )
 
 
 def _replayed(
-    recorded: _Recorded, bound: Bound, buffers: dict[str, Tensor], batches: Batches
+    recorded: _Recorded,
+    bound: Bound,
+    buffers: dict[str, Tensor],
+    batches: Batches,
+    updates: Updates,
 ) -> StepResult[Tensor]:
     into: list[Tensor] = []
     of: list[Tensor] = []
@@ -240,14 +272,36 @@ def _replayed(
     copy_each(into, of)
     recorded.recording.replay()
     bound.executor.times.clear()
-    if recorded.pair is not None and bound.agreement is not None:
-        bound.agreement.judge(recorded.pair)
+    results = recorded.results
+    if results.pair is not None and updates.agreement is not None:
+        updates.agreement.judge(results.pair)
+    gradients = dict(results.gradients)
+    if updates.optimizer is not None and not is_elementwise(updates.optimizer):
+        gradients = {value: x.clone() for value, x in gradients.items()}  # it may keep them
     return StepResult(
-        loss=recorded.loss.clone(),
+        loss=results.loss.clone(),
         gradients={},
-        buffers=recorded.following,
-        reductions=Settled(recorded.gradients),
+        buffers=results.following,
+        reductions=Settled(gradients),
     )
+
+
+def _apart(found: Mapping[int, Tensor], read: Sequence[Tensor]) -> dict[int, Tensor]:
+    """These tensors, those cloned that share memory with another one or with what is ``read``."""
+    taken = {_memory(x) for x in read}
+    made: dict[int, Tensor] = {}
+    for value, tensor in found.items():
+        made[value] = tensor.clone() if _memory(tensor) in taken else tensor
+        taken.add(_memory(made[value]))
+    return made
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_like(own: Tensor, given: Tensor) -> bool:
+    return own.shape == given.shape and own.dtype is given.dtype
 
 
 def _places(bound: Bound) -> tuple[int, ...]:

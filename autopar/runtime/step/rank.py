@@ -257,7 +257,10 @@ class RankRuntime:
         """A pass with the step's updater: replayed if it is recorded, else run by ``launch``."""
         if self.graphs is None:
             return launch()
-        return self.graphs.run(bound, self._buffers, batches, self.updates, launch)
+        result = self.graphs.run(bound, self._buffers, batches, self.updates, launch)
+        # What they computed from buffers may be views of memory that a replay has written.
+        self._forget_fixed(self._forwards.values())
+        return result
 
     def allow_graphs(self, is_allowed: bool) -> None:
         """Whether passes may be recorded and replayed from now on; if not, graphs are dropped."""
@@ -303,7 +306,7 @@ class RankRuntime:
         """Take over the next buffers that a training program computed."""
         if buffers:
             self._buffers.update((bound.buffers[v], x) for v, x in buffers.items())
-            others = [b for b in self._trainings.values() if b is not bound]
+            others = [b for b in self._trainings.values() if b.changed != bound.changed]
             self._forget_fixed([*others, *self._forwards.values()])
 
     def _forget_fixed(self, programs: Iterable[Bound]) -> None:
@@ -359,7 +362,11 @@ class RankRuntime:
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._seeded_run(bound.is_random):
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
-        return [values[output.value] for output in bound.program.outputs]
+        found = [values[output.value] for output in bound.program.outputs]
+        if self.graphs is None:
+            return found
+        held = {x.untyped_storage().data_ptr() for x in self._buffers.values()}
+        return [x.clone() if x.untyped_storage().data_ptr() in held else x for x in found]
 
     @contextlib.contextmanager
     def _seeded_run(self, is_random: bool) -> Any:
