@@ -86,7 +86,8 @@ class PeakTensors:
 
     def _requested_bytes(self, when: str) -> int:
         stats = module_of(self.device).memory_stats(self.device)
-        return int(stats[f"requested_bytes.all.{when}"])
+        # CUDA's own asynchronous allocator does not know what was requested.
+        return int(stats[f"requested_bytes.all.{when}"] or stats[f"allocated_bytes.all.{when}"])
 
     def _kept_by_libraries(self) -> int:
         """Bytes that cuBLAS holds from step to step, one workspace for each stream."""
