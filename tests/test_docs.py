@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -110,9 +111,7 @@ def test_every_public_name_has_an_entry(pages: dict[Path, Page], site: Path) -> 
 def documented() -> Iterator[tuple[str, object]]:
     """Every entry of the API page, and the public methods of its classes."""
     for dotted in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M):
-        found: object = autopar
-        for part in dotted.split(".")[1:]:
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(dotted)
         if isinstance(found, str):
             continue
         yield dotted, found

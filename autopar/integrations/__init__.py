@@ -1,1 +1,4 @@
-"""Adapters to other libraries' training loops; each needs its package only when it is imported."""
+"""Loaders, and adapters to other libraries' training loops.
+
+Each adapter needs its package only when it is imported.
+"""

@@ -1,4 +1,4 @@
-"""`autopar.data`: each rank's samples of a batch, and batches fetched ahead."""
+"""`autopar.integrations.data`: each rank's samples of a batch, and batches fetched ahead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
-from autopar.data import LocalBatches, ahead, local_rows
 from autopar.frontend.capture import capture
+from autopar.integrations.data import THREAD, LocalBatches, ahead, local_rows
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import prepare
@@ -131,10 +131,10 @@ def test_a_caller_that_stops_ends_the_thread() -> None:
     gc.collect()
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s and any(
-        thread.name == "autopar.data.ahead" for thread in threading.enumerate()
+        thread.name == THREAD for thread in threading.enumerate()
     ):
         time.sleep(0.02)
-    assert not any(thread.name == "autopar.data.ahead" for thread in threading.enumerate())
+    assert not any(thread.name == THREAD for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("depth", [0, -1, True, 1.5])

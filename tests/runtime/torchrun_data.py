@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import autopar
-from autopar.data import LocalBatches, ahead
+from autopar.integrations.data import LocalBatches, ahead
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -32,6 +32,8 @@ from autopar.runtime.state.shards import local_part, microbatch_of
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 0.1
+THREAD = "autopar.ahead"
+"""The name of the threads that fetch batches."""
 
 
 class LocalBatches(torch.utils.data.Sampler[list[int]]):
@@ -42,7 +44,7 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
     ``compiled`` the model, under ``torchrun``. A batch of another size than the model was compiled
     for is left out on all ranks, and logged once.
 
-        loader = DataLoader(data, batch_sampler=autopar.data.LocalBatches(batches, compiled))
+        loader = DataLoader(data, batch_sampler=LocalBatches(batches, compiled))
         for x, y in loader:
             compiled.train_step(x, y, local=True)
 
@@ -142,7 +144,7 @@ def ahead(
     copy. Without one (local workers, CPUs) batches are fetched as they are. An exception of the
     loader is raised here, after the batches before it; if the caller stops early, the thread ends.
 
-        for batch in autopar.data.ahead(loader, "cuda"):
+        for batch in ahead(loader, "cuda"):
             compiled.train_step(**batch)
 
     Raises InputError for a ``depth`` below 1.
@@ -209,7 +211,7 @@ class _Feed:
 
 def _fetched(loader: Iterable[Any], device: torch.device | None, depth: int) -> Iterator[Any]:
     feed = _Feed(loader, device, queue.Queue(maxsize=depth))
-    thread = threading.Thread(target=feed.run, name="autopar.data.ahead", daemon=True)
+    thread = threading.Thread(target=feed.run, name=THREAD, daemon=True)
     thread.start()
     try:
         while True:
