@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import RankProgram, TensorMeta
+from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
@@ -200,6 +201,10 @@ class LockstepMachine:
     def weighted_sum(self, terms: Sequence[tuple[float, Shards]]) -> Shards:
         scaled = [[x * weight for x in value] for weight, value in terms]
         return functools.reduce(self.add, scaled)
+
+    def apart(self, values: Sequence[Shards], others: Iterable[Shards]) -> list[Shards]:
+        given = [x for other in others for x in other]
+        return [apart(value, given) for value in values]
 
     def contiguous(self, value: Shards) -> Shards:
         return [x.contiguous() for x in value]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -231,6 +231,10 @@ class ReplayMachine:
             lambda given: [self.inner.weighted_sum(list(zip(weights, given)))],
             [cell for _, cell in terms], 1,
         )[0]  # fmt: skip
+
+    def apart(self, values: Sequence[Cell], others: Iterable[Cell]) -> list[Cell]:
+        """The values themselves: no buffer is a parameter or an input here."""
+        return list(values)
 
     def contiguous(self, value: Cell) -> Cell:
         """The value itself, as a contiguous tensor is."""

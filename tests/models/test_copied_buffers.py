@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,19 @@ def keep(model: Buffered, x: Tensor) -> None:
     model.whole.copy_(x)
 
 
-CHANGES = {"shift": shift, "swap": swap, "keep": keep}
+def take_the_bias(model: Buffered, x: Tensor) -> None:
+    """The parameter itself, which the update changes in place afterwards."""
+    model.before.copy_(model.layer.bias)
+
+
+def take_a_row(model: Buffered, x: Tensor) -> None:
+    model.before.copy_(model.layer.weight[1])
+    model.now.copy_(x[0])
+
+
+CHANGES = {
+    "shift": shift, "swap": swap, "keep": keep, "bias": take_the_bias, "row": take_a_row,
+}  # fmt: skip
 
 
 def eager_steps(model: nn.Module, batches: list[Tensor]) -> tuple[list[float], nn.Module]:
@@ -106,14 +119,24 @@ def test_a_copy_reads_what_was_there_before(name: str, num_devices: int) -> None
             )
 
 
+PARALLEL = autopar.Force("data_parallel")
+OPTIONS: dict[str, Any] = {
+    "one": {"devices": ["cpu"]},
+    "early": {"devices": ["cpu"], "update": "early"},
+    "DDP": {"devices": ["cpu"] * 2, "constraints": [PARALLEL]},
+    "ZeRO-3": {"devices": ["cpu"] * 2, "constraints": [autopar.Force("zero3")]},
+}
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_a_compiled_model_trains_as_eager(name: str) -> None:
+def test_a_compiled_model_trains_as_eager(name: str, options: str) -> None:
     torch.manual_seed(0)
     model = Buffered(CHANGES[name]).double()
     batches = [torch.randn(4, 4).double() for _ in range(4)]
     expected, trained = eager_steps(model, batches)
     with autopar.compile(
-        model, ["cpu"], example_inputs=(batches[0],), optimizer=sgd, profile_limit_s=0
+        model, example_inputs=(batches[0],), optimizer=sgd, profile_limit_s=0, **OPTIONS[options]
     ) as compiled:
         got = [compiled.train_step(x).item() for x in batches]
         state = compiled.full_state_dict()

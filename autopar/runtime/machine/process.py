@@ -13,7 +13,7 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ from autopar.lowering.route import Route
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
 from autopar.movement.execution import Run
+from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
@@ -214,6 +215,10 @@ class ProcessMachine:
 
     def weighted_sum(self, terms: Sequence[tuple[float, Tensor]]) -> Tensor:
         return functools.reduce(torch.add, [value * weight for weight, value in terms])
+
+    def apart(self, values: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+        self._use(*values)
+        return apart(values, others)
 
     def contiguous(self, value: Tensor) -> Tensor:
         self._use(value)

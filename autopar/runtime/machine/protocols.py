@@ -8,7 +8,7 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -71,6 +71,10 @@ class Machine(Protocol[T]):
         ...
 
     def contiguous(self, value: T) -> T: ...
+
+    def apart(self, values: Sequence[T], others: Iterable[T]) -> list[T]:
+        """The values; copies of those that share memory with one of the ``others``."""
+        ...
 
     def filled(self, meta: TensorMeta, fill: float) -> T: ...
 

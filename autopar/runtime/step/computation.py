@@ -106,7 +106,7 @@ class Computation(Generic[T]):
         self.machine = machine
         self.stored = parameters
         self.buffers = dict(buffers)
-        self._first_buffers = buffers
+        self._copied: dict[int, T] = {}
         self.fixed = fixed
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
@@ -244,13 +244,22 @@ class Computation(Generic[T]):
         """The loss summed over this device's ranks; None if the loss is not made here."""
         return self._whole_loss()[0] if self._whole_loss is not None else self.loss
 
-    def finish(self) -> None:
-        """Wait for the next buffers, and add those that no stage computes: copies of inputs, of
-        constants and of what other buffers were before the step."""
-        last, first = len(self.flights) - 1, self._first_buffers
+    def read_copied(self) -> None:
+        """Read what buffers copy that no stage computes, before the step changes anything: inputs,
+        constants, parameters and other buffers."""
+        last = len(self.flights) - 1
         copies = [b.following.value for b in self.route.copied if b.following is not None]
-        read = {v: first[v] if v in first else self.value(last, v) for v in copies}
-        self._follow(NO_STAGE, last, self.route.copied, read)
+        read = self.machine.apart([self.value(last, v) for v in copies], self._changing())
+        self._copied.update(zip(copies, read))
+
+    def _changing(self) -> list[T]:
+        """Tensors whose memory is changed in place, by updates or by the user."""
+        given = (value for flight in self.flights for value in flight.given.values())
+        return [*self.stored.values(), *given]
+
+    def finish(self) -> None:
+        """Wait for the next buffers, and add those that no stage computes."""
+        self._follow(NO_STAGE, len(self.flights) - 1, self.route.copied, self._copied)
         for stage in tuple(self._moving):
             self._arrive(stage)
 
@@ -262,10 +271,13 @@ class Computation(Generic[T]):
         values: Mapping[int, T],
     ) -> None:
         """Take a stage's next buffers; communication of them ends by its next F."""
+        if not updated:
+            return
         moved, moves = [], []
-        for buffer in updated:
+        found = [values[b.following.value] for b in updated if b.following is not None]
+        for buffer, value in zip(updated, self.machine.apart(found, self._changing())):
             assert buffer.following is not None
-            value, kernel = values[buffer.following.value], buffer.following.kernel
+            kernel = buffer.following.kernel
             if kernel is None:
                 self._set_buffer(buffer, microbatch, value)
                 continue

@@ -114,6 +114,7 @@ class Executor(Generic[T]):
         run = self._computation(
             parameters, buffers, self._inputs(buffers, batches), agrees, scale, updater is not None
         )
+        run.read_copied()
         play = _Play(self, run, updater)
         play.run()
         report(_REDUCED)

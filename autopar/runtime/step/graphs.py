@@ -26,6 +26,7 @@ from torch import Tensor
 from autopar.base.errors import first_line
 from autopar.base.torch_private import copy_each
 from autopar.lowering.pipeline import has_late_updates
+from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.cuda_graphs import NotRecorded, Recorder, Recording
 from autopar.runtime.state.optimizers import is_elementwise
 from autopar.runtime.step.agreement import Agreement
@@ -230,7 +231,8 @@ class StepGraphs:
                 gradients.update(arrived)
             read = [*own.values(), *(x for batch in given for x in batch.values())]
             read += [*bound.executor.fixed.values(), *bound.constants.values()]
-            return _Results(noting.pair, result.loss, gradients, _apart(result.buffers, read))
+            following = dict(zip(result.buffers, apart([*result.buffers.values()], read)))
+            return _Results(noting.pair, result.loss, gradients, following)
 
         try:
             recording, results = self.recorder.record(run)
@@ -284,20 +286,6 @@ def _replayed(
         buffers=results.following,
         reductions=Settled(gradients),
     )
-
-
-def _apart(found: Mapping[int, Tensor], read: Sequence[Tensor]) -> dict[int, Tensor]:
-    """These tensors, those cloned that share memory with another one or with what is ``read``."""
-    taken = {_memory(x) for x in read}
-    made: dict[int, Tensor] = {}
-    for value, tensor in found.items():
-        made[value] = tensor.clone() if _memory(tensor) in taken else tensor
-        taken.add(_memory(made[value]))
-    return made
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _is_like(own: Tensor, given: Tensor) -> bool:
