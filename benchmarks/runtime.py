@@ -14,7 +14,7 @@ run, one contender for each; peers run eagerly and compiled. ``--precision bf16`
 ``torch.compile`` also replays CUDA graphs (``mode="reduce-overhead"``), one process of ours also
 runs weight gradients on a second stream, each with CUDA graphs and launched op by op, and the
 result is benchmarks/results/runtime_gpu.json. ``--together`` prepares all cases at once, for at
-most so many seconds, and times one after another, where a machine is lent by the minute.
+most so many seconds, and times one after another, where a machine is rented by the minute.
 Rows also have what our plans predicted, in seconds and bytes of tensors, beside the bytes counted
 on a GPU.
 """
