@@ -169,7 +169,7 @@ def made_on(case: str, device: torch.device) -> tuple[nn.Module, Batch]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all contenders of a case share."""
+    """The device, the precision and the limit on profiling, the same for all contenders."""
 
     device: torch.device
     precision: str
@@ -313,7 +313,7 @@ class CompiledTrainer:
 
 
 def requested_bytes(device: torch.device) -> int:
-    """What the tensors of this process take on a GPU, without what cuBLAS keeps."""
+    """Bytes of this process's tensors on a GPU, without cuBLAS's workspaces; 0 on CPUs."""
     if device.type == "cpu":
         return 0
     clear_matmul_workspaces()

@@ -71,7 +71,7 @@ __all__ = [
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What a trace over tensors without data raises where it would need the data.
+    """The exceptions of a trace over fake tensors that would need their data.
 
     Also ``torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode`` (2.11 to 2.13), which
     is imported here as it brings sympy.

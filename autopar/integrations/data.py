@@ -169,7 +169,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Feed:
-    """What the thread and the caller share."""
+    """A bounded queue of batches, filled by a thread and emptied by the caller."""
 
     loader: Iterable[Any]
     device: torch.device | None

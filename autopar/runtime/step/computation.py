@@ -247,6 +247,8 @@ class Computation(Generic[T]):
     def read_copied(self) -> None:
         """Read what buffers copy that no stage computes, before the step changes anything: inputs,
         constants, parameters and other buffers."""
+        if not self.route.copied:
+            return
         last = len(self.flights) - 1
         copies = [b.following.value for b in self.route.copied if b.following is not None]
         read = self.machine.apart([self.value(last, v) for v in copies], self._changing())

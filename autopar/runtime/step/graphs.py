@@ -93,8 +93,8 @@ class _Noting:
 
 
 class _Results(NamedTuple):
-    """What a recorded pass returns, in memory that nothing it reads has: the loss, with the verdict
-    in ``pair`` if there is an agreement, gradients, and next buffers."""
+    """The static outputs of a recorded pass, which share no memory with its inputs: the loss, with
+    the verdict in ``pair`` if there is an agreement, gradients, and next buffers."""
 
     pair: Tensor | None
     loss: Tensor
@@ -128,7 +128,7 @@ class _Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """What is known of a program: how often it ran op by op, its graph, or why it has none."""
+    """A program's count of passes run op by op, and its graph, or the reason that it has none."""
 
     bound: Bound
     num_runs: int = 0
@@ -160,7 +160,7 @@ class StepGraphs:
             entry.reason = None
 
     def notes(self) -> list[str]:
-        """What passes are replayed, and why others are not."""
+        """Lines for a report: how many programs are replayed, and the reasons of the others."""
         found = [entry.recorded is not None for entry in self._entries.values()]
         lines = [f"CUDA graphs: {sum(found)} of {len(found)} programs are replayed"]
         reasons = dict.fromkeys(e.reason for e in self._entries.values() if e.reason is not None)
