@@ -77,7 +77,23 @@ class HeldTensors:
         tied = [s.path for s in self.buffers if s.held is held and s.path != slot.path]
         if tied:
             _refuse(f"buffer {slot.path!r}, which shares its tensor with {tied[0]!r}", fix)
+        if sharing := self._sharing(slot, value):
+            _refuse(
+                f"to buffer {slot.path!r} what is the memory of {sharing!r}, so that a change of "
+                "one would change the other, and a compiled model keeps each in memory of its own",
+                "Assign a copy: clone()",
+            )
         return value
+
+    def _sharing(self, slot: _Slot, value: Tensor) -> str | None:
+        """A trained parameter or another buffer whose memory is that of a buffer's new value."""
+        memory = value.untyped_storage()._cdata
+        trained = ((s.path, s.held) for s in self.parameters if s.held.requires_grad)
+        others = ((s.path, s.tensors.get(s.name)) for s in self.buffers if s is not slot)
+        for path, tensor in (*trained, *others):
+            if tensor is not None and tensor.untyped_storage()._cdata == memory:
+                return path
+        return None
 
 
 def _slots(path: str, tensors: dict[str, Any]) -> list[_Slot]:

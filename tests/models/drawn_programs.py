@@ -101,7 +101,10 @@ class Drawn(nn.Module):
         return name
 
     def values(self, x: Tensor) -> list[Tensor]:
-        pool = [self.start * x]
+        return self.run_on([self.start * x])
+
+    def run_on(self, pool: list[Tensor]) -> list[Tensor]:
+        """The given values and those that the steps make."""
         for step in self.steps:
             pool += made_by(step.run(self, pool))
         return pool
@@ -151,11 +154,11 @@ def draw(seed: int) -> Drawn:
 
 def _attempt(generator: random.Random, first: str | None) -> Drawn | None:
     model = Drawn()
-    if first is not None and not _extend(model, lambda: _operator(model, generator, first)):
+    if first is not None and not extend(model, lambda: _operator(model, generator, first)):
         return None
     for _ in range(generator.randint(1, 3)):
-        kind = generator.choice([_operator, _operator, _views, _write, _write_operator])
-        _extend(model, functools.partial(kind, model, generator))
+        kind = generator.choice([_operator, _operator, view_step, write_step, write_operator_step])
+        extend(model, functools.partial(kind, model, generator))
     if not model.scale():
         return None
     try:
@@ -169,7 +172,7 @@ def _attempt(generator: random.Random, first: str | None) -> Drawn | None:
     return model if is_finite and bool(loss.isfinite()) else None
 
 
-def _extend(model: Drawn, make: Callable[[], Told | None]) -> bool:
+def extend(model: Drawn, make: Callable[[], Told | None]) -> bool:
     """Add a step that works in eager mode, out of a few drawn ones."""
     for _ in range(4):
         try:
@@ -295,7 +298,7 @@ def _view(generator: random.Random, shape: Sequence[int], *, written: bool) -> t
     return generator.choice(options)
 
 
-def _chain(
+def chain_of_views(
     generator: random.Random, shape: Sequence[int], length: int, *, written: bool
 ) -> tuple[View, str]:
     like, chosen, names = torch.empty(shape), [], []
@@ -313,12 +316,12 @@ def _chain(
     return chained, " of ".join(reversed(names))
 
 
-def _views(model: Drawn, generator: random.Random) -> Told:
+def view_step(model: Drawn, generator: random.Random) -> Told:
     place = generator.random()
     pool = model.values(INPUT)
     shape = pool[int(place * len(pool))].shape
     position = int(place * len(pool))
-    chained, text = _chain(generator, shape, generator.randint(1, 4), written=False)
+    chained, text = chain_of_views(generator, shape, generator.randint(1, 4), written=False)
     return Told(lambda _, pool: chained(pool[position]), f"{text} of value {position}")
 
 
@@ -394,15 +397,17 @@ def _hidden(v: Tensor, x: Tensor) -> None:
         v.mul_(x).add_(0.1)
 
 
-def _write(model: Drawn, generator: random.Random) -> Told | None:
+def write_step(model: Drawn, generator: random.Random) -> Told | None:
     """A copy of a value, written to through views of views."""
     pool = model.values(INPUT)
     position = generator.randrange(len(pool))
     value = pool[position]
     if value.dtype != DTYPE:
         return None
-    chained, text = _chain(generator, value.shape, generator.randint(0, 3), written=True)
-    after, after_text = _chain(generator, value.shape, generator.randint(0, 2), written=True)
+    chained, text = chain_of_views(generator, value.shape, generator.randint(0, 3), written=True)
+    after, after_text = chain_of_views(
+        generator, value.shape, generator.randint(0, 2), written=True
+    )
     name = generator.choice(list(WRITES))
     source = generator.randrange(len(pool))
     twice = generator.random() < 0.3
@@ -414,15 +419,15 @@ def _write(model: Drawn, generator: random.Random) -> Told | None:
         view = chained(base)
         for _time in range(2 if twice else 1):
             WRITES[name](view, fit(pool[source], view.shape, 0.5))
-        return [base, other, view] if name not in _OF_FORM else [base]
+        return [base, other, view] if name not in OF_FORM else [base]
 
     return Told(run, f"{name} through {text or 'nothing'} of value {position} ({after_text})")
 
 
-_OF_FORM = {"transpose_", "t_", "squeeze_", "unsqueeze_"}
+OF_FORM = {"transpose_", "t_", "squeeze_", "unsqueeze_"}
 
 
-def _write_operator(model: Drawn, generator: random.Random) -> Told | None:
+def write_operator_step(model: Drawn, generator: random.Random) -> Told | None:
     """An operator's in-place form on a view of a larger value."""
     op = generator.choice(_IN_PLACE)
     sample = _sample(op, generator, in_place=True)

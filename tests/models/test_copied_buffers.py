@@ -64,8 +64,15 @@ def take_a_row(model: Buffered, x: Tensor) -> None:
     model.now.copy_(x[0])
 
 
+def count(model: Buffered, x: Tensor) -> None:
+    """Two buffers with the same value, and the same memory to a tracer."""
+    model.before.add_(1)
+    model.now.copy_(model.before)
+
+
 CHANGES = {
     "shift": shift, "swap": swap, "keep": keep, "bias": take_the_bias, "row": take_a_row,
+    "count": count,
 }  # fmt: skip
 
 
@@ -143,3 +150,55 @@ def test_a_compiled_model_trains_as_eager(name: str, options: str) -> None:
     assert got == pytest.approx(expected, rel=1e-10)
     for key, tensor in trained.state_dict().items():
         torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-10)
+
+
+def set_to_the_bias(model: Buffered, x: Tensor) -> None:
+    model.before = model.layer.bias.detach()
+
+
+def set_to_a_row(model: Buffered, x: Tensor) -> None:
+    model.before = model.layer.weight.detach()[1]
+
+
+def set_to_another(model: Buffered, x: Tensor) -> None:
+    model.before = model.now
+
+
+def set_both(model: Buffered, x: Tensor) -> None:
+    model.before = model.now = x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        (set_to_the_bias, "layer.bias"), (set_to_a_row, "layer.weight"),
+        (set_to_another, "now"), (set_both, "before"),
+    ],
+)  # fmt: skip
+def test_a_buffer_set_to_the_memory_of_another_tensor_is_refused(
+    change: Callable[[Buffered, Tensor], None], other: str
+) -> None:
+    """In eager mode a later change of the other, as by the optimizer, would change it too."""
+    model = Buffered(change)
+    with pytest.raises(autopar.CaptureError, match=rf"memory of '{other}'.*\n.*clone\(\)"):
+        capture(model, (torch.randn(4, 4),))
+    for buffer in model.buffers():
+        assert not isinstance(buffer, torch._subclasses.FakeTensor)
+
+
+def shift_by_setting(model: Buffered, x: Tensor) -> None:
+    """No memory is shared behind the call: ``now`` has new memory."""
+    model.before = model.now
+    model.now = x.mean(0)
+
+
+def test_a_buffer_may_be_set_to_what_another_held() -> None:
+    torch.manual_seed(0)
+    model = Buffered(shift_by_setting).double()
+    batches = [torch.randn(4, 4).double() for _ in range(4)]
+    expected, _ = eager_steps(model, batches)
+    with autopar.compile(
+        model, ["cpu"], example_inputs=(batches[0],), optimizer=sgd, profile_limit_s=0
+    ) as compiled:
+        got = [compiled.train_step(x).item() for x in batches]
+    assert got == pytest.approx(expected, rel=1e-10)

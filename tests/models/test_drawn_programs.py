@@ -1,6 +1,7 @@
 """Drawn programs: once captured, each equals eager mode or is rejected.
 
-`make test` draws 300; ``AUTOPAR_DRAWN_PROGRAMS=3000`` is the long form.
+`make test` draws 300, and 100 more that have buffers and are trained for some steps;
+``AUTOPAR_DRAWN_PROGRAMS=3000`` is the long form, with 1,000 more.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import warnings
 import pytest
 import torch
 
-from autopar.base.errors import AutoparError, GradientError
-from autopar.frontend.capture import capture
+import autopar
+from autopar.base.errors import AutoparError, CaptureError, GradientError
+from autopar.frontend.capture import Captured, capture
 from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.frontend.checking.trial import Trial, off_by
 from autopar.frontend.reader import is_random
 from autopar.frontend.signature import Arguments
 from autopar.ir.mesh import Mesh
 from autopar.sharding.strategy import Analysis, Strategy
+from tests.models.drawn_buffers import BATCHES, Stateful, draw_stateful
 from tests.models.drawn_programs import INPUT, Drawn, draw
-from tests.oracles import lockstep_steps, random_assignment, reference_steps, state_of
+from tests.oracles import (
+    assert_same,
+    lockstep_steps,
+    random_assignment,
+    reference_steps,
+    sgd,
+    state_of,
+)
 
 NUM_PROGRAMS = int(os.environ.get("AUTOPAR_DRAWN_PROGRAMS", "300"))
 FIRST = int(os.environ.get("AUTOPAR_FIRST_DRAWN_PROGRAM", "0"))
@@ -29,6 +39,9 @@ TOLERANCE = 1e-8
 MOST_REFUSED = 0.1
 STRIDE = 20
 """One in so many is split too."""
+NUM_WITH_BUFFERS = NUM_PROGRAMS // 3
+COMPILED_STRIDE = 5
+"""One with buffers in so many is compiled too."""
 ONCE_WRONG_SPLIT = (460, 520, 1720, 2120, 2980)
 """Strided views of a value that is cut out of padding; zero gradients; complex32 gradients."""
 
@@ -92,3 +105,59 @@ def test_drawn_programs_split_at_random_are_what_eager_mode_computes():
             assert off <= TOLERANCE * max(size, 1), f"{seed}: {name}"
         compared += 1
     assert compared >= NUM_PROGRAMS // STRIDE // 2 + len(ONCE_WRONG_SPLIT)
+
+
+def test_drawn_programs_with_buffers_train_as_eager_mode() -> None:
+    """On one device and two, in lockstep; in part by `autopar.compile`, with early updates too."""
+    refused, num_compiled = [], 0
+    for seed in range(FIRST, FIRST + NUM_WITH_BUFFERS):
+        model = draw_stateful(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                captured = capture(model, {"x": INPUT})
+                compare_with_eager(captured, model, {"x": INPUT})
+            except (CaptureError, GradientError) as error:
+                refused.append(f"{seed}: {model}: {' '.join(str(error).split())[:160]}")
+                continue
+        if any(is_random(op.target) for op in captured.graph.ops):
+            continue
+        _compare_in_lockstep(captured, model, seed)
+        if seed % COMPILED_STRIDE == 0:
+            _compare_compiled(model, update="early" if seed % 2 else "at_end")
+            num_compiled += 1
+    print(*refused, sep="\n")
+    assert len(refused) <= MOST_REFUSED * NUM_WITH_BUFFERS
+    assert num_compiled >= NUM_WITH_BUFFERS // COMPILED_STRIDE // 2
+
+
+def _batches() -> list[dict[str, torch.Tensor]]:
+    """Batches of their own for each run: a model may keep one, and write into it later."""
+    return [{"x": x.clone()} for x in BATCHES]
+
+
+def _compare_in_lockstep(captured: Captured, model: Stateful, seed: int) -> None:
+    analysis = Analysis(captured.graph)
+    expected = reference_steps(model, _batches())
+    for num_devices in (1, 2):
+        assignment = random_assignment(analysis, Mesh(("a",), (num_devices,)), seed)
+        got = lockstep_steps(Strategy(analysis, assignment), captured, state_of(model), _batches())
+        try:
+            assert_same(got, expected, tolerance=TOLERANCE)
+        except AssertionError as error:
+            raise AssertionError(f"{seed} on {num_devices} devices: {model}") from error
+
+
+def _compare_compiled(model: Stateful, update: str) -> None:
+    expected = reference_steps(model, _batches())
+    with autopar.compile(
+        model, ["cpu"], example_inputs={"x": INPUT}, optimizer=sgd, profile_limit_s=0,
+        update=update,
+    ) as compiled:  # fmt: skip
+        losses = [compiled.train_step(**batch).item() for batch in _batches()]
+        state = compiled.full_state_dict()
+    torch.testing.assert_close(losses, expected.losses, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, tensor in {**expected.weights, **expected.buffers}.items():
+        torch.testing.assert_close(
+            state[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False, msg=str(model)
+        )

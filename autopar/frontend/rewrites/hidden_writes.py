@@ -9,9 +9,12 @@ writes in torch 2.11 to 2.13:
 - writes through windows (``Tensor.unfold``) that do not cover their dimension: the elements
   between them are set to zero.
 
+They also fail where two buffers end up with one value (``total.add_(1); last.copy_(total)``).
+
 Input: one graph of an exported program, before its decompositions, with its ``no_grad`` regions
-inlined. Output: the same program in which the former use `autopar.ir.overwrite.overwrite` and the
-latter ``as_strided``. Writes that have no such form are refused with their file and line.
+inlined. Output: the same program in which the first kind uses `autopar.ir.overwrite.overwrite`, the
+second ``as_strided``, and buffers get copies. Writes that have no such form are refused with their
+file and line.
 """
 
 from __future__ import annotations
@@ -49,6 +52,19 @@ def show_hidden_writes(module: fx.GraphModule, without_grad: Collection[fx.Node]
     memory = _Memory(module.graph, without_grad)
     for node in writes:
         _Write(module.graph, memory, node, list(_written(node))).rewrite()
+    for node in writes:
+        if node.target is _ATEN.copy_.default and _is_placeholder(memory, node.args[0]):
+            _copy_of_its_own(module.graph, node, node.args[1])
+
+
+def _is_placeholder(memory: _Memory, written: Any) -> bool:
+    return memory.chain(written)[0].op == "placeholder"
+
+
+def _copy_of_its_own(graph: fx.Graph, node: fx.Node, source: Any) -> None:
+    """Let a buffer get a copy of what another may get, or is."""
+    with graph.inserting_before(node):
+        node.replace_input_with(source, Ops(graph, node)(_ATEN.clone.default, source))
 
 
 def _share_returned_inputs(
