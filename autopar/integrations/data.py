@@ -40,9 +40,10 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
     """A batch sampler that keeps of each global batch what this rank passes with ``local=True``.
 
     ``batches`` is a batch sampler (iterates over lists of indices of samples, the same on all
-    ranks), such as ``BatchSampler(RandomSampler(data, generator=seeded), 64, drop_last=True)``;
-    ``compiled`` the model, under ``torchrun``. A batch of another size than the model was compiled
-    for is left out on all ranks, and logged once.
+    ranks), such as ``BatchSampler(RandomSampler(data, generator=seeded), 64, drop_last=False)``;
+    ``compiled`` the model, under ``torchrun``. A batch of another size, as an epoch's last one may
+    be, is left out on all ranks, and logged once, if it does not divide by the ranks, or if the
+    model trains on batches of one size (pipelines, offloading).
 
         loader = DataLoader(data, batch_sampler=LocalBatches(batches, compiled))
         for x, y in loader:
@@ -62,22 +63,46 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
         self.batches = batches
         self.rows = local_rows(compiled.program, dist.get_rank())
         self.size = _batch_size(compiled.program)
+        self._others = _Shares(compiled.program) if compiled.takes_other_shapes else None
         self._has_logged = False
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches:
-            if len(batch) == self.size:
-                yield [batch[row] for row in self.rows]
+            rows = self.rows
+            if len(batch) != self.size:
+                rows = [] if self._others is None else self._others.rows(len(batch))
+            if rows:
+                yield [batch[row] for row in rows]
             elif not self._has_logged:
                 self._has_logged = True
                 _log.warning(
-                    "a batch of %d samples is left out: with local=True the model trains on the %d "
-                    "for which it was compiled", len(batch), self.size,
+                    "a batch of %d samples is left out: %s", len(batch),
+                    f"with local=True the model trains on the {self.size} for which it was compiled"
+                    if self._others is None else "it does not divide by the ranks",
                 )  # fmt: skip
 
     def __len__(self) -> int:
         """The number of global batches, with those that are left out."""
         return len(self.batches)  # type: ignore[arg-type]
+
+
+class _Shares:
+    """This rank's part of batches of other sizes, which are split as the example's is.
+
+    Which samples are in a micro-batch does not matter, as the step has the mean over all of them.
+    """
+
+    def __init__(self, program: RankProgram) -> None:
+        self._source = next(source for source in program.inputs if source.shape)
+        self._mesh = program.mesh
+        self._place = program.place(dist.get_rank())[1]
+
+    def rows(self, size: int) -> list[int]:
+        """The samples of a batch by number; none if they do not divide by the ranks."""
+        if size % self._source.num_shards(0, self._mesh):
+            return []
+        placements, whole = self._source.placements, torch.arange(size)
+        return [int(row) for row in local_part(whole, placements, self._mesh, self._place)]
 
 
 def local_rows(program: RankProgram, rank: int) -> list[int]:

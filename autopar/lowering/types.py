@@ -8,6 +8,8 @@ this folder build them.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement, Placements, format_placements
+from autopar.ir.placement import Placement, Placements, State, format_placements
 from autopar.ir.update import Clipping
 from autopar.lowering.printing import collective_nodes, format_graph
 from autopar.schedules import PipelineShape, Schedule
@@ -182,6 +184,11 @@ class InputProgram:
         if self.microbatch is not None:
             shape[self.microbatch.dim] //= num_microbatches
         return tuple(shape)
+
+    def num_shards(self, dim: int, mesh: Mesh) -> int:
+        """Into how many shards the devices of ``mesh`` split a dimension."""
+        split = (p.state is State.SHARD and p.dim == dim for p in self.placements)
+        return math.prod(itertools.compress(mesh.axis_sizes, split))
 
 
 class Role(StrEnum):

@@ -78,14 +78,15 @@ class OtherCalls:
         strategy = self._planned(analysis, held, None, "the forward plan")
         return lower_staged_forward(strategy, self._program)
 
-    def lower_training(self, captured: Captured) -> RankProgram:
+    def lower_training(self, captured: Captured, *, local: bool = False) -> RankProgram:
         """The training program for a batch of other shapes.
 
-        Blocks that recompute do so in full, and all run op by op. Raises PlanError where the graph
-        has other parameters.
+        With ``local`` each rank passes its own shard, so inputs are split as in the plan. Blocks
+        that recompute do so in full, and all run op by op. Raises PlanError where the graph has
+        other parameters.
         """
         plan, prepared = self._plan, prepare(captured, self._plan.graph.batch_norm)
-        num = self._num_microbatches(prepared.analysis.batch_size)
+        num = self._num_microbatches(prepared.analysis.batch_size, local=local)
         _, analysis, cut = prepared.cut(num)
         graph = analysis.graph
         values = {p.name: p.value for p in self._program.parameters}
@@ -94,8 +95,11 @@ class OtherCalls:
                 "the model uses other parameters for a batch of these shapes, so the optimizer's "
                 "state does not fit; train on batches for which it uses the same ones"
             )
-        stored = {p.value: p.stored for p in self._program.parameters}
-        strategy = self._planned(analysis, stored, cut, "the plan for a batch of other shapes")
+        held = {p.value: p.stored for p in self._program.parameters}
+        if local:
+            places = (source.placements for source in self._program.inputs)
+            held |= dict(zip(captured.graph.inputs, places, strict=True))
+        strategy = self._planned(analysis, held, cut, "the plan for a batch of other shapes")
         names = {block.name for block in graph.blocks}
         recomputed = {
             name: replace(block, kept=())
@@ -118,12 +122,18 @@ class OtherCalls:
         found = self._agreed(lambda: plan_held(analysis, mesh, cluster, held, cut), what)
         return Strategy(analysis, replace(found, released=own.released, scattered=own.scattered))
 
-    def _num_microbatches(self, batch_size: int) -> int:
-        """As few micro-batches, if there are several, as leave none larger than the plan's."""
-        num = self._program.num_microbatches
+    def _num_microbatches(self, batch_size: int, *, local: bool) -> int:
+        """As few micro-batches, if there are several, as leave none larger than the plan's.
+
+        With ``local`` each divides by the shards that ranks pass.
+        """
+        program, mesh = self._program, self._strategy.mesh
+        num, parts = program.num_microbatches, 1
         if num == 1 or batch_size == 0:
             return 1
-        most = -(-self._strategy.analysis.batch_size // num)
-        return next(
-            n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= most
-        )
+        if local:
+            cut = [(s, s.microbatch.dim) for s in program.inputs if s.microbatch is not None]
+            parts = max((source.num_shards(dim, mesh) for source, dim in cut), default=1)
+        most = max(-(-self._strategy.analysis.batch_size // num), parts)
+        sizes = (n for n in range(1, batch_size + 1) if batch_size % (n * parts) == 0)
+        return next((n for n in sizes if batch_size // n <= most), 1)

@@ -42,9 +42,9 @@ from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
-from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward, local_signature
+from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward
 from autopar.runtime.step.rank_options import RankOptions
-from autopar.runtime.step.training_programs import LowerTraining, TrainingCall, TrainingPrograms
+from autopar.runtime.step.training_programs import LowerTraining, TrainingPrograms
 
 _NUM_TIMED_STEPS = 100
 
@@ -89,7 +89,6 @@ class Compiled(ModuleHabits, Closing):
         self.program = program
         self.training = model.training
         self._captured = captured
-        self._local_signature = local_signature(captured.signature, program)
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
         self._has_optimizer = options.optimizer is not None
         self._name = type(model).__name__
@@ -130,6 +129,7 @@ class Compiled(ModuleHabits, Closing):
         empty, loss_fn = without_data(model, options.loss_fn)
         self._trainings = TrainingPrograms(
             captured=captured,
+            program=program,
             model=empty,
             loss_fn=loss_fn,
             lower=None if options.array is not None else lower_training,
@@ -152,10 +152,11 @@ class Compiled(ModuleHabits, Closing):
         The batch may have other sizes than the example, as the last one of a loader or sequences of
         another length do: the first one of its shapes is captured and planned, for parameters as
         they are stored; the last `autopar.runtime.step.training_programs.MAX_PROGRAMS` programs
-        are kept. Not in pipelines, with ``offload`` or with ``local``.
+        are kept. Not in pipelines or with ``offload``.
 
-        With ``local``, under ``torchrun``, each rank passes its own shard of the batch. If the loss
-        or a gradient is not finite, raises NonFiniteError and changes nothing; see ``nonfinite`` of
+        With ``local``, under ``torchrun``, each rank passes its own shard of the batch; shards of
+        other sizes than the example's have the same sizes on all ranks. If the loss or a gradient
+        is not finite, raises NonFiniteError and changes nothing; see ``nonfinite`` of
         `autopar.compile`.
         """
         if self.program.loss is None:
@@ -168,7 +169,7 @@ class Compiled(ModuleHabits, Closing):
         self._loop.check_no_gradients()
         self._loop.send_hyper_parameters()
         started_s = time.perf_counter()
-        slot, tensors = self._training_call(args, kwargs, local)
+        slot, tensors = self._trainings.call(args, kwargs, local=local)
         with self._checkpoints.step():
             loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times_s.append(time.perf_counter() - started_s)
@@ -183,7 +184,7 @@ class Compiled(ModuleHabits, Closing):
         of a kind, or in a mode, is captured and planned; the last
         `autopar.runtime.step.forward_programs.MAX_PROGRAMS` programs are kept. With a ``loss_fn``,
         its targets may be passed as in training or left out. With ``local``, under ``torchrun``,
-        each rank passes its own shard of a batch like those trained with.
+        each rank passes its own shard of a call like those trained with, perhaps of other sizes.
 
         In train mode, unless under ``torch.no_grad()``, a call like those trained with also runs
         the backward pass and changes buffers, as the plain model does: its loss is ready for
@@ -200,7 +201,7 @@ class Compiled(ModuleHabits, Closing):
         signature, outputs = self._captured.signature, None
         if not (self._has_loss_fn or signature.returns_one_tensor):
             outputs = self._forward(args, kwargs, local)
-        slot, tensors = self._training_call(args, kwargs, local)
+        slot, tensors = self._trainings.call(args, kwargs, local=local)
         loss = self._loop.run(tensors, local=local, slot=slot)
         if self._has_loss_fn:
             return loss
@@ -215,13 +216,15 @@ class Compiled(ModuleHabits, Closing):
     ) -> str | None:
         """Why a call has no gradients; None if it is like those trained with."""
         try:
-            if local:
-                self._local_signature.flatten(args, kwargs)
-            else:
-                self._trainings.check(args, kwargs)
+            self._trainings.check(args, kwargs, local=local)
         except InputError as error:
             return f"the call is unlike those trained with: {error}"
         return None
+
+    @property
+    def takes_other_shapes(self) -> bool:
+        """Whether it trains on batches of other sizes than the example's."""
+        return self._trainings.takes_other_shapes
 
     @property
     def optimizer(self) -> LoopOptimizer:
@@ -253,20 +256,6 @@ class Compiled(ModuleHabits, Closing):
     def eval(self) -> Self:
         """Run later calls in eval mode, as `nn.Module.eval`: running statistics, no dropout."""
         return self.train(False)
-
-    def _training_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
-    ) -> TrainingCall:
-        if not local:
-            return self._trainings.call(args, kwargs)
-        try:
-            return TrainingCall(0, self._local_signature.flatten(args, kwargs))
-        except InputError as error:
-            raise InputError(
-                f"with local=True each rank passes its own part of the batch: {error}. For other "
-                "shapes pass the global batch on every rank, without local=True, or leave the last "
-                "batch out: DataLoader(..., drop_last=True)"
-            ) from error
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -307,7 +296,7 @@ class Compiled(ModuleHabits, Closing):
         the maximum of three counts, each over two steps: the second holds nothing from before the
         first.
         """
-        self._training_call(args, kwargs, local)  # refuse a wrong batch before anything is counted
+        self._trainings.call(args, kwargs, local=local)  # refuse a wrong batch before counting
         counts = []
         with self._launched():
             for _ in range(3):

@@ -27,6 +27,7 @@ from autopar.planning.planner import make_planned
 from autopar.plans.document import Plan
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
+from autopar.runtime.state.shards import local_input_shape
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.zoo import MLP, build
 from tests.oracles import loss_of, random_assignment
@@ -150,7 +151,7 @@ def test_inputs_that_do_not_fit(
 ) -> None:
     _, compiled = gpt2
     if "local" in change:
-        shapes = compiled._local_signature.input_shapes
+        shapes = [local_input_shape(source, compiled.program) for source in compiled.program.inputs]
         batch = {k: v[: s[0], : s[1]] for (k, v), s in zip(batch.items(), shapes)}
     with pytest.raises(InputError, match=message):
         compiled.train_step(**{**batch, **change})

@@ -41,6 +41,10 @@ def test_batches_of_other_shapes() -> None:
     torchrun(2, "tests.runtime.torchrun_shapes")
 
 
+def test_shards_of_other_shapes() -> None:
+    torchrun(2, "tests.runtime.torchrun_local_shapes")
+
+
 @pytest.mark.parametrize("what", ["weights", "constants", "batches", "states"])
 def test_ranks_that_disagree_are_told_or_made_alike(what: str) -> None:
     torchrun(2, "tests.runtime.torchrun_alike", what)

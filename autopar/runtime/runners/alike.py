@@ -104,6 +104,29 @@ def check_alike(what: str, state: Any) -> None:
         )
 
 
+def check_shards(shapes: str) -> None:
+    """Raise InputError, on all ranks, unless they pass shards of the same shapes. Collective."""
+    if found := differing({"shapes": shapes}):
+        raise InputError(
+            f"with local=True ranks 0 and {found['shapes']} pass shards of different shapes, rank "
+            f"{dist.get_rank()} {shapes}: pad them to the same ones on all ranks, or pass the "
+            "global batch, without local=True"
+        )
+
+
+def check_slots(slot: int, shapes: str, device: torch.device) -> None:
+    """Raise InputError, on all ranks, unless they run the program of the same slot. Collective.
+
+    Where shards of several shapes are known, each rank chooses its program by its own shard alone.
+    """
+    has_cpu = "cpu:" in f"{dist.get_backend_config()}:"
+    slots = torch.tensor([slot, -slot], device="cpu" if has_cpu else device)
+    dist.all_reduce(slots, dist.ReduceOp.MAX)
+    highest, lowest = slots.tolist()
+    if highest != -lowest:
+        check_shards(shapes)
+
+
 def _whole_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Description]]:
     for key, value in state.items() if isinstance(state, Mapping) else ():
         name = f"{path}{key}"

@@ -160,6 +160,9 @@ class LocalRunner:
         self.group.call("set_training_program", slot, pack(program))
         self._trainings[slot] = program, self._new_limit()
 
+    def check_shards(self, shapes: str) -> None:
+        _refuse_local(True)
+
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack(program))
 

@@ -25,7 +25,15 @@ from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
 from autopar.runtime.runners import membership
-from autopar.runtime.runners.alike import FORWARD, TRAINING, AlikeBatches, alike_state, check_alike
+from autopar.runtime.runners.alike import (
+    FORWARD,
+    TRAINING,
+    AlikeBatches,
+    alike_state,
+    check_alike,
+    check_shards,
+    check_slots,
+)
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import HyperParameters
@@ -131,12 +139,18 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("train_step()", step_limit):
-            self._batches.check(TRAINING, slot, program, tensors, local=local)
+            self._check_batch(slot, tensors, local)
             try:
                 return self.runtime.train_step(tensors, local=local, slot=slot)
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
                 refused = error.step
         raise error_of_step(refused, program)
+
+    def _check_batch(self, slot: int, tensors: Sequence[Tensor], local: bool) -> None:
+        """Raise InputError, on all ranks, where they pass batches that do not fit each other."""
+        if local and len(self._trainings) > 1:
+            check_slots(slot, _shapes_of(tensors), self.device)
+        self._batches.check(TRAINING, slot, self._trainings[slot][0], tensors, local=local)
 
     def training_pass(
         self,
@@ -149,7 +163,7 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("a training pass", step_limit):
-            self._batches.check(TRAINING, slot, program, tensors, local=local)
+            self._check_batch(slot, tensors, local)
             try:
                 return loop_of(self.runtime).training_pass(
                     tensors, number, dropped, local=local, slot=slot
@@ -213,6 +227,9 @@ class SpmdRunner:
         self._trainings[slot] = program, limit
         self._batches.forget(TRAINING, slot)
 
+    def check_shards(self, shapes: str) -> None:
+        check_shards(shapes)
+
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)
         self._forwards[slot] = program
@@ -231,6 +248,8 @@ class SpmdRunner:
             yield
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+        if local and len(self._forwards) > 1:
+            check_slots(slot, _shapes_of(tensors), self.device)
         self._batches.check(FORWARD, slot, self._forwards[slot], tensors, local=local)
         return self.runtime.forward(slot, tensors, local=local)
 
@@ -364,3 +383,7 @@ def agreed(options: RankOptions, device: torch.device) -> RankOptions:
     seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
     dist.broadcast(seed, 0)
     return replace(options, seed=int(seed))
+
+
+def _shapes_of(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

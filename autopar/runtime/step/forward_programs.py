@@ -9,7 +9,6 @@ buffers; none changes them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 
 from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured, capture
-from autopar.frontend.signature import Arguments, CallKey, Signature, call_key
+from autopar.frontend.signature import Arguments, Signature, call_key
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram
-from autopar.runtime.state.shards import local_input_shape
+from autopar.runtime.step.local_calls import LocalCall, local_call, local_signature
 from autopar.runtime.step.program_cache import ProgramCache
 
 MAX_PROGRAMS = 8
@@ -36,6 +35,10 @@ class ForwardRunner(Protocol):
     """Runs forward programs, each in a slot, where it replaces an earlier one."""
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
+
+    def check_shards(self, shapes: str) -> None:
+        """Raise InputError unless all ranks pass shards of these ``shapes``. Collective."""
+        ...
 
     def forward(
         self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
@@ -85,8 +88,11 @@ class ForwardPrograms:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
     ) -> Any:
         """The whole output of the model for this call in this mode."""
-        example = self._whole_call(args, kwargs) if local else Arguments(args, kwargs)
-        forward = self._forward(example, training)
+        shards, example = None, Arguments(args, kwargs)
+        if local:
+            called = self._local_call(args, kwargs)
+            shards, example = called.local.describe(), called.whole.example()
+        forward = self._forward(example, training, shards)
         if not forward.takes_targets:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
@@ -94,27 +100,31 @@ class ForwardPrograms:
         found = self._runner.forward(forward.slot, tensors, local=local)
         return forward.signature.output_of(found)
 
-    def _whole_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The global call of all ranks, each of which passes its own shard."""
+    def _local_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalCall:
+        """A call of all ranks, each of which passes its own shard."""
         try:
-            local_signature(self._signature, self._program).flatten(args, kwargs)
+            return local_call(self._signature, self._program, args, kwargs)
         except InputError as error:
             raise InputError(
                 "with local=True each rank passes its own part of a call like those that are "
                 f"trained with: {error}. For any other call pass the global batch, without "
                 "local=True"
             ) from error
-        return self._signature.example()
 
-    def _forward(self, call: Arguments, training: bool) -> _Forward:
-        key = (training, call_key(*call))
+    def _forward(self, call: Arguments, training: bool, shards: str | None) -> _Forward:
+        """The program of a global call, of which ranks pass ``shards``, described, or all."""
+        called = call_key(*call)
+        if called == self._own_key:
+            shards = None  # they are those of the training program
+        key = (training, shards is not None, called)
         if key not in self._cache:
-            self._cache.add(key, lambda slot: self._make(call, key, slot))
+            self._cache.add(key, lambda slot: self._make(call, training, slot, shards))
         return self._cache[key]
 
-    def _make(self, call: Arguments, key: tuple[bool, CallKey], slot: int) -> _Forward:
-        training, called = key
-        is_own = called == self._own_key
+    def _make(self, call: Arguments, training: bool, slot: int, shards: str | None) -> _Forward:
+        if shards is not None:
+            self._runner.check_shards(shards)
+        is_own = call_key(*call) == self._own_key
         if is_own and training == self._was_training:
             signature, program = self._signature, self._lower_own()
         else:
@@ -126,7 +136,8 @@ class ForwardPrograms:
                 precision=self._precision,
             )
             signature = captured.signature
-            program = self._lower_other(captured, self._held(captured, with_inputs=is_own))
+            with_inputs = is_own or shards is not None
+            program = self._lower_other(captured, self._held(captured, with_inputs=with_inputs))
         self._runner.set_forward_program(slot, program)
         return _Forward(
             slot=slot,
@@ -154,9 +165,3 @@ class ForwardPrograms:
             names = captured.signature.input_names
             held |= {i: placements[name] for name, i in zip(names, graph.inputs)}
         return held
-
-
-def local_signature(signature: Signature, program: RankProgram) -> Signature:
-    """The signature of a call with one rank's shard of the batch."""
-    shapes = tuple(local_input_shape(i, program) for i in program.inputs)
-    return dataclasses.replace(signature, input_shapes=shapes)

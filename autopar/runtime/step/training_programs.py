@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -22,13 +22,24 @@ from autopar.frontend.capture import Captured, capture
 from autopar.frontend.checking.attributes import attributes_after
 from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
+from autopar.runtime.step.local_calls import (
+    LocalCall,
+    check_divides,
+    local_call,
+    local_signature,
+)
 from autopar.runtime.step.program_cache import ProgramCache
 
 MAX_PROGRAMS = 16
 """How many programs are kept besides the example's; a new one replaces the least recently used."""
 
-LowerTraining = Callable[[Captured], RankProgram]
-"""Plans and lowers a training step over parameters as they are stored already."""
+
+class LowerTraining(Protocol):
+    """Plans and lowers a training step over parameters as they are stored already; with ``local``
+    over inputs that are split as the example's, too."""
+
+    def __call__(self, captured: Captured, *, local: bool = False) -> RankProgram: ...
+
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +50,10 @@ class TrainingRunner(Protocol):
     def watched(self, name: str) -> AbstractContextManager[None]: ...
 
     def set_training_program(self, slot: int, program: RankProgram) -> None: ...
+
+    def check_shards(self, shapes: str) -> None:
+        """Raise InputError unless all ranks pass shards of these ``shapes``. Collective."""
+        ...
 
 
 class TrainingCall(NamedTuple):
@@ -59,11 +74,13 @@ class TrainingPrograms:
         self,
         *,
         captured: Captured,
+        program: RankProgram,
         model: nn.Module,
         loss_fn: Any,
         lower: LowerTraining | None,
         runner: TrainingRunner,
     ) -> None:
+        self._program = program
         self._signature = captured.signature
         self._precision = captured.precision
         self._model = model
@@ -73,35 +90,57 @@ class TrainingPrograms:
         self._cache: ProgramCache[int] = ProgramCache(MAX_PROGRAMS, first_slot=1)
         self._has_warned = False
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingCall:
+    @property
+    def takes_other_shapes(self) -> bool:
+        return self._lower is not None
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, local: bool = False
+    ) -> TrainingCall:
         """The tensors of a call and the slot of its program, which is made if there is none yet.
 
-        Raises InputError where the call differs from the example in more than sizes.
+        With ``local`` they are one rank's shards, of the same sizes on all ranks. Raises InputError
+        where the call differs from the example in more than sizes.
         """
-        own = self._signature
-        signature = own.with_shapes_of(args, kwargs)
-        if signature is own:
-            return TrainingCall(0, own.flatten(args, kwargs))
-        tensors = signature.flatten(args, kwargs)
-        if self._lower is None:
-            raise self._one_shape(args, kwargs)
-        key = signature.input_shapes
+        called = self._called(args, kwargs, local)
+        if called.whole is self._signature:
+            return TrainingCall(0, called.tensors)
+        key = (local, called.whole.input_shapes)
         if key not in self._cache:
             with self._runner.watched("compiling for a batch of other shapes"):
-                self._cache.add(key, lambda slot: self._make(slot, signature))
-        return TrainingCall(self._cache[key], tensors)
+                self._cache.add(key, lambda slot: self._make(slot, called, local))
+        return TrainingCall(self._cache[key], called.tensors)
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, local: bool = False
+    ) -> None:
         """Raise InputError unless `call` takes such a call."""
-        signature = self._signature.with_shapes_of(args, kwargs)
-        signature.flatten(args, kwargs)
-        if signature is not self._signature and self._lower is None:
-            raise self._one_shape(args, kwargs)
+        self._called(args, kwargs, local)
 
-    def _one_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputError:
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool) -> LocalCall:
+        own = self._signature
+        if local:
+            try:
+                called = local_call(own, self._program, args, kwargs)
+            except InputError as error:
+                raise InputError(
+                    f"with local=True each rank passes its own part of the batch: {error}. To pass "
+                    "the global batch on every rank, leave local=True out"
+                ) from error
+        else:
+            whole = own.with_shapes_of(args, kwargs)
+            called = LocalCall(whole.flatten(args, kwargs), whole, whole)
+        if called.whole is not own and self._lower is None:
+            raise self._one_shape(args, kwargs, local)
+        return called
+
+    def _one_shape(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
+    ) -> InputError:
         """The error for a batch of other shapes where only the example's can be trained on."""
+        own = local_signature(self._signature, self._program) if local else self._signature
         try:
-            self._signature.flatten(args, kwargs)
+            own.flatten(args, kwargs)
         except InputError as error:
             return InputError(
                 f"{error}. Pipelines, schedules, offloading and arrays of models train on "
@@ -110,16 +149,20 @@ class TrainingPrograms:
             )
         raise AssertionError("the shapes are the example's")
 
-    def _make(self, slot: int, signature: Signature) -> int:
+    def _make(self, slot: int, called: LocalCall, local: bool) -> int:
         assert self._lower is not None
         self._warn_once()
-        started_s = time.perf_counter()
+        if local:
+            self._runner.check_shards(called.local.describe())
+        started_s, signature = time.perf_counter(), called.whole
         try:
             self._refuse_changes(signature)
             captured = capture(
                 self._model, signature.example(), loss_fn=self._loss_fn, precision=self._precision
             )
-            program = self._lower(captured)
+            program = self._lower(captured, local=local)
+            if local:
+                check_divides(called.local, signature, program)
         except AutoparError as error:
             error.add_note(
                 f"while compiling for a batch of other shapes, {signature.describe()}; nothing has "

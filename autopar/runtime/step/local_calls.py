@@ -1,0 +1,67 @@
+"""Calls in which each rank passes its own shard of the batch, with ``local=True``.
+
+In: the signature of a global call, and the program that splits its inputs. Out: the signature of
+one rank's call; and the global call that ranks make together when each passes tensors of other
+sizes, along the same dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from autopar.base.errors import InputError
+from autopar.frontend.signature import Signature
+from autopar.ir.mesh import Mesh
+from autopar.lowering.types import InputProgram, RankProgram
+from autopar.runtime.state.shards import local_input_shape
+
+
+class LocalCall(NamedTuple):
+    """The tensors that a rank passes, their signature, and that of the global call."""
+
+    tensors: list[Tensor]
+    local: Signature
+    whole: Signature
+
+
+def local_signature(signature: Signature, program: RankProgram) -> Signature:
+    """The signature of a call with one rank's shard of the batch."""
+    shapes = tuple(local_input_shape(i, program) for i in program.inputs)
+    return replace(signature, input_shapes=shapes)
+
+
+def local_call(
+    signature: Signature, program: RankProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> LocalCall:
+    """One rank's part of a call like that of ``signature``, of the same sizes or of others.
+
+    Raises InputError where it differs in more than sizes, or is the global batch.
+    """
+    own = local_signature(signature, program)
+    local = own.with_shapes_of(args, kwargs)
+    if local is own or local.input_shapes == signature.input_shapes:
+        return LocalCall(own.flatten(args, kwargs), own, signature)
+    shapes = tuple(
+        _whole_shape(shape, source, program.mesh)
+        for shape, source in zip(local.input_shapes, program.inputs)
+    )
+    return LocalCall(local.flatten(args, kwargs), local, replace(signature, input_shapes=shapes))
+
+
+def check_divides(local: Signature, whole: Signature, program: RankProgram) -> None:
+    """Raise InputError if ``program`` gives a rank other shards of ``whole`` than it passes."""
+    given = local_signature(whole, program).input_shapes
+    for name, passed, shape in zip(local.input_names, local.input_shapes, given):
+        if passed != shape:
+            raise InputError(
+                f"each rank passes input {name!r} with shape {passed}, where its shard of the "
+                f"global batch has shape {shape}; pass the global batch, without local=True"
+            )
+
+
+def _whole_shape(shape: tuple[int, ...], source: InputProgram, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(size * source.num_shards(dim, mesh) for dim, size in enumerate(shape))
