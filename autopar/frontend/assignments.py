@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from autopar.base.errors import CaptureError
+from autopar.frontend.overlaps import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,14 @@ class HeldTensors:
         return value
 
     def _sharing(self, slot: _Slot, value: Tensor) -> str | None:
-        """A trained parameter or another buffer whose memory is that of a buffer's new value."""
+        """A parameter or another buffer that shares memory with a buffer's new value."""
         memory = value.untyped_storage()._cdata
-        trained = ((s.path, s.held) for s in self.parameters if s.held.requires_grad)
+        parameters = ((s.path, s.held) for s in self.parameters)
         others = ((s.path, s.tensors.get(s.name)) for s in self.buffers if s is not slot)
-        for path, tensor in (*trained, *others):
-            if tensor is not None and tensor.untyped_storage()._cdata == memory:
+        for path, tensor in (*parameters, *others):
+            if tensor is None or tensor.untyped_storage()._cdata != memory:
+                continue
+            if overlap(value, tensor):
                 return path
         return None
 

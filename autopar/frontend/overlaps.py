@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def refuse_overlaps(
             by_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
     for sharing in by_storage.values():
         for (first, one), (second, other) in itertools.combinations(sharing, 2):
-            if (first in changed or second in changed) and _overlap(one, other):
+            if (first in changed or second in changed) and overlap(one, other):
                 raise CaptureError(
                     f"{first!r} and {second!r} share memory, and a step changes it: a compiled "
                     "model keeps each in memory of its own. To tie them, use one tensor in both "
@@ -76,13 +76,35 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() > 0
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the ranges of two tensors in one storage overlap."""
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common.
+
+    Exact for tensors of the same shape and strides, such as the parts of a split; otherwise whether
+    their ranges overlap.
+    """
+    offset = (other.storage_offset() - one.storage_offset()) * one.element_size()
+    if (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype):
+        steps = [(step, size) for step, size in zip(one.stride(), one.shape) if size > 1]
+        return _is_reached(offset // one.element_size(), sorted(steps, reverse=True))
     (a, b), (c, d) = _range(one), _range(other)
     return a < d and c < b
 
 
+def _is_reached(distance: int, dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements with these strides and sizes can be so far apart."""
+    if not dims:
+        return distance == 0
+    (step, size), *smaller = dims
+    rest = sum(s * (n - 1) for s, n in smaller)
+    if step == 0:
+        return _is_reached(distance, smaller)
+    first = max(-((rest - distance) // step), 1 - size)
+    last = min((distance + rest) // step, size - 1)
+    return any(_is_reached(distance - step * n, smaller) for n in range(first, last + 1))
+
+
 def _range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte in its storage, and the one behind the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, (start + last + 1) * size

@@ -43,7 +43,7 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
     ranks), such as ``BatchSampler(RandomSampler(data, generator=seeded), 64, drop_last=False)``;
     ``compiled`` the model, under ``torchrun``. A batch of another size, as an epoch's last one may
     be, is left out on all ranks, and logged once, if it does not divide by the ranks, or if the
-    model trains on batches of one size (pipelines, offloading).
+    model trains on batches of one size, as with offloading; pass ``trains=False`` to evaluate them.
 
         loader = DataLoader(data, batch_sampler=LocalBatches(batches, compiled))
         for x, y in loader:
@@ -54,7 +54,9 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
     split differently.
     """
 
-    def __init__(self, batches: Iterable[Sequence[int]], compiled: Compiled) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[int]], compiled: Compiled, *, trains: bool = True
+    ) -> None:
         if not dist.is_initialized():
             raise InputError(
                 "LocalBatches is for ranks that load batches by themselves, under torchrun; local "
@@ -63,7 +65,8 @@ class LocalBatches(torch.utils.data.Sampler[list[int]]):
         self.batches = batches
         self.rows = local_rows(compiled.program, dist.get_rank())
         self.size = _batch_size(compiled.program)
-        self._others = _Shares(compiled.program) if compiled.takes_other_shapes else None
+        takes_others = compiled.takes_other_shapes or not trains
+        self._others = _Shares(compiled.program) if takes_others else None
         self._has_logged = False
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -8,7 +8,6 @@ this folder build them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -187,8 +186,8 @@ class InputProgram:
 
     def num_shards(self, dim: int, mesh: Mesh) -> int:
         """Into how many shards the devices of ``mesh`` split a dimension."""
-        split = (p.state is State.SHARD and p.dim == dim for p in self.placements)
-        return math.prod(itertools.compress(mesh.axis_sizes, split))
+        sizes = zip(self.placements, mesh.axis_sizes)
+        return math.prod(n for p, n in sizes if p.state is State.SHARD and p.dim == dim)
 
 
 class Role(StrEnum):

@@ -2,28 +2,31 @@
 
 In: a training plan's strategy, and the capture of another call: a forward pass, or a training step
 on a batch of other shapes. Out: a program for it on the same mesh, searched with parameters (and,
-for the forward pass of a call that was trained with, inputs) placed as they are. Everything is
+where ranks pass shards or a call was trained with, inputs) placed as they are. Everything is
 priced by roofline, so that another call measures nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.base.errors import PlanError
+from autopar.base.errors import PlanError, ScheduleError
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.frontend.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.recomputation import Recomputation
-from autopar.lowering.stages import lower_staged_forward
+from autopar.lowering.stages import Stages, lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import prepare
 from autopar.plans.document import Plan
 from autopar.pricing.problem import price_graph
 from autopar.pricing.tables import Pricing
+from autopar.schedules import Schedule, build
 from autopar.search import solve
 from autopar.sharding.microbatches import Microbatches
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
@@ -65,8 +68,8 @@ class OtherCalls:
 
     @property
     def trains(self) -> bool:
-        """Whether `lower_training` is possible: without a schedule of stages, and no offloading."""
-        return self._plan.schedule.pipeline() is None and self._plan.offload is None
+        """Whether `lower_training` is possible: without offloading."""
+        return self._plan.offload is None
 
     def lower_own_forward(self) -> RankProgram:
         """The forward pass of the training strategy itself."""
@@ -83,10 +86,15 @@ class OtherCalls:
 
         With ``local`` each rank passes its own shard, so inputs are split as in the plan. Blocks
         that recompute do so in full, and all run op by op. Raises PlanError where the graph has
-        other parameters.
+        other parameters, or where a pipeline's schedule does not exist for such a batch.
         """
         plan, prepared = self._plan, prepare(captured, self._plan.graph.batch_norm)
-        num = self._num_microbatches(prepared.analysis.batch_size, local=local)
+        batch_size, parts = prepared.analysis.batch_size, self._num_shards() if local else 1
+        pipeline = self._pipeline(batch_size, parts)
+        if pipeline is None:
+            num = self._num_microbatches(batch_size, parts)
+        else:
+            num = pipeline[1].shape.num_microbatches
         _, analysis, cut = prepared.cut(num)
         graph = analysis.graph
         values = {p.name: p.value for p in self._program.parameters}
@@ -107,8 +115,9 @@ class OtherCalls:
             if name in names
         }
         return lower_training(
-            strategy, num, device_type=self._program.device_type, update=plan.update.update,
-            tile_bytes=plan.update.tile_bytes, recomputation=Recomputation(blocks=recomputed),
+            strategy, num, pipeline=pipeline, device_type=self._program.device_type,
+            update=plan.update.update, tile_bytes=plan.update.tile_bytes,
+            recomputation=Recomputation(blocks=recomputed),
         )  # fmt: skip
 
     def _planned(
@@ -122,18 +131,48 @@ class OtherCalls:
         found = self._agreed(lambda: plan_held(analysis, mesh, cluster, held, cut), what)
         return Strategy(analysis, replace(found, released=own.released, scattered=own.scattered))
 
-    def _num_microbatches(self, batch_size: int, *, local: bool) -> int:
+    def _num_shards(self) -> int:
+        """Into how many shards the devices split each micro-batch of the inputs."""
+        program, mesh = self._program, self._strategy.mesh
+        cut = [(s, s.microbatch.dim) for s in program.inputs if s.microbatch is not None]
+        return math.lcm(1, *(source.num_shards(dim, mesh) for source, dim in cut))
+
+    def _pipeline(self, batch_size: int, parts: int) -> tuple[Stages, Schedule] | None:
+        """The plan's pipeline, with another number of micro-batches if the batch demands it.
+
+        Each micro-batch divides into ``parts``.
+        """
+        planned = self._plan.schedule.pipeline()
+        if planned is None:
+            return None
+        stages, schedule = planned
+        shape = schedule.shape
+        own = shape.num_microbatches
+        if batch_size % (own * parts) == 0:
+            return planned
+        numbers = [n for n in range(1, batch_size + 1) if batch_size % (n * parts) == 0]
+        for num in sorted(numbers, key=lambda n: (abs(n - own), -n)):
+            with contextlib.suppress(ScheduleError):
+                name = schedule.name.partition(",")[0]
+                made = build(name, num_stages=stages.num_stages, num_microbatches=num)
+                like = replace(shape, num_microbatches=num, replica_of=made.shape.replica_of)
+                if made.shape == like:
+                    return stages, made
+        raise PlanError(
+            f"a batch of {batch_size} does not divide into the {own} micro-batches of the schedule "
+            f"{schedule.name!r}, which does not exist for other numbers of them on these devices"
+        )
+
+    def _num_microbatches(self, batch_size: int, parts: int) -> int:
         """As few micro-batches, if there are several, as leave none larger than the plan's.
 
-        With ``local`` each divides by the shards that ranks pass.
+        Each divides into ``parts``.
         """
-        program, mesh = self._program, self._strategy.mesh
-        num, parts = program.num_microbatches, 1
+        num = self._program.num_microbatches
         if num == 1 or batch_size == 0:
             return 1
-        if local:
-            cut = [(s, s.microbatch.dim) for s in program.inputs if s.microbatch is not None]
-            parts = max((source.num_shards(dim, mesh) for source, dim in cut), default=1)
         most = max(-(-self._strategy.analysis.batch_size // num), parts)
-        sizes = (n for n in range(1, batch_size + 1) if batch_size % (n * parts) == 0)
-        return next((n for n in sizes if batch_size // n <= most), 1)
+        return next(
+            n for n in range(1, batch_size + 1)
+            if batch_size % (n * parts) == 0 and batch_size // n <= most
+        )  # fmt: skip

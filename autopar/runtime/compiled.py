@@ -152,7 +152,7 @@ class Compiled(ModuleHabits, Closing):
         The batch may have other sizes than the example, as the last one of a loader or sequences of
         another length do: the first one of its shapes is captured and planned, for parameters as
         they are stored; the last `autopar.runtime.step.training_programs.MAX_PROGRAMS` programs
-        are kept. Not in pipelines or with ``offload``.
+        are kept. Not with ``offload``.
 
         With ``local``, under ``torchrun``, each rank passes its own shard of the batch; shards of
         other sizes than the example's have the same sizes on all ranks. If the loss or a gradient

@@ -7,8 +7,10 @@ raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -104,11 +106,18 @@ def _start(job: Job) -> list[int]:
                 start_new_session=True,
             )  # fmt: skip
         return [started.pid]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env |= {"WORLD_SIZE": str(job.num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"WORLD_SIZE": str(job.num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(_free_port())
     return [_fork(job, {**env, "RANK": str(rank)}) for rank in range(job.num_ranks)]
+
+
+def _free_port() -> int:
+    """A port that is free, and is given to no other socket of the machine in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # below those of outgoing sockets
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
 
 
 def _fork(job: Job, env: dict[str, str]) -> int:

@@ -192,9 +192,24 @@ def shift_by_setting(model: Buffered, x: Tensor) -> None:
     model.now = x.mean(0)
 
 
-def test_a_buffer_may_be_set_to_what_another_held() -> None:
+def set_to_halves(model: Buffered, x: Tensor) -> None:
+    """Two parts of one tensor have no element in common, whichever dimension is split."""
+    both = torch.cat([x, x + 1], -1).mean(0)
+    model.before, model.now = both.chunk(2, -1)
+
+
+def set_to_columns(model: Buffered, x: Tensor) -> None:
+    both = torch.cat([x, model.whole], -1) * 0.5
+    model.whole = both[:, 4:]
+    model.before = both[0, :4]
+
+
+@pytest.mark.parametrize("change", [shift_by_setting, set_to_halves, set_to_columns])
+def test_buffers_may_be_set_to_memory_that_they_do_not_share(
+    change: Callable[[Buffered, Tensor], None],
+) -> None:
     torch.manual_seed(0)
-    model = Buffered(shift_by_setting).double()
+    model = Buffered(change).double()
     batches = [torch.randn(4, 4).double() for _ in range(4)]
     expected, _ = eager_steps(model, batches)
     with autopar.compile(

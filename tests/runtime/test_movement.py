@@ -267,6 +267,15 @@ def planned() -> Plan:
 
 
 @pytest.mark.usefixtures("reused_workers")
+def test_a_batch_of_other_shapes_is_refused(planned: Plan) -> None:
+    _, steps = gpt2()
+    compiled = compiled_for(plan=planned)
+    with pytest.raises(InputError, match=r"With offloading.*drop_last=True"):
+        compiled.train_step(**{name: x[:-1] for name, x in steps[0].items()})
+    assert compiled.train_step(**steps[0]).isfinite()
+
+
+@pytest.mark.usefixtures("reused_workers")
 def test_state_is_read_and_loaded_between_steps(planned: Plan, tmp_path: Path) -> None:
     _, steps = gpt2()
     plain = compiled_for(**PLAIN)

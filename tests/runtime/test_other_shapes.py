@@ -215,16 +215,61 @@ def test_batches_that_cannot_work_are_refused() -> None:
         assert_trains_as_eager(compiled, model, [(x, y), (x[:3], y[:3])])
 
 
-def test_a_pipeline_names_drop_last() -> None:
+class Stack(nn.Module):
+    """Residual blocks, to be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            for _ in range(6)
+        )
+        self.out = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.out(x).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "options"),
+    [
+        ("1f1b", 2, {}), ("zb_h1", 2, {"recompute": "full"}), ("gpipe", 2, {"update": "early"}),
+        ("chimera", 2, {}), ("interleaved", 4, {}), ("zb_v", 4, {"max_grad_norm": 0.1}),
+        ("multi_stream", 4, {}),
+    ],
+)  # fmt: skip
+def test_pipelines(schedule: str, num_stages: int, options: dict[str, Any]) -> None:
+    """Sequences of other lengths under the plan's schedule, other batches under one like it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).double()
-    x, y = rows(0, 8)
-    compiled = autopar.compile(
-        model, 2, example_inputs=(x, y), loss_fn=F.cross_entropy, optimizer=adamw, num_stages=2,
-        num_microbatches=2, profile_limit_s=0, check_gradients=False,
-    )  # fmt: skip
-    with compiled, pytest.raises(InputError, match="drop_last=True"):
-        compiled.train_step(x[:3], y[:3])
+    model = Stack().double()
+    num = 1 if schedule == "multi_stream" else 4
+    shapes = [(8, 8), (8, 5), (4, 8), (6, 8), (8, 8), (12, 3), (8, 5), (2, 8)]
+    shapes += [(3, 8)] if schedule == "interleaved" else [(3, 8), (5, 8)]
+    batches = [text(seed, *shape) for seed, shape in enumerate(shapes)]
+    with autopar.compile(
+        model, 1 if schedule == "multi_stream" else 2, example_inputs=batches[0], optimizer=adamw,
+        schedule=schedule, num_stages=num_stages, num_microbatches=num, profile_limit_s=0,
+        check_gradients=False, **options,
+    ) as compiled:  # fmt: skip
+        assert_trains_as_eager(compiled, model, batches, **options)
+
+
+def test_a_batch_for_which_a_schedule_does_not_exist_is_refused() -> None:
+    torch.manual_seed(0)
+    model, batch = Stack().double(), text(0, 8, 8)
+    with autopar.compile(
+        model, 2, example_inputs=batch, optimizer=adamw, schedule="dualpipe", num_stages=2,
+        num_microbatches=4, profile_limit_s=0, check_gradients=False,
+    ) as compiled:  # fmt: skip
+        with pytest.raises(autopar.PlanError, match=r"batch of 3 .* 4 micro-batches") as caught:
+            compiled.train_step(*text(1, 3, 8))
+        assert "drop_last=True" in "".join(caught.value.__notes__)
+        assert_trains_as_eager(compiled, model, [batch, text(2, 4, 8)])
 
 
 class Longest(nn.Module):

@@ -127,7 +127,7 @@ def check_evaluation_of_parts(
 
 
 def check_wrong_parts(compiled: Compiled, batch: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(InputError, match=r"own part.*'x' has shape \(4, 16\).*\(2, 16\)"):
+    with pytest.raises(InputError, match=r"own part.*batch, x: \(4, 16\).*part is x: \(2, 16\)"):
         compiled.train_step(**batch, local=True)
     assert compiled.program.inputs[0].placements != (R,)
 

@@ -199,10 +199,16 @@ def _pairs(num: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(num), 2))
 
 
+def backends(process_group: Any = None) -> dict[str, str]:
+    """The backend of each kind of device: ``cpu:gloo,cuda:nccl``; by default of the world."""
+    parts = dist.get_backend_config(process_group).split(",")
+    return dict(part.split(":") for part in parts)
+
+
 def _device_type_of(process_group: Any) -> str:
-    """The kind of device that has a backend besides gloo, if any: ``cpu:gloo,cuda:nccl``."""
-    parts = [part.split(":") for part in dist.get_backend_config(process_group).split(",")]
-    return next((kind for kind, backend in parts if backend != "gloo"), "cpu")
+    """The kind of device that has a backend besides gloo, if any."""
+    of_kinds = backends(process_group).items()
+    return next((kind for kind, backend in of_kinds if backend != "gloo"), "cpu")
 
 
 def _end_of(work: Any) -> Wait:

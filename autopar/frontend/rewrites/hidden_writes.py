@@ -9,12 +9,12 @@ writes in torch 2.11 to 2.13:
 - writes through windows (``Tensor.unfold``) that do not cover their dimension: the elements
   between them are set to zero.
 
-They also fail where two buffers end up with one value (``total.add_(1); last.copy_(total)``).
+Decompositions also fail where two buffers get one value (``total.add_(1); last.copy_(total)``).
 
 Input: one graph of an exported program, before its decompositions, with its ``no_grad`` regions
 inlined. Output: the same program in which the first kind uses `autopar.ir.overwrite.overwrite`, the
-second ``as_strided``, and buffers get copies. Writes that have no such form are refused with their
-file and line.
+second ``as_strided``, and what is copied into a buffer is cloned first. Writes that have no such
+form are refused with their file and line.
 """
 
 from __future__ import annotations

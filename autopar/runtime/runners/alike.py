@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.errors import InputError
+from autopar.comm.transports.c10d import backends
 from autopar.lowering.types import RankProgram
 from autopar.runtime.state.shards import needed_state
 
@@ -25,6 +26,12 @@ TRAINING, FORWARD = "training", "forward"
 """The kinds of program that a slot may have."""
 _PORTION_BYTES = 256 << 20
 _MAX_LISTED = 3
+
+_SAME_BATCH = (
+    ": under torchrun each rank passes the same global batch. Where each loads a part of its own, "
+    "as with a DistributedSampler, pass local=True; where the loader shuffles, seed it alike: "
+    "generator=torch.Generator().manual_seed(0)"
+)
 
 Description = tuple[tuple[int, ...], str, int]
 """Shape, dtype and the checksum of all bytes."""
@@ -104,29 +111,6 @@ def check_alike(what: str, state: Any) -> None:
         )
 
 
-def check_shards(shapes: str) -> None:
-    """Raise InputError, on all ranks, unless they pass shards of the same shapes. Collective."""
-    if found := differing({"shapes": shapes}):
-        raise InputError(
-            f"with local=True ranks 0 and {found['shapes']} pass shards of different shapes, rank "
-            f"{dist.get_rank()} {shapes}: pad them to the same ones on all ranks, or pass the "
-            "global batch, without local=True"
-        )
-
-
-def check_slots(slot: int, shapes: str, device: torch.device) -> None:
-    """Raise InputError, on all ranks, unless they run the program of the same slot. Collective.
-
-    Where shards of several shapes are known, each rank chooses its program by its own shard alone.
-    """
-    has_cpu = "cpu:" in f"{dist.get_backend_config()}:"
-    slots = torch.tensor([slot, -slot], device="cpu" if has_cpu else device)
-    dist.all_reduce(slots, dist.ReduceOp.MAX)
-    highest, lowest = slots.tolist()
-    if highest != -lowest:
-        check_shards(shapes)
-
-
 def _whole_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Description]]:
     for key, value in state.items() if isinstance(state, Mapping) else ():
         name = f"{path}{key}"
@@ -136,43 +120,70 @@ def _whole_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Descriptio
 
 
 class AlikeBatches:
-    """Checks that ranks pass the same whole batch, or each its own shard, in the first call of each
-    program; later ones are not compared, which would cost a synchronization each."""
+    """Checks that ranks pass the same whole batch, or each its own shard, of the same shapes.
 
-    def __init__(self) -> None:
+    Shards are compared by their shapes in each call, as each rank chooses its program by its own
+    shard alone. Whole batches are compared in the first call of their shapes, and of each program;
+    later ones are not, which would cost a synchronization each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begins = ""
+        self._begun: set[str] = set()
         self._compared: set[tuple[str, int]] = set()
 
-    def forget(self, kind: str, slot: int) -> None:
-        """Compare again: the slot has another program."""
-        self._compared.discard((kind, slot))
+    def begin(self, shapes: str, *, local: bool, in_each: bool) -> None:
+        """Raise InputError, on all ranks, unless they pass batches of the same shapes, or shards.
 
-    def check(
-        self,
-        kind: str,
-        slot: int,
-        program: RankProgram,
-        tensors: Sequence[Tensor],
-        *,
-        local: bool,
-    ) -> None:
-        """Raise InputError, on all ranks, where they differ. Collective in the first call."""
-        if (kind, slot) in self._compared:
+        Collective: with ``in_each`` always, otherwise in the first call of these ``shapes``, for
+        whole batches until `check` has found them alike.
+        """
+        self._begins = shapes
+        if not in_each and shapes in self._begun:
             return
-        own: dict[str, Any] = {"local": local}
-        if not local:
-            own |= {repr(i.name): described(t) for i, t in zip(program.inputs, tensors)}
-        found = differing(own)
+        mark = zlib.crc32(f"{local} {shapes}".encode())
+        device = "cpu" if "cpu" in backends() else self._device
+        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+        dist.all_reduce(marks, dist.ReduceOp.MAX)
+        highest, lowest = marks.tolist()
+        if highest != -lowest:
+            self._refuse(shapes, local)
+        if local:
+            self._begun.add(shapes)
+
+    def _refuse(self, shapes: str, local: bool) -> None:
+        found = differing({"local": local, "shapes": shapes})
         if "local" in found:
             raise InputError(
                 f"ranks 0 and {found['local']} differ in local=: either all ranks pass their own "
                 "shards, with local=True, or all pass the same global batch"
             )
+        rank, own = found["shapes"], dist.get_rank()
+        if local:
+            raise InputError(
+                f"with local=True ranks 0 and {rank} pass shards of different shapes, rank {own} "
+                f"passes {shapes}: pad them to the same ones on all ranks, or pass the global "
+                "batch, without local=True"
+            )
+        raise InputError(
+            f"the batches of ranks 0 and {rank} differ in their shapes, rank {own} passes {shapes}"
+            f"{_SAME_BATCH}"
+        )
+
+    def forget(self, kind: str, slot: int) -> None:
+        """Compare again: the slot has another program."""
+        self._compared.discard((kind, slot))
+
+    def check(self, kind: str, slot: int, program: RankProgram, tensors: Sequence[Tensor]) -> None:
+        """Raise InputError, on all ranks, where whole batches differ. Collective in the first call
+        of a program."""
+        if (kind, slot) in self._compared:
+            self._begun.add(self._begins)
+            return
+        found = differing({repr(i.name): described(t) for i, t in zip(program.inputs, tensors)})
         if found:
             name, rank = next(iter(found.items()))
-            raise InputError(
-                f"the batches of ranks 0 and {rank} differ in {name}: under torchrun each rank "
-                "passes the same global batch. Where each loads a part of its own, as with a "
-                "DistributedSampler, pass local=True; where the loader shuffles, seed it alike: "
-                "generator=torch.Generator().manual_seed(0)"
-            )
+            raise InputError(f"the batches of ranks 0 and {rank} differ in {name}{_SAME_BATCH}")
         self._compared.add((kind, slot))
+        self._begun.add(self._begins)

@@ -160,8 +160,8 @@ class LocalRunner:
         self.group.call("set_training_program", slot, pack(program))
         self._trainings[slot] = program, self._new_limit()
 
-    def check_shards(self, shapes: str) -> None:
-        _refuse_local(True)
+    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
+        _refuse_local(local)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, pack(program))

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from autopar.base.accelerators import backend_of, is_accelerator
 from autopar.base.errors import DeviceError
 from autopar.base.torch_private import default_store
+from autopar.comm.transports.c10d import backends
 from autopar.runtime.faults.host_peers import published_location
 from autopar.runtime.faults.rendezvous import Rendezvous
 from autopar.runtime.faults.watch import Watch
@@ -84,7 +85,7 @@ def _watch(device: torch.device, timeout_s: float) -> Watch:
 def _check_backend(device: torch.device) -> None:
     """Raise DeviceError unless the user's process group communicates between such devices."""
     config = dist.get_backend_config()
-    if device.type not in {part.partition(":")[0] for part in config.split(",")}:
+    if device.type not in backends():
         raise DeviceError(
             f"the process group is {config!r}, without a backend for {device.type} devices; write "
             f"torch.distributed.init_process_group({backend_of(device.type)!r}), or leave it to "

@@ -31,8 +31,6 @@ from autopar.runtime.runners.alike import (
     AlikeBatches,
     alike_state,
     check_alike,
-    check_shards,
-    check_slots,
 )
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.model_optimizers import ModelState
@@ -121,7 +119,7 @@ class SpmdRunner:
         self.step_limit = StepLimit(timeout_s, on_cpu=device.type == "cpu")
         self._trainings = {0: (program, self.step_limit)}
         self._forwards: dict[int, RankProgram] = {}
-        self._batches = AlikeBatches()
+        self._batches = AlikeBatches(device)
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call(COMPILE):
@@ -139,18 +137,13 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("train_step()", step_limit):
-            self._check_batch(slot, tensors, local)
+            if not local:
+                self._batches.check(TRAINING, slot, program, tensors)
             try:
                 return self.runtime.train_step(tensors, local=local, slot=slot)
             except StepRefused as error:  # raised on all ranks, so it is no fault of this one
                 refused = error.step
         raise error_of_step(refused, program)
-
-    def _check_batch(self, slot: int, tensors: Sequence[Tensor], local: bool) -> None:
-        """Raise InputError, on all ranks, where they pass batches that do not fit each other."""
-        if local and len(self._trainings) > 1:
-            check_slots(slot, _shapes_of(tensors), self.device)
-        self._batches.check(TRAINING, slot, self._trainings[slot][0], tensors, local=local)
 
     def training_pass(
         self,
@@ -163,7 +156,8 @@ class SpmdRunner:
     ) -> Tensor:
         program, step_limit = self._trainings[slot]
         with self.watched("a training pass", step_limit):
-            self._check_batch(slot, tensors, local)
+            if not local:
+                self._batches.check(TRAINING, slot, program, tensors)
             try:
                 return loop_of(self.runtime).training_pass(
                     tensors, number, dropped, local=local, slot=slot
@@ -227,8 +221,9 @@ class SpmdRunner:
         self._trainings[slot] = program, limit
         self._batches.forget(TRAINING, slot)
 
-    def check_shards(self, shapes: str) -> None:
-        check_shards(shapes)
+    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
+        with self.watched("the comparison of batches"):
+            self._batches.begin(shapes, local=local, in_each=in_each)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)
@@ -248,9 +243,8 @@ class SpmdRunner:
             yield
 
     def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
-        if local and len(self._forwards) > 1:
-            check_slots(slot, _shapes_of(tensors), self.device)
-        self._batches.check(FORWARD, slot, self._forwards[slot], tensors, local=local)
+        if not local:
+            self._batches.check(FORWARD, slot, self._forwards[slot], tensors)
         return self.runtime.forward(slot, tensors, local=local)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -383,7 +377,3 @@ def agreed(options: RankOptions, device: torch.device) -> RankOptions:
     seed = torch.tensor(options.seed, dtype=torch.int64, device=device)
     dist.broadcast(seed, 0)
     return replace(options, seed=int(seed))
-
-
-def _shapes_of(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -111,13 +111,18 @@ def is_split(placements: Placements, mesh: Mesh) -> bool:
     return any(p.state is State.SHARD and size > 1 for p, size in zip(placements, mesh.axis_sizes))
 
 
-def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
-    """Raise InputError unless each tensor is a shard of an input, and one input is split."""
+def check_splits(program: RankProgram) -> None:
+    """Raise InputError unless ranks hold parts of an input."""
     if not any(is_split(i.placements, program.mesh) for i in program.inputs):
         raise InputError(
             "local=True, but the plan splits no input: every rank reads the whole batch. Pass the "
             "global batch without local=True"
         )
+
+
+def check_local_inputs(program: RankProgram, tensors: Iterable[Tensor]) -> None:
+    """Raise InputError unless each tensor is a shard of an input, and one input is split."""
+    check_splits(program)
     for program_input, tensor in zip(program.inputs, tensors):
         shape = local_input_shape(program_input, program)
         if tuple(tensor.shape) != shape:

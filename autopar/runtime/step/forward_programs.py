@@ -3,8 +3,8 @@
 In: calls of the model in train or eval mode, with any batch size, with labels or without. Out: what
 the model itself returns. A call like those trained with runs the training strategy's forward pass;
 for any other one the model is captured again in that mode, planned on the same mesh with parameters
-as training stores them, and lowered. All programs read the runtime's present parameters and
-buffers; none changes them.
+as training stores them, where each rank passes its shard also with inputs split as there, and
+lowered. All programs read the runtime's present parameters and buffers; none changes them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
+from autopar.base.torch_private import pytree
 from autopar.frontend.capture import Captured, capture
-from autopar.frontend.signature import Arguments, Signature, call_key
+from autopar.frontend.signature import Arguments, CallKey, Signature, call_key
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram
@@ -36,8 +37,11 @@ class ForwardRunner(Protocol):
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def check_shards(self, shapes: str) -> None:
-        """Raise InputError unless all ranks pass shards of these ``shapes``. Collective."""
+    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
+        """Raise InputError unless all ranks pass batches, or all shards, of the same ``shapes``.
+
+        Under ``torchrun`` collective: with ``in_each``, or in the first call of these shapes.
+        """
         ...
 
     def forward(
@@ -88,11 +92,15 @@ class ForwardPrograms:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
     ) -> Any:
         """The whole output of the model for this call in this mode."""
-        shards, example = None, Arguments(args, kwargs)
+        example = Arguments(args, kwargs)
         if local:
-            called = self._local_call(args, kwargs)
-            shards, example = called.local.describe(), called.whole.example()
-        forward = self._forward(example, training, shards)
+            example = self._local_call(args, kwargs).whole.example()
+        shapes = [
+            tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        ]
+        mode = "train" if training else "eval"
+        self._runner.begin_call(f"{shapes} in {mode} mode", local=local, in_each=local)
+        forward = self._forward(example, training, local)
         if not forward.takes_targets:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
@@ -111,20 +119,16 @@ class ForwardPrograms:
                 "local=True"
             ) from error
 
-    def _forward(self, call: Arguments, training: bool, shards: str | None) -> _Forward:
-        """The program of a global call, of which ranks pass ``shards``, described, or all."""
+    def _forward(self, call: Arguments, training: bool, local: bool) -> _Forward:
         called = call_key(*call)
-        if called == self._own_key:
-            shards = None  # they are those of the training program
-        key = (training, shards is not None, called)
+        key = (training, local or called == self._own_key, called)
         if key not in self._cache:
-            self._cache.add(key, lambda slot: self._make(call, training, slot, shards))
+            self._cache.add(key, lambda slot: self._make(call, key, slot))
         return self._cache[key]
 
-    def _make(self, call: Arguments, training: bool, slot: int, shards: str | None) -> _Forward:
-        if shards is not None:
-            self._runner.check_shards(shards)
-        is_own = call_key(*call) == self._own_key
+    def _make(self, call: Arguments, key: tuple[bool, bool, CallKey], slot: int) -> _Forward:
+        training, with_inputs, called = key
+        is_own = called == self._own_key
         if is_own and training == self._was_training:
             signature, program = self._signature, self._lower_own()
         else:
@@ -136,7 +140,6 @@ class ForwardPrograms:
                 precision=self._precision,
             )
             signature = captured.signature
-            with_inputs = is_own or shards is not None
             program = self._lower_other(captured, self._held(captured, with_inputs=with_inputs))
         self._runner.set_forward_program(slot, program)
         return _Forward(
@@ -155,7 +158,7 @@ class ForwardPrograms:
         return without_targets(self._loss_fn, self._model, args, kwargs)
 
     def _held(self, captured: Captured, *, with_inputs: bool) -> dict[int, Placements]:
-        """The placements as in training: of parameters, and of inputs of a call trained with."""
+        """The placements as in training, of parameters and ``with_inputs`` of inputs."""
         graph = captured.graph
         stored = {p.name: p.stored for p in self._program.parameters}
         held = {v.index: stored[v.target or v.name] for v in graph.parameters}

@@ -16,8 +16,9 @@ from torch import Tensor
 from autopar.base.errors import InputError
 from autopar.frontend.signature import Signature
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import paddings
 from autopar.lowering.types import InputProgram, RankProgram
-from autopar.runtime.state.shards import local_input_shape
+from autopar.runtime.state.shards import check_splits, local_input_shape
 
 
 class LocalCall(NamedTuple):
@@ -39,28 +40,31 @@ def local_call(
 ) -> LocalCall:
     """One rank's part of a call like that of ``signature``, of the same sizes or of others.
 
-    Raises InputError where it differs in more than sizes, or is the global batch.
+    Raises InputError where it differs in more than sizes, where it has the shapes of the example's
+    global batch, and where the program splits no input or pads what does not divide.
     """
+    check_splits(program)
     own = local_signature(signature, program)
     local = own.with_shapes_of(args, kwargs)
-    if local is own or local.input_shapes == signature.input_shapes:
+    if local is own:
         return LocalCall(own.flatten(args, kwargs), own, signature)
+    if local.input_shapes == signature.input_shapes:
+        raise InputError(
+            f"its shapes are those of the example's global batch, {signature.describe()}, of which "
+            f"a rank's part is {own.describe()}"
+        )
+    for source in program.inputs:
+        if any(paddings(source.placements, source.part(program.num_microbatches), program.mesh)
+               .values()):  # fmt: skip
+            raise InputError(
+                f"input {source.name!r} of the example, of shape {source.shape}, does not divide "
+                "by the ranks, so that none has a shard of its own"
+            )
     shapes = tuple(
         _whole_shape(shape, source, program.mesh)
         for shape, source in zip(local.input_shapes, program.inputs)
     )
     return LocalCall(local.flatten(args, kwargs), local, replace(signature, input_shapes=shapes))
-
-
-def check_divides(local: Signature, whole: Signature, program: RankProgram) -> None:
-    """Raise InputError if ``program`` gives a rank other shards of ``whole`` than it passes."""
-    given = local_signature(whole, program).input_shapes
-    for name, passed, shape in zip(local.input_names, local.input_shapes, given):
-        if passed != shape:
-            raise InputError(
-                f"each rank passes input {name!r} with shape {passed}, where its shard of the "
-                f"global batch has shape {shape}; pass the global batch, without local=True"
-            )
 
 
 def _whole_shape(shape: tuple[int, ...], source: InputProgram, mesh: Mesh) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
 from autopar.runtime.step.local_calls import (
     LocalCall,
-    check_divides,
     local_call,
     local_signature,
 )
@@ -51,8 +50,11 @@ class TrainingRunner(Protocol):
 
     def set_training_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def check_shards(self, shapes: str) -> None:
-        """Raise InputError unless all ranks pass shards of these ``shapes``. Collective."""
+    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
+        """Raise InputError unless all ranks pass batches, or all shards, of the same ``shapes``.
+
+        Under ``torchrun`` collective: with ``in_each``, or in the first call of these shapes.
+        """
         ...
 
 
@@ -103,6 +105,9 @@ class TrainingPrograms:
         where the call differs from the example in more than sizes.
         """
         called = self._called(args, kwargs, local)
+        self._runner.begin_call(
+            called.local.describe(), local=local, in_each=local and self.takes_other_shapes
+        )
         if called.whole is self._signature:
             return TrainingCall(0, called.tensors)
         key = (local, called.whole.input_shapes)
@@ -143,17 +148,14 @@ class TrainingPrograms:
             own.flatten(args, kwargs)
         except InputError as error:
             return InputError(
-                f"{error}. Pipelines, schedules, offloading and arrays of models train on "
-                "batches of one shape: leave the last one of an epoch out by DataLoader(..., "
-                "drop_last=True)"
+                f"{error}. With offloading, and in arrays, a model trains on batches of one shape: "
+                "leave the last one of an epoch out by DataLoader(..., drop_last=True)"
             )
         raise AssertionError("the shapes are the example's")
 
     def _make(self, slot: int, called: LocalCall, local: bool) -> int:
         assert self._lower is not None
         self._warn_once()
-        if local:
-            self._runner.check_shards(called.local.describe())
         started_s, signature = time.perf_counter(), called.whole
         try:
             self._refuse_changes(signature)
@@ -161,8 +163,6 @@ class TrainingPrograms:
                 self._model, signature.example(), loss_fn=self._loss_fn, precision=self._precision
             )
             program = self._lower(captured, local=local)
-            if local:
-                check_divides(called.local, signature, program)
         except AutoparError as error:
             error.add_note(
                 f"while compiling for a batch of other shapes, {signature.describe()}; nothing has "
