@@ -18,6 +18,7 @@ from torch import nn
 
 # --- capture -------------------------------------------------------------------------------
 # torch._subclasses.FakeTensorMode: tensors without data (2.11 to 2.13).
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -220,6 +221,29 @@ def custom_op_function(target: Any) -> tuple[str, Any] | None:
 
     definition = OPDEFS.get(target.name().partition(".")[0])
     return None if definition is None else (definition._schema, definition._init_fn)
+
+
+packs_sequences = torch._pack_padded_sequence
+"""What ``torch.nn.utils.rnn.pack_padded_sequence`` calls (2.11 to 2.13)."""
+
+
+def in_reverse_mode() -> bool:
+    """Whether this runs inside ``torch.func.grad``, ``vjp``, ``jacrev`` or ``hessian``.
+
+    ``torch._functorch.pyfunctorch`` (2.11 to 2.13).
+    """
+    stack = retrieve_all_functorch_interpreters()
+    return any(each.key() == torch._C._functorch.TransformType.Grad for each in stack)
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the transforms of ``torch.func`` have wrapped.
+
+    ``torch._C._functorch`` (2.11 to 2.13).
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -59,6 +59,7 @@ from autopar.frontend.targets import (
 from autopar.frontend.untraced import (
     refuse_averages_over_all_batches,
     refuse_hooks,
+    refuse_packed,
     refuse_running_statistics,
     untraced_calls,
 )
@@ -199,6 +200,7 @@ def capture(
     check_model(model)
     check_loss_fn(loss_fn)
     refuse_autocast("cpu", "the model is captured")
+    refuse_packed(example_inputs)
     args, kwargs = split_inputs(example_inputs)
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
 

@@ -15,15 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from autopar.base.errors import CaptureError
+from autopar.base.errors import CaptureError, InputError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
 from autopar.base.torch_private import (
     FakeTensor,
     has_backward_hooks,
     has_gradient_hooks,
+    in_reverse_mode,
+    packs_sequences,
     pytree,
+    without_transforms,
 )
 from autopar.frontend.low_precision import BATCH_NORMS
 from autopar.ir.graph import Graph
@@ -40,6 +44,14 @@ _SEEDING = tuple(
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
+PADDED = (
+    "Run the layer on padded sequences (torch.nn.utils.rnn.pad_sequence): before the end of a "
+    "sequence its outputs are the same in one direction. Leave out what lies behind by a mask in "
+    "the loss, or by ignore_index, and read a last state by gather()"
+)
+"""How to do without packed sequences."""
+
+
 class UntracedCalls(TorchFunctionMode):
     """A tracing mode: reads of ``data`` become ``detach()``; other untraceable calls fail."""
 
@@ -52,6 +64,18 @@ class UntracedCalls(TorchFunctionMode):
             _refuse(
                 f"calls {func.__name__}(), and a compiled step runs no hooks on gradients",
                 "Change the gradient by a torch.autograd.Function",
+            )
+        if func == packs_sequences:
+            _refuse(
+                "packs sequences, and how many of them reach each step depends on their lengths' "
+                "values",
+                PADDED,
+            )
+        if _is_exported_directly() and in_reverse_mode():
+            _refuse(
+                "computes gradients in its forward pass, by torch.func.grad, vjp or jacrev",
+                "Write the derivative out as operators, or use forward mode: torch.func.jvp, "
+                "torch.func.jacfwd",
             )
         if (func in _BACKWARD or func == _READ_GRAD) and not _is_ours():
             _refuse(
@@ -76,7 +100,9 @@ def _refuse_unregistered(given: Any, result: Any) -> None:
     if not any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
         return
     for x in pytree.tree_leaves(given):
-        if isinstance(x, Tensor) and x.requires_grad and not isinstance(x, FakeTensor):
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            continue
+        if not isinstance(without_transforms(x), FakeTensor):
             _refuse(
                 f"computes with a tensor of shape {tuple(x.shape)} that needs a gradient and is no "
                 "parameter of the model",
@@ -121,6 +147,16 @@ def _refusing_reseeding() -> Iterator[None]:
     finally:
         for module, name, function in _SEEDING:
             setattr(module, name, function)
+
+
+def refuse_packed(call: Any) -> None:
+    """Raise InputError for packed sequences among the arguments of a call."""
+    leaves = pytree.tree_leaves(call, is_leaf=lambda x: isinstance(x, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise InputError(
+            "a PackedSequence cannot be an input: how many sequences reach each step depends on "
+            f"their lengths' values. {PADDED}; pass the lengths as a tensor"
+        )
 
 
 def refuse_averages_over_all_batches(model: nn.Module) -> None:

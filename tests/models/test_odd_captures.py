@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.base.errors import CaptureError
+from autopar.base.errors import CaptureError, InputError
 from autopar.frontend.capture import capture
 from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.ir.mesh import Mesh
@@ -444,3 +445,61 @@ def test_sparse_gradients_are_made_dense():
     model(index).backward()
     expected = model.table.weight.grad.to_dense()
     torch.testing.assert_close(got.gradients["table.weight"], expected)
+
+
+class Recurrent(nn.Module):
+    """An LSTM over packed sequences, given or packed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x, lengths=None):
+        if lengths is not None:
+            x = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.layer(x)[0].data.square().mean()
+
+
+def test_packed_sequences_are_refused_with_a_way_out():
+    given = rnn.pack_sequence([torch.randn(5, 4), torch.randn(3, 4)])
+    for call in ((given,), {"x": given}, given):
+        with pytest.raises(InputError, match=r"PackedSequence cannot be an input.*pad_sequence"):
+            capture(Recurrent(), call)
+    call = (torch.randn(3, 6, 4), torch.tensor([6, 3, 4]))
+    with pytest.raises(CaptureError, match=r"test_odd_captures.py.*packs sequences.*\n.*mask"):
+        capture(Recurrent(), call)
+
+
+def by_grad(model, x):
+    return torch.func.grad(lambda given: model.linear(given).square().sum())(x).square().mean()
+
+
+def by_jacobian(model, x):
+    return torch.func.vmap(torch.func.jacrev(model.linear))(x).square().mean()
+
+
+@pytest.mark.parametrize("body", [by_grad, by_jacobian])
+def test_gradients_inside_a_forward_pass_are_refused_with_a_way_out(body):
+    with pytest.raises(CaptureError, match=r"forward pass, by torch.func.*\n.*torch.func.jvp"):
+        capture(Odd(body), (torch.randn(3, 4),))
+
+
+def by_forward_mode(model, x):
+    out, tangent = torch.func.jvp(lambda given: model.linear(given).tanh(), (x,), (x.cos(),))
+    return (out + tangent).square().mean()
+
+
+def by_functional_call(model, x):
+    held = {name: p * 1.5 for name, p in model.linear.named_parameters()}
+    return torch.func.functional_call(model.linear, held, (x,)).tanh().mean()
+
+
+@pytest.mark.parametrize("body", [by_forward_mode, by_functional_call])
+def test_other_transforms_train_as_in_eager(body):
+    torch.manual_seed(0)
+    model, x = Odd(body).double(), torch.randn(4, 4).double()
+    captured = capture(model, {"x": x})
+    analysis = Analysis(captured.graph)
+    strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), 0))
+    got = lockstep_steps(strategy, captured, state_of(model), [{"x": x}])
+    assert_same(got, reference_steps(model, [{"x": x}]), tolerance=1e-9)
