@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from autopar.base.accelerators import default_generator, is_accelerator
 from autopar.base.errors import first_line
-from autopar.base.torch_private import returns_views
+from autopar.base.torch_private import copy_each, returns_views
 from autopar.comm.coalesced import (
     MAX_SCATTERS,
     Once,
@@ -250,13 +250,17 @@ class ProcessMachine:
         """
         num_moves = len(moves)
         results: dict[int, Tensor] = {}
+        casts: list[tuple[int, Tensor, torch.dtype]] = []
         joined: dict[tuple[Any, str, torch.dtype, int], _Joined] = {}
         for place in range(num_moves):
             module, operand = moves.pop(0)
             call = self._single_call(module)
             self._use(operand)
             if call is not None and call.op is None:
-                results[place] = _cast(operand, call.after)
+                if own_memory or call.after is None:  # then operands are released one by one
+                    results[place] = _cast(operand, call.after)
+                else:
+                    casts.append((place, operand, call.after))
                 del operand
                 continue
             if call is None or operand.dtype is torch.bool:
@@ -271,6 +275,8 @@ class ProcessMachine:
             key = (call.op, call.label, operand.dtype, place if is_alone else -1)
             joined.setdefault(key, _Joined()).add(place, operand, call)
             del operand
+        results.update(_cast_each(casts))
+        del casts
         pending = []
         for (op, label, _, _), together in joined.items():
             num, collectives = self.communicator.group(label).size, collectives_of(label)
@@ -414,6 +420,13 @@ class ProcessMachine:
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
+
+
+def _cast_each(casts: Sequence[tuple[int, Tensor, torch.dtype]]) -> dict[int, Tensor]:
+    """The operands in other dtypes, by place, with few kernels."""
+    made = {place: torch.empty_like(x, dtype=dtype) for place, x, dtype in casts}
+    copy_each([*made.values()], [x for _, x, _ in casts])
+    return made
 
 
 def _found_call(module: fx.GraphModule) -> _Call | None:
