@@ -7,15 +7,18 @@ agree between steps on how a write has ended, so that its error is raised on all
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.base.errors import InputError
+from autopar.base.errors import AutoparError, InputError
 from autopar.cost_models.hardware import is_count
 from autopar.runtime.runners.spmd import from_first_rank
 from autopar.runtime.state.checkpoint_paths import Path, check_writable, unwritten
@@ -80,6 +83,8 @@ class PeriodicCheckpoints:
                 )
         check_writable(folder)
         self.finish()
+        if self._setting is None:  # behind the workers', so that it comes before their end
+            atexit.register(_finish_at_exit, weakref.ref(self))
         setting = _Setting(num_steps=num_steps, folder=os.path.abspath(folder), keep=keep)
         with self._runner.watched("checkpoint_every()"):
             paths = from_first_rank(
@@ -161,6 +166,17 @@ class PeriodicCheckpoints:
         if error is not None:
             raise error
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the threads that write have ended
+            self.end()
+
+    def end(self) -> None:
+        """Wait for the last save of a model that was not closed, and log what went wrong."""
+        try:
+            self.finish()
+        except AutoparError as error:
+            _log.error("the last checkpoint is missing: %s", error)
+
     def finish(self) -> None:
         """Wait for the last save; raises what went wrong. Under ``torchrun`` each rank waits for
         its own part, the first one for all files."""
@@ -168,3 +184,8 @@ class PeriodicCheckpoints:
             self._follow(wait=True, alone=True)
         self._writing = None
         self._raise_error()
+
+
+def _finish_at_exit(found: weakref.ref[PeriodicCheckpoints]) -> None:
+    if (checkpoints := found()) is not None:
+        checkpoints.end()

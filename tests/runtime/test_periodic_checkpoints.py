@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -299,3 +301,18 @@ def test_under_torchrun(tmp_path: Path) -> None:
         torchrun(2, "tests.runtime.torchrun_periodic", str(tmp_path))
     losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_script_that_ends_without_closing_waits_for_the_last(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-m", "tests.runtime.periodic_exit", str(tmp_path / "saved"), how]
+    ran = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert ("the script has failed" in ran.stderr) == (how == "raises"), ran.stderr[-3000:]
+    paths = complete_checkpoints(tmp_path / "saved")
+    assert [Path(path).name for path in paths] == ["step-00000004", "step-00000002"]
+
+
+def test_ranks_that_end_without_closing_wait_for_the_last(tmp_path: Path) -> None:
+    torchrun(2, "tests.runtime.periodic_exit", str(tmp_path / "saved"), "returns")
+    paths = complete_checkpoints(tmp_path / "saved")
+    assert [Path(path).name for path in paths] == ["step-00000004", "step-00000002"]
