@@ -32,7 +32,7 @@ def _reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
         return tuple(range(rank))
     if isinstance(dims, int):
         dims = (dims,)
-    return tuple(d % rank for d in dims)
+    return tuple(d % rank for d in dims) if rank else ()
 
 
 def _reduction_space(

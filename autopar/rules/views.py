@@ -292,7 +292,7 @@ def flip_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | Non
     shape = inputs[0].shape
     position = 1 if op.target_name == "aten.flip.default" else 2
     moved = op.args[position] if len(op.args) > position else ()
-    whole = {d % len(shape) for d in (moved or range(len(shape)))}
+    whole = {d % max(len(shape), 1) for d in (moved or range(len(shape)))}
     builder = SpaceBuilder()
     dims = [
         builder.whole(size) if d in whole else builder.dim(f"d{d}", size)

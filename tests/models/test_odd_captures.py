@@ -81,6 +81,13 @@ def mapped(model: Odd, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: model.linear(row).tanh() * 2)(x).sum()
 
 
+def of_a_number(model: Odd, x: Tensor) -> Tensor:
+    """A tensor without dimensions has a dimension 0, as far as operators ask."""
+    y = model.linear(x).sum()
+    y = y.flip(0).sum(0).mean(-1) + y.softmax(0) + y.cumsum(0) + y.sort(0)[0]
+    return y.transpose(0, -1).max(0)[0] * y.gather(0, torch.tensor(0)) + y.std(0, correction=0)
+
+
 def no_rules(model: Odd, x: Tensor) -> Tensor:
     """Operators without a rule: they are computed redundantly on every device."""
     y = model.linear(x)
@@ -246,6 +253,7 @@ BODIES = [
     looked_up_by_frequency,
     written_by_its_decomposition, complex_inside, assigned_slice,
     conditional, checkpointed, without_gradient, in_place, mapped, no_rules, views_of_views,
+    of_a_number,
     used_again, assigned, assigned_after_a_write,
 ]  # fmt: skip
 
