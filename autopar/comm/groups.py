@@ -58,8 +58,12 @@ class TimedGroup:
         self._communicator = communicator
         self._devices = communicator.group(axes) if axes else None
         self._num_devices: int = self._devices.size if self._devices else 1
-        self.size: int = communicator.num_microbatches * self._num_devices
         self.label = label
+
+    @property
+    def size(self) -> int:
+        """The positions, of the program that runs now."""
+        return self._communicator.num_microbatches * self._num_devices
 
     @property
     def index(self) -> int:
@@ -74,7 +78,8 @@ AnyGroup = Group | TimedGroup
 class Communicator:
     """This rank's groups over the mesh of its pipeline rank.
 
-    Construction is collective: all ranks pass the same labels and device sets. ``mesh`` and
+    Construction is collective: all ranks pass the same labels and device sets. ``num_microbatches``
+    and ``microbatch`` are of the program that runs now, set by whoever runs it. ``mesh`` and
     ``rank`` are those within this pipeline rank, which is ``pipeline_device`` of ``num_devices``.
     With ``reduces_late``, gradients have groups of their own: a group executes its collectives in
     order, and those of the next step must not queue behind the last reductions of this one.
@@ -85,7 +90,6 @@ class Communicator:
         mesh: Mesh,
         device: torch.device,
         labels: Iterable[str],
-        num_microbatches: int = 1,
         *,
         num_devices: int = 1,
         device_sets: Iterable[tuple[int, ...]] = (),
@@ -105,7 +109,7 @@ class Communicator:
         self.pipeline_device, self.rank = divmod(dist.get_rank(), mesh.num_devices)
         made = device_mesh(world, device.type)
         self.device_mesh = made if num_devices == 1 else made[mesh.axis_names]
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = 1
         self.microbatch = 0
         self.reduces_late = reduces_late
         self._groups: dict[str, AnyGroup] = {}
@@ -340,26 +344,23 @@ def _all_to_all(
 
 
 def _shard(group: AnyGroup, dim: int, outer: int) -> LocalFunction:
-    num = group.size
     if dim == 0 and outer == 1:
 
         def shard_rows(x: Tensor) -> Tensor:
-            size = x.shape[0] // num
+            size = x.shape[0] // group.size
             return x.narrow(0, group.index * size, size)
 
         return shard_rows
 
     def shard(x: Tensor) -> Tensor:
-        return digit_slice(x, num, group.index, dim, outer).contiguous()
+        return digit_slice(x, group.size, group.index, dim, outer).contiguous()
 
     return shard
 
 
 def _unshard(group: AnyGroup, dim: int, outer: int) -> LocalFunction:
-    num = group.size
-
     def unshard(x: Tensor) -> Tensor:
-        shape = x.shape
+        shape, num = x.shape, group.size
         inner = shape[dim] // outer
         split = (*shape[:dim], outer, num, inner, *shape[dim + 1 :])
         whole = x.new_zeros(split)

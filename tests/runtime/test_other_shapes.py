@@ -215,6 +215,50 @@ def test_batches_that_cannot_work_are_refused() -> None:
         assert_trains_as_eager(compiled, model, [(x, y), (x[:3], y[:3])])
 
 
+class Numbered(nn.Module):
+    """Rows have weights and learned positions by their number: constants along the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(32, 16), nn.Embedding(8, 16)
+        self.blocks = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 32))
+        self.register_buffer("numbers", torch.arange(8)[None])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        places = self.numbers[:, : ids.shape[1]].expand(ids.shape[0], -1)
+        weights = 1 + torch.arange(ids.shape[0], dtype=self.tokens.weight.dtype)
+        out = self.blocks(self.tokens(ids) + self.positions(places)).flatten(0, 1)
+        losses = F.cross_entropy(out, labels.flatten(), reduction="none", ignore_index=-100)
+        return (losses.unflatten(0, labels.shape).mean(1) * weights).sum() / 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"update": "early"}, {"constraints": Force("data_parallel")},
+        {"schedule": "1f1b", "num_stages": 2}, {"schedule": "chimera", "num_stages": 2},
+    ],
+    ids=["planned", "early", "data parallel", "1f1b", "chimera"],
+)  # fmt: skip
+def test_other_numbers_of_microbatches(options: dict[str, Any]) -> None:
+    """Constants along the batch are cut into the micro-batches of the program that runs."""
+    torch.manual_seed(0)
+    model = Numbered().double()
+    shapes = [(16, 8), (6, 8), (8, 5), (16, 8), (12, 8), (7, 8), (10, 4), (16, 8), (6, 8)]
+    batches = [text(seed, *shape) for seed, shape in enumerate(shapes)]
+    with autopar.compile(
+        model, 2, example_inputs=batches[0], optimizer=adamw, num_microbatches=4, profile_limit_s=0,
+        check_gradients=False, **options,
+    ) as compiled:  # fmt: skip
+        assert_trains_as_eager(compiled, model, batches)
+        trained = copy.deepcopy(model)
+        compiled.copy_to(trained)
+        for batch in batches[:3]:  # evaluation in between changes nothing for the next step
+            torch.testing.assert_close(compiled.eval()(*batch), trained.eval()(*batch).detach())
+        compiled.train()
+        torch.testing.assert_close(compiled.train_step(*batches[0]), trained(*batches[0]).detach())
+
+
 class Stack(nn.Module):
     """Residual blocks, to be cut into stages."""
 

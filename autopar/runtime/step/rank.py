@@ -78,7 +78,6 @@ class RankRuntime:
             program.mesh,
             device,
             labels_of(program),
-            program.num_microbatches,
             num_devices=program.pipeline.num_devices,
             device_sets={
                 *(p.devices for p in program.parameters if len(p.devices) > 1),
@@ -321,6 +320,7 @@ class RankRuntime:
             self.updates.settle()
             self._training, self.recovery.program = bound, bound.program
             self.updates.agreement, self.updates.early = bound.agreement, bound.program.early
+        self.communicator.num_microbatches = bound.program.num_microbatches
         return bound
 
     def set_training_program(self, slot: int, program: RankProgram) -> None:
@@ -359,6 +359,7 @@ class RankRuntime:
         """The model's output tensors, whole, on every rank."""
         self._settle()
         bound = self._forwards[slot]
+        self.communicator.num_microbatches = bound.program.num_microbatches
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._seeded_run(bound.is_random):
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
