@@ -138,6 +138,20 @@ def test_lengths_in_buckets(options: dict[str, Any]) -> None:
         assert_trains_as_eager(compiled, model, batches, **options)
 
 
+def test_a_prime_number_of_rows_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Numbered().double()
+    batches = [text(0, 32, 4), text(1, 13, 4), text(2, 23, 4)]
+    with autopar.compile(
+        model, 1, example_inputs=batches[0], optimizer=adamw, num_microbatches=4,
+        profile_limit_s=0, check_gradients=False,
+    ) as compiled:  # fmt: skip
+        assert_trains_as_eager(compiled, model, batches)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "no fewer than 23 micro-batches, where the example has 4" in warned[0]
+
+
 def test_statistics_of_a_smaller_batch() -> None:
     torch.manual_seed(0)
     model = Net().double()

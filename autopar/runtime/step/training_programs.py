@@ -40,6 +40,9 @@ class LowerTraining(Protocol):
     def __call__(self, captured: Captured, *, local: bool = False) -> RankProgram: ...
 
 
+_MANY = 4
+"""Micro-batches of another batch for each of the example's, of which a warning tells."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -171,6 +174,13 @@ class TrainingPrograms:
             )
             raise
         self._runner.set_training_program(slot, program)
+        num, own = program.num_microbatches, self._program.num_microbatches
+        if num > _MANY * own:
+            _log.warning(
+                "a batch of these shapes divides into no fewer than %d micro-batches, where the "
+                "example has %d, so its steps are slow: %s. Leave such a batch out "
+                "(drop_last=True), or pad it", num, own, signature.describe(),
+            )  # fmt: skip
         _log.info(
             "compiled for a batch of other shapes in %.1f s: %s",
             time.perf_counter() - started_s, signature.describe(),
