@@ -22,6 +22,7 @@ from autopar.ir.recomputation import Recomputation
 from autopar.lowering.stages import Stages, lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
+from autopar.passes.batch_norm import BatchNorm
 from autopar.passes.prepare import prepare
 from autopar.plans.document import Plan
 from autopar.pricing.problem import price_graph
@@ -86,9 +87,15 @@ class OtherCalls:
 
         With ``local`` each rank passes its own shard, so inputs are split as in the plan. Blocks
         that recompute do so in full, and all run op by op. Raises PlanError where the graph has
-        other parameters, or where a pipeline's schedule does not exist for such a batch.
+        other parameters, where a pipeline's schedule does not exist for such a batch, and for
+        ``batch_norm="local"``.
         """
         plan, prepared = self._plan, prepare(captured, self._plan.graph.batch_norm)
+        if plan.graph.batch_norm == BatchNorm.LOCAL and self._strategy.mesh.num_devices > 1:
+            raise PlanError(
+                'batch_norm="local" takes the statistics of each device\'s part, and a batch of '
+                "other shapes may be split into other parts: compile with batch_norm='global'"
+            )
         batch_size, parts = prepared.analysis.batch_size, self._num_shards() if local else 1
         pipeline = self._pipeline(batch_size, parts)
         if pipeline is None:
@@ -134,7 +141,7 @@ class OtherCalls:
     def _num_shards(self) -> int:
         """Into how many shards the devices split each micro-batch of the inputs."""
         program, mesh = self._program, self._strategy.mesh
-        cut = [(s, s.microbatch.dim) for s in program.inputs if s.microbatch is not None]
+        cut = [(s, 0 if s.microbatch is None else s.microbatch.dim) for s in program.inputs]
         return math.lcm(1, *(source.num_shards(dim, mesh) for source, dim in cut))
 
     def _pipeline(self, batch_size: int, parts: int) -> tuple[Stages, Schedule] | None:

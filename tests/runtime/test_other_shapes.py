@@ -164,6 +164,19 @@ def test_statistics_of_a_smaller_batch() -> None:
         torch.testing.assert_close(compiled.eval()(*short), trained.eval()(*short).detach())
 
 
+def test_local_statistics_of_other_shapes_are_refused() -> None:
+    """A device's part of another batch might be another one."""
+    torch.manual_seed(0)
+    model = Net().double()
+    with compile_two(model, rows(0, 8), "data parallel", batch_norm="local") as compiled:
+        with pytest.raises(
+            autopar.PlanError, match=r"each device's part.*batch_norm='global'"
+        ) as e:
+            compiled.train_step(*rows(1, 6))
+        assert "drop_last=True" in "".join(e.value.__notes__)
+        assert compiled.train_step(*rows(2, 8)).isfinite()
+
+
 def test_a_language_model_of_the_zoo() -> None:
     torch.manual_seed(0)
     model = build("gpt2")[0]
