@@ -211,8 +211,7 @@ Wang et al., MLSys 2021; training throughput of fused models, from the paper's t
 
 Ours, by `benchmarks/fusion.py` on one {found["machine"]["gpu"]}: samples a second of an array over
 those of its models trained one by one, in a process each at once, or in one process by
-`torch.func.vmap`. The published gains are not reached: the optimizer of each model is launched by
-the host, kernel by kernel.
+`torch.func.vmap`. The published gains are not reached.
 
 {ours}
 

@@ -128,7 +128,7 @@ Taken = Callable[[Drawn, list[Tensor]], Tensor]
 
 
 def _source(generator: random.Random) -> tuple[Taken, str]:
-    """What an update takes: it may share the memory of a parameter, an input or a buffer."""
+    """The source tensor of an update, which may alias a parameter, an input or a buffer."""
     kind = generator.choice(["value", "value", "parameter", "input", "buffer", "buffer"])
     name, position = generator.choice(list(SHAPES)), generator.random()
 
