@@ -25,10 +25,10 @@ from autopar.base.accelerators import is_accelerator, module_of, selected
 from autopar.base.errors import InputError
 from autopar.base.torch_private import pytree
 from autopar.comm.ops import assemble
-from autopar.ir.placement import State, paddings
+from autopar.ir.placement import State
 from autopar.lowering.types import InputProgram, RankProgram
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.state.shards import local_part, microbatch_of
+from autopar.runtime.state.shards import is_padded, local_part, microbatch_of
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 0.1
@@ -146,7 +146,7 @@ def _rows_of(source: InputProgram, program: RankProgram, rank: int) -> list[int]
             "made of whole samples: pass the global batch to train_step without local=True"
         )
     num, place = program.num_microbatches, program.place(rank)[1]
-    if any(paddings(source.placements, source.part(num), program.mesh).values()):
+    if is_padded(source, program):
         raise InputError(
             f"the {source.shape[0]} samples of input {source.name!r} do not divide by the ranks, "
             "which pad: pass the global batch to train_step without local=True"

@@ -111,6 +111,12 @@ def is_split(placements: Placements, mesh: Mesh) -> bool:
     return any(p.state is State.SHARD and size > 1 for p, size in zip(placements, mesh.axis_sizes))
 
 
+def is_padded(source: InputProgram, program: RankProgram) -> bool:
+    """Whether an input does not divide into its shards."""
+    shape = source.part(program.num_microbatches)
+    return any(paddings(source.placements, shape, program.mesh).values())
+
+
 def check_splits(program: RankProgram) -> None:
     """Raise InputError unless ranks hold parts of an input."""
     if not any(is_split(i.placements, program.mesh) for i in program.inputs):

@@ -16,9 +16,8 @@ from torch import Tensor
 from autopar.base.errors import InputError
 from autopar.frontend.signature import Signature
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import paddings
 from autopar.lowering.types import InputProgram, RankProgram
-from autopar.runtime.state.shards import check_splits, local_input_shape
+from autopar.runtime.state.shards import check_splits, is_padded, local_input_shape
 
 
 class LocalCall(NamedTuple):
@@ -54,8 +53,7 @@ def local_call(
             f"a rank's part is {own.describe()}"
         )
     for source in program.inputs:
-        if any(paddings(source.placements, source.part(program.num_microbatches), program.mesh)
-               .values()):  # fmt: skip
+        if is_padded(source, program):
             raise InputError(
                 f"input {source.name!r} of the example, of shape {source.shape}, does not divide "
                 "by the ranks, so that none has a shard of its own"
