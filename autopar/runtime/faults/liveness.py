@@ -58,8 +58,13 @@ def is_runnable(pid: int) -> bool:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return False
-    stats = [stat_of(int(thread)) for thread in threads]
-    return any(stat is not None and stat.state in "RD" for stat in stats)
+    return any(is_runnable_thread(int(thread)) for thread in threads)
+
+
+def is_runnable_thread(thread: int) -> bool:
+    """Whether a thread runs, or waits for a processor or a disk."""
+    stat = stat_of(thread)
+    return stat is not None and stat.state in "RD"
 
 
 def is_gone(pid: int) -> bool:

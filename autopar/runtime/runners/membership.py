@@ -19,6 +19,7 @@ from autopar.base.accelerators import backend_of, is_accelerator
 from autopar.base.errors import DeviceError
 from autopar.base.torch_private import default_store
 from autopar.comm.transports.c10d import backends
+from autopar.runtime.faults import gloo_threads
 from autopar.runtime.faults.host_peers import published_location
 from autopar.runtime.faults.rendezvous import Rendezvous
 from autopar.runtime.faults.watch import Watch
@@ -57,6 +58,7 @@ def join(device: torch.device, timeout_s: float) -> Watch:
 
 def _watch(device: torch.device, timeout_s: float) -> Watch:
     """The watch over the process group, which is joined first unless there is one."""
+    gloo_threads.settle_at_exit()
     timeout, joins = datetime.timedelta(seconds=timeout_s), not dist.is_initialized()
     if joins:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
