@@ -16,6 +16,7 @@ from torch import nn
 from autopar.base.accelerators import release_cached
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
+from autopar.base.spelling import refusing_unknown_keywords
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, default_store_path
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, capture, check_model
@@ -55,6 +56,7 @@ from autopar.runtime.workers import fork_server
 from autopar.schedules import Schedule
 
 
+@refusing_unknown_keywords
 def plan(
     model: nn.Module,
     cluster: Cluster,
@@ -190,7 +192,8 @@ def compile(
 ) -> Array: ...
 
 
-def compile(  # type: ignore[misc]
+@refusing_unknown_keywords  # type: ignore[misc]
+def compile(
     model: nn.Module | Sequence[nn.Module],
     devices: Devices,
     example_inputs: Any = None,

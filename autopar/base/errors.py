@@ -25,6 +25,10 @@ class MissingError(InputError, AttributeError):
     """A compiled model has no such attribute; the message says what to call instead."""
 
 
+class KeywordError(InputError, TypeError):
+    """A function takes no such keyword; the message says which one is similar."""
+
+
 class DeviceError(AutoparError, ValueError):
     """The devices asked for do not exist or do not fit the plan."""
 

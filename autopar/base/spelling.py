@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from autopar.base.errors import KeywordError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_LENGTH = 200
 
@@ -30,6 +37,23 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         return plain[min(longer, key=len)]
     found = difflib.get_close_matches(_plain(name), plain, n=1)
     return plain[found[0]] if found else None
+
+
+def refusing_unknown_keywords(function: F) -> F:
+    """The function, which raises KeywordError for a keyword that it does not take."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise KeywordError(
+                    f"autopar.{function.__name__} takes no {name}="
+                    + (did_you_mean(name, known) or f"; it takes {', '.join(known)}")
+                )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 def _plain(name: str) -> str:

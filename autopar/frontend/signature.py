@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import pytree
 
 
@@ -50,9 +51,8 @@ class Signature:
         if spec != self.in_spec:
             raise InputError(
                 "inputs do not match the example inputs: they must have the same structure "
-                "(the same positional and keyword arguments). "
-                f"Expected {self.describe()}; got "
-                f"{len(args)} positional and keywords {sorted(kwargs)}"
+                f"(the same positional and keyword arguments). Expected {self.describe()}; got "
+                f"{len(args)} positional and keywords {sorted(kwargs)}{self._hint(args, kwargs)}"
             )
         tensors: list[Tensor] = []
         for leaf, expected in zip(leaves, self.leaves):
@@ -90,6 +90,27 @@ class Signature:
         own = pytree.tree_unflatten(self.leaves, self.in_spec)[1]
         ordered = {name: kwargs[name] for name in own} if kwargs.keys() == own.keys() else kwargs
         return pytree.tree_flatten((tuple(args), dict(ordered)))
+
+    def _hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What is probably wrong with a call of another structure; empty if nothing is known."""
+        own_args, own_kwargs = pytree.tree_unflatten(self.leaves, self.in_spec)
+        if len(args) == 1 and not kwargs:
+            batch = args[0]
+            parts = batch if isinstance(batch, tuple | list) else ()
+            are_tensors = all(isinstance(part, Tensor) for part in parts)
+            if are_tensors and len(parts) == len(own_args) > 0 and not own_kwargs:
+                return ". A batch's parts are arguments of their own: write (*batch)"
+            if isinstance(batch, Mapping) and batch.keys() == own_kwargs.keys() and not own_args:
+                return ". A batch's parts are keywords of their own: write (**batch)"
+        for name in (name for name in kwargs if name not in own_kwargs):
+            return f". The example has no keyword {name!r}" + did_you_mean(name, own_kwargs)
+        given = {**{str(i): part for i, part in enumerate(args)}, **kwargs}
+        example = {**{str(i): part for i, part in enumerate(own_args)}, **own_kwargs}
+        for name in (name for name in example if name in given):
+            if isinstance(example[name], InputSlot) and not isinstance(given[name], Tensor):
+                kind = type(given[name]).__name__
+                return f". Argument {name!r} must be a tensor, got {kind}: write torch.tensor(...)"
+        return ""
 
     def _check(self, leaf: Any, position: int) -> Tensor:
         name, shape = self.input_names[position], self.input_shapes[position]

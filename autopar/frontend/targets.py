@@ -144,7 +144,7 @@ def check_takes(
         num = targets.num_positional
         fix = f"loss_fn takes {num} of the positional values as targets; leave these out"
     hint = "".join(did_you_mean(name, names or ()) for name in unknown[:1])
-    raise InputError(f"{what}, which example_inputs has{hint}. {fix}")
+    raise InputError(f"{what}{hint or '.'} {fix}")
 
 
 def without_targets(

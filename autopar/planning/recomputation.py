@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.base.errors import InputError
+from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import flop_formula, is_overload
 from autopar.base.units import format_bytes
 from autopar.cost_models.hardware import DeviceSpec
@@ -216,7 +217,7 @@ class Recomputer:
             if not any(lies_in(path, name) for path in paths):
                 raise InputError(
                     f"recompute names {name!r}, which is no module that the model calls; names are "
-                    "those of model.named_modules()"
+                    f"those of model.named_modules(){did_you_mean(name, _with_parents(paths))}"
                 )
         starts = {b.name: b.start for b in graph.blocks}
         points = []
@@ -463,3 +464,12 @@ def roofline_s(node: fx.Node, device: DeviceSpec) -> float:
     kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
     flops = count(*args, **kwargs, out_val=result)
     return max(memory_s, flops / device.matrix_flops_per_s(tensors[0].dtype))
+
+
+def _with_parents(paths: Sequence[str]) -> set[str]:
+    """Module paths and those of the modules around them."""
+    found: set[str] = set()
+    for path in set(paths):
+        parts = path.split(".")
+        found.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return found

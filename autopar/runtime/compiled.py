@@ -24,7 +24,13 @@ from autopar.frontend.copies import without_data
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
 from autopar.runtime.checkpointing import PeriodicCheckpoints
-from autopar.runtime.habits import ModuleHabits, has_gradients_on, refusing_backward, with_loss
+from autopar.runtime.habits import (
+    IN_EVAL_MODE,
+    ModuleHabits,
+    has_gradients_on,
+    refusing_backward,
+    with_loss,
+)
 from autopar.runtime.loop import (
     ClassicLoop,
     LoopOptimizer,
@@ -190,12 +196,13 @@ class Compiled(ModuleHabits, Closing):
         the backward pass and changes buffers, as the plain model does: its loss is ready for
         ``loss.backward()``, `optimizer` for an update. With a ``loss_fn`` and targets it returns
         the loss alone. Of several outputs only the loss has gradients. ``backward()`` raises
-        InputError where there are none, as with an early update; see `train_step`.
+        InputError where there are none, as in eval mode or with an early update; see `train_step`.
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
-        if not (self.training and has_gradients_on()):
+        if not has_gradients_on():
             return self._forward(args, kwargs, local)
-        reason = self._why_no_loop or self._why_no_pass(args, kwargs, local)
+        reason = self._why_no_loop if self.training else IN_EVAL_MODE
+        reason = reason or self._why_no_pass(args, kwargs, local)
         if reason is not None:
             return refusing_backward(self._forward(args, kwargs, local), reason)
         signature, outputs = self._captured.signature, None

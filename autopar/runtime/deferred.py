@@ -68,6 +68,8 @@ class Deferred(Compiled):
     def __getattr__(self, name: str) -> Any:
         if self._is_made or is_never_there(name):
             return super().__getattr__(name)
+        if not name.startswith("_") and name not in self._public_names():
+            raise self._unknown(name)
         raise MissingError(
             "nothing is compiled yet: pass example_inputs=... to autopar.compile, or call "
             "train_step(...) first"

@@ -36,11 +36,16 @@ _OPTIMIZER = (
     "hyper-parameters, compiled.optimizer_state_dict() their state; a scheduler takes "
     "compiled.optimizer, or autopar.compile(..., lr_scheduler=...) makes one"
 )
+_ATTRIBUTES = "plan", "program", "training"
 _KERNELS = "autopar.compile(..., kernels='compiled') has Inductor compile its blocks"
 _HOOKS = "hooks would not see its shards. Register them before autopar.compile sees the model"
 _BACKWARD_HOOKS = (
     "gradients are those of shards, on their devices. compiled.gradients() has the whole ones of "
     "the last step"
+)
+IN_EVAL_MODE = (
+    "it is in eval mode. Call compiled.train() before the calls that train; buffers are changed, "
+    "and dropout is on, in train mode alone"
 )
 _INSTEAD = {
     **dict.fromkeys(
@@ -48,6 +53,7 @@ _INSTEAD = {
             "parameters", "named_parameters", "buffers", "named_buffers", "modules", "children",
             "named_modules", "named_children", "module", "get_parameter", "get_buffer",
             "get_submodule", "register_buffer", "register_parameter", "apply", "requires_grad_",
+            "_modules", "_parameters", "_buffers",
         ),
         _STATE,
     ),
@@ -77,15 +83,22 @@ class ModuleHabits:
     """Errors for what users do with plain modules and a compiled model cannot."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
         if name in _INSTEAD:
             raise MissingError(f"a compiled model has no .{name}: {_INSTEAD[name]}")
+        if name.startswith("_"):
+            raise AttributeError(name)
         own = getattr(type(self), name, None)
         if isinstance(own, property) and own.fget is not None:
             return own.fget(self)  # it is missing here, and says why
-        known = [each for each in dir(type(self)) if not each.startswith("_")]
-        raise MissingError(f"a compiled model has no .{name}" + did_you_mean(name, known))
+        raise self._unknown(name)
+
+    def _public_names(self) -> list[str]:
+        return [*_ATTRIBUTES, *(each for each in dir(type(self)) if not each.startswith("_"))]
+
+    def _unknown(self, name: str) -> MissingError:
+        return MissingError(
+            f"a compiled model has no .{name}" + did_you_mean(name, self._public_names())
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputError(
@@ -107,7 +120,7 @@ class _NoBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise InputError(
             "backward() was called on an output of a compiled model, which has no gradients: "
-            f"{ctx.reason}. To evaluate in train mode, call it under torch.no_grad()"
+            f"{ctx.reason}. To evaluate only, call it under torch.no_grad()"
         )
 
 
@@ -117,7 +130,7 @@ def has_gradients_on() -> bool:
 
 
 def refusing_backward(outputs: Any, reason: str) -> Any:
-    """The outputs of a call in train mode, whose ``backward()`` raises InputError with a reason.
+    """The outputs of a call, whose ``backward()`` raises InputError with a reason.
 
     Like a plain module's they require gradients.
     """

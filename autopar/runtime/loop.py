@@ -29,13 +29,18 @@ from autopar.runtime.step.rank_options import RankOptions
 _PARAMETERS = (
     "the parameters of compiled.optimizer are shards on their devices, which this process does not "
     "have: compiled.clip_grad_norm_(max_norm) clips their gradients, compiled.gradients() has "
-    "these by name, and compiled.full_state_dict() the parameters"
+    "these by name, and compiled.full_state_dict() the parameters. A torch.amp.GradScaler is not "
+    "needed: precision='fp16' of autopar.compile scales the loss, and no other precision needs it"
 )
 _INSTEAD = "write loss = compiled.train_step(...), which runs forward, backward and update"
 
 
 class LoopRunner(Protocol):
     """Runs passes and updates on the ranks, see `autopar.runtime.step.loop.LoopRuntime`."""
+
+    def check_open(self) -> None:
+        """Raise WorkerError after `close`."""
+        ...
 
     def training_pass(
         self,
@@ -190,6 +195,7 @@ class ClassicLoop:
         self.has_gradients = False
 
     def _check_gradients(self, what: str) -> None:
+        self._runner.check_open()
         if not self.has_gradients:
             raise InputError(
                 f"{what} was called without gradients: call loss = compiled(...) in train mode and "
@@ -374,6 +380,13 @@ class LoopOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `Compiled.load_optimizer_state_dict`."""
         self._loop.load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError(
+            "compiled.optimizer cannot be pickled or copied, as its state is on other devices or "
+            "in other processes. compiled.optimizer.state_dict() has the state, and "
+            "compiled.save(folder) writes it with the model's"
+        )
 
     def __repr__(self) -> str:
         groups = [_without_parameters(group) for group in self.param_groups]

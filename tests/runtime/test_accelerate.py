@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,32 @@ def test_accelerate_trains_as_without_autopar() -> None:
     assert found == pytest.approx(expected, rel=1e-9)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+def test_accelerates_checkpoints_have_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make = functools.partial(torch.optim.AdamW, lr=0.1)
+    example = {name: torch.stack([row[name] for row in rows(4)]) for name in ("x", "y")}
+    accelerator = Accelerator(cpu=True)
+    with autopar.compile(Net().double(), 2, example, optimizer=make, profile_limit_s=0) as compiled:
+        model, optimizer = accelerator.prepare(compiled, compiled.optimizer)
+        accelerator.register_for_checkpointing(model)
+
+        def train() -> list[float]:
+            losses = []
+            for _ in range(2):
+                loss = model(**example)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        train()
+        accelerator.save_state(str(tmp_path))
+        expected = train()
+        assert train() != expected
+        accelerator.load_state(str(tmp_path))
+        assert train() == expected
+        with pytest.raises(autopar.MissingError, match=r"compiled\.copy_to\(model\)"):
+            accelerator.unwrap_model(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -164,7 +165,8 @@ def test_a_model_that_is_closed_before_its_first_call_does_not_compile() -> None
         ("half", "precision="), ("backward", "train_step"), ("no_sync", r"loss\.backward\(\)"),
         ("param_groups", "optimizer_state_dict"), ("compile", "kernels="),
         ("register_forward_hook", "before autopar.compile"),
-        ("trian_step", "did you mean 'train_step'"),
+        ("trian_step", "did you mean 'train_step'"), ("pln", "did you mean 'plan'"),
+        ("_modules", r"compiled\.copy_to"),
     ],
 )  # fmt: skip
 def test_attributes_of_modules_are_missing_with_what_to_call(
@@ -204,7 +206,70 @@ def test_backward_on_an_output_names_train_step() -> None:
         with torch.no_grad():
             assert not compiled(BATCH).requires_grad
         compiled.eval()
-        assert not compiled(BATCH).requires_grad
+        with torch.no_grad():
+            assert not compiled(BATCH).requires_grad
+        with pytest.raises(autopar.InputError, match=r"is in eval mode\. Call compiled\.train\(\)"):
+            compiled(BATCH).backward()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "hint"),
+    [
+        (((BATCH,),), {}, r"write \(\*batch\)$"),
+        (([BATCH],), {}, r"write \(\*batch\)$"),
+        (([1.0, 2.0],), {}, r"Argument '0' must be a tensor, got list: write torch\.tensor"),
+        ((), {"x": BATCH}, "the example has no keyword 'x'"),
+        ((BATCH,), {"scale": 2.0}, "the example has no keyword 'scale'"),
+        ((BATCH, BATCH), {}, "got 2 positional and keywords"),
+    ],
+    ids=["tuple", "list", "numbers", "keyword", "extra", "two"],
+)
+def test_a_batch_of_another_structure_is_told_how_to_pass(
+    compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(autopar.InputError, match=f"(?i){hint}"):
+        compiled.train_step(*args, **kwargs)
+
+
+def test_a_batch_of_keywords_is_told_how_to_pass() -> None:
+    with compiled_net(optimizer=ADAM) as by_place:
+        assert by_place.train_step(BATCH) > 0
+    batch = {"x": BATCH}
+    with autopar.compile(Net(), 1, batch, optimizer=ADAM, profile_limit_s=0.0) as made:
+        with pytest.raises(autopar.InputError, match=r"write \(\*\*batch\)$"):
+            made.train_step(batch)
+        with pytest.raises(autopar.InputError, match=r"no keyword 'X'; did you mean 'x'\?$"):
+            made.train_step(X=BATCH)
+
+
+def test_a_keyword_that_compile_or_plan_does_not_take_is_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"autopar\.compile takes no optimiser=; did you mean 'optimizer'"
+    ):
+        compiled_net(optimiser=ADAM)
+    with pytest.raises(
+        autopar.InputError, match=r"autopar\.plan takes no q=; it takes model, cluster"
+    ):
+        autopar.plan(Net(), CLUSTER, BATCH, q=1)
+
+
+def test_the_optimizer_of_a_compiled_model_is_not_copied_or_scaled(compiled: Any) -> None:
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(autopar.InputError, match=r"compiled\.optimizer\.state_dict\(\) has"):
+            use(compiled.optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(compiled(BATCH)).backward()
+    with pytest.raises(autopar.InputError, match=r"GradScaler is not needed: precision='fp16'"):
+        scaler.step(compiled.optimizer)
+    compiled.optimizer.zero_grad()
+
+
+def test_a_misspelt_attribute_of_an_uncompiled_model_is_named() -> None:
+    waiting = autopar.compile(Net(), 1, optimizer=ADAM)
+    with pytest.raises(autopar.MissingError, match="did you mean 'train_step'"):
+        _ = waiting.trian_step
+    with pytest.raises(autopar.MissingError, match="nothing is compiled yet"):
+        _ = waiting.plan
 
 
 @pytest.mark.filterwarnings("error:Dynamo")
@@ -222,13 +287,14 @@ def test_torch_compile_around_it_changes_nothing(compiled: Any) -> None:
 def test_after_close_every_call_says_so(tmp_path: Path) -> None:
     with compiled_net(optimizer=ADAM, max_grad_norm=1.0) as made:
         made.train_step(BATCH)
+        optimizer = made.optimizer
         made.save(tmp_path / "saved")
         norm = made.grad_norm
     calls: list[Callable[[], Any]] = [
         lambda: made.train_step(BATCH), lambda: made(BATCH), made.state_dict, made.gradients,
         lambda: made.save(tmp_path / "new"), lambda: made.load(tmp_path / "saved"),
         made.action_times, made.optimizer_state_dict, lambda: made.copy_to(Net()),
-        made.memory_growth_bytes,
+        made.memory_growth_bytes, lambda: made.clip_grad_norm_(1.0), optimizer.step,
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(autopar.WorkerError, match=r"closed because close\(\) was called"):

@@ -201,6 +201,7 @@ def test_dropout_is_the_same_with_and_without() -> None:
     ("recompute", "message"),
     [
         (["transformer.h.7"], r"'transformer.h.7', which is no module that the model calls"),
+        (["transfomer.h"], r"named_modules\(\); did you mean 'transformer\.h'\?$"),
         (64, r"recompute=64: the activations kept .* take at least [\d,]+ bytes"),
     ],
 )

@@ -125,6 +125,9 @@ class LocalRunner:
         self.grad_norm = step.grad_norm
         self.num_steps, self.num_skipped_steps = step.num_steps, step.num_skipped_steps
 
+    def check_open(self) -> None:
+        self.group.check_open("the optimizer")
+
     def accumulate(self, number: int, factor: float) -> None:
         self.group.call("in_loop", "accumulate", number, factor)
 

@@ -230,6 +230,10 @@ class SpmdRunner:
         self._forwards[slot] = program
         self._batches.forget(FORWARD, slot)
 
+    def check_open(self) -> None:
+        if self._closed:
+            raise closed_error("close() was called")
+
     @contextlib.contextmanager
     def watched(self, name: str, limit: StepLimit | None = None) -> Iterator[None]:
         """Watch a call, which may consist of several; ``limit`` if it may hang.
@@ -237,8 +241,7 @@ class SpmdRunner:
         The rank's device is the current one meanwhile, in whatever thread: torch sends objects from
         the current device where a process group is of GPUs alone.
         """
-        if self._closed:
-            raise closed_error("close() was called")
+        self.check_open()
         with selected(self.device), self.watch.call(name, limit):
             yield
 

@@ -236,16 +236,17 @@ class WorkerGroup(Closing):
     @contextlib.contextmanager
     def _turn(self, deadline_s: float, what: str) -> Iterator[None]:
         """Hold the group for one call; raises if it is closed."""
-        self._require_open(what)
+        self.check_open(what)
         if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise WorkerError(f"{what}: another thread's call used the workers all the time")
         try:
-            self._require_open(what)
+            self.check_open(what)
             yield
         finally:
             self._lock.release()
 
-    def _require_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raise WorkerError, for a call of ``what``, where it is closed or of another process."""
         if self._why_closed is not None:
             raise closed_error(self._why_closed)
         if os.getpid() != self._owner_pid:
