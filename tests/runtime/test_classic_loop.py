@@ -219,8 +219,9 @@ def test_evaluation_and_training_steps_in_between() -> None:
         with pytest.raises(InputError, match=r"train_step was called .*optimizer\.step\(\)"):
             compiled.train_step(*rows(2))
         compiled.eval()
-        torch.testing.assert_close(compiled(*rows(3)), reference.eval()(*rows(3)).detach())
-        assert not compiled(*rows(3)).requires_grad
+        torch.testing.assert_close(compiled(*rows(3)), reference.eval()(*rows(3)))
+        with pytest.raises(InputError, match="is in eval mode"):
+            compiled(*rows(3)).backward()
         compiled.train()
         reference.train()
         with torch.no_grad():

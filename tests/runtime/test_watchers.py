@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from autopar.runtime.faults import liveness, watchers
+from autopar.runtime.faults import liveness, own_rank, watchers
 from autopar.runtime.faults.host_peers import HostPeers, Location
 from autopar.runtime.faults.json_lines import JsonLines
-from autopar.runtime.faults.judge import CallNumber, State
+from autopar.runtime.faults.judge import CallNumber, Diagnosis, State
 from autopar.runtime.faults.own_rank import Call, OwnRank
 
 SILENT_S = 3.0
@@ -102,3 +103,25 @@ def test_a_delayed_watcher_takes_nobody_for_silent(
         found = watcher.own_rank.diagnosis_within(LIMIT_S)
     assert found is not None
     assert (found.rank, found.state) == (1 - rank, State.SILENT)
+
+
+def test_a_delay_of_the_process_is_no_wait_for_the_diagnosis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its whole process stands still for longer than it may wait, and goes on."""
+    own, passed_s = in_a_step(0), [0.0]
+    found = Diagnosis(rank=1, text="rank 1 died", state=State.ENDED)
+
+    def sleep(time_s: float) -> None:
+        is_first = passed_s[0] == 0.0
+        passed_s[0] += DELAY_S if is_first else time_s
+        if passed_s[0] > DELAY_S + 1.0:
+            own.conclude(found)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: passed_s[0])
+    monkeypatch.setattr(own_rank, "time", clock)
+    assert own.diagnosis_within(0.5 * DELAY_S) is found
+    own.diagnosis = None
+    monkeypatch.setattr(own, "conclude", lambda _: None)
+    assert own.diagnosis_within(0.5 * DELAY_S) is None
+    assert passed_s[0] < 3 * DELAY_S

@@ -23,6 +23,8 @@ from autopar.runtime.faults.step_limit import StepLimit
 GRACE_S = 6.0
 """How long the user's thread may take to leave a call after a diagnosis; then its process ends."""
 _MAX_STACK_FRAMES = 12
+_POLL_S = 0.01
+_MAX_POLL_S = 0.1  # a poll that takes longer was delayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +101,18 @@ class OwnRank:
         self.diagnosis = diagnosis
 
     def diagnosis_within(self, limit_s: float) -> Diagnosis | None:
-        """Wait for the diagnosis. There is no lock: this may run in a signal handler that has
-        interrupted a wait of the same thread."""
-        deadline_s = time.monotonic() + limit_s
-        while self.diagnosis is None and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        """Wait for the diagnosis, for ``limit_s`` in which this process runs.
+
+        The time of a delay of the whole process does not count, as it has delayed the watcher's
+        thread too. There is no lock: this may run in a signal handler that has interrupted a wait
+        of the same thread.
+        """
+        waited_s, last_s = 0.0, time.monotonic()
+        while self.diagnosis is None and waited_s < limit_s:
+            time.sleep(_POLL_S)
+            now_s = time.monotonic()
+            waited_s += min(now_s - last_s, _MAX_POLL_S)
+            last_s = now_s
         return self.diagnosis
 
     def enforce(self) -> None:

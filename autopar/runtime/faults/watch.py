@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.base.errors import AutoparError
+from autopar.base.errors import AutoparError, WorkerError
 from autopar.comm.transports import handshake
 from autopar.runtime.faults import progress
 from autopar.runtime.faults.host_peers import Location
@@ -156,6 +156,13 @@ class Watch:
         diagnosis = own.diagnosis_within(_DIAGNOSIS_S)
         if diagnosis is not None and diagnosis.rank != own.rank and by_peers:
             raise self._raised(diagnosis) from error
+        if diagnosis is None and by_peers:
+            self._was_raised = True
+            raise WorkerError(
+                f"rank {own.rank} was cut off in {doing} of {call} ({summary}), and no rank was "
+                "found to be at fault in time: the output of the others says more. This job cannot "
+                "go on: start it again, and compiled.load(path) the last checkpoint"
+            ) from error
         error.add_note(f"on rank {own.rank} in {doing} of {call}: all ranks stop")
 
     def _raised(self, diagnosis: Diagnosis) -> BaseException:
