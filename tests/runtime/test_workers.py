@@ -92,10 +92,18 @@ def raise_bad_batch() -> None:
     raise ValueError("this batch is bad")
 
 
+def die_slowly() -> None:
+    """Cut the peers off two seconds before the process ends, as on a machine that is busy."""
+    dist.destroy_process_group()
+    time.sleep(2.0)
+    os._exit(7)
+
+
 BUSY_CHILD = "import time; end = time.monotonic() + 8\nwhile time.monotonic() < end: pass"
 HOW_TO_FAIL: dict[str, Callable[[], Any]] = {
     "raise": raise_bad_batch,
     "os._exit": lambda: os._exit(7),
+    "die slowly": die_slowly,
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(600),
@@ -274,6 +282,7 @@ class TestFailures:
         [
             (2, "raise", "worker 1 of 2 raised ValueError: this batch is bad", "raise_bad_batch"),
             (2, "os._exit", "exited with code 7", ""),
+            (2, "die slowly", "exited with code 7", ""),
             (3, "sigkill", "was killed by SIGKILL", ""),
             (2, "segfault", "was killed by SIGSEGV", "in string_at"),
         ],

@@ -29,7 +29,8 @@ _GO_ON = (
 class Trouble:
     """The failure of one worker. ``time_s`` is on the machine's monotonic clock.
 
-    ``doing`` is the action of a training step it was in, as `WorkerProcess.doing` has it.
+    ``doing`` is the action of a training step it was in, as `WorkerProcess.doing` has it;
+    ``by_peers`` as in `Failure`.
     """
 
     rank: int
@@ -38,9 +39,11 @@ class Trouble:
     summary: str
     traceback: str
     doing: str = ""
+    by_peers: bool = False
 
     def condition(self, what: str) -> Condition:
-        state = State.ENDED if self.died else State.FAILED
+        state = State.CUT_OFF if self.by_peers else State.FAILED
+        state = State.ENDED if self.died else state
         return Condition(rank=self.rank, state=state, doing=what, time_s=self.time_s)
 
     @classmethod
@@ -52,6 +55,7 @@ class Trouble:
             summary=f"raised {failure.summary}",
             doing=worker.doing(),
             traceback=failure.traceback,
+            by_peers=failure.by_peers,
         )
 
     @classmethod

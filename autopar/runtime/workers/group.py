@@ -41,6 +41,7 @@ from autopar.runtime.workers.watchdog import Watchdog
 
 _POLL_S = 0.2  # how late a death is noticed if the worker's children hold its socket open
 _SETTLE_S = 0.5  # how long after a rank's exception another's death may show up
+_CUT_OFF_S = 10.0  # the same after one that was cut off, by a death that is certain to show up
 
 
 class WorkerGroup(Closing):
@@ -300,7 +301,8 @@ class WorkerGroup(Closing):
                 if isinstance(outcome, Trouble):
                     troubles.append(outcome)
                     now_s = time.monotonic()
-                    settled_s = min(settled_s, now_s if outcome.died else now_s + _SETTLE_S)
+                    wait_s = _CUT_OFF_S if outcome.by_peers else _SETTLE_S
+                    settled_s = min(settled_s, now_s if outcome.died else now_s + wait_s)
                 else:
                     answers[worker.rank] = outcome
             if left_s <= 0:

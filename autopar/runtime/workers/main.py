@@ -35,6 +35,7 @@ import torch.distributed as dist
 from autopar.base.accelerators import is_accelerator, module_of
 from autopar.comm.transports.ports import sealed
 from autopar.runtime.faults import progress
+from autopar.runtime.faults.judge import raised_by_peers
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.workers.fork_server import WorkerFiles
 from autopar.runtime.workers.messages import Channel, Message, packed, unpack, unpack_watched
@@ -85,11 +86,15 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The error of a worker; ``time_s`` is on the machine's monotonic clock."""
+    """The error of a worker; ``time_s`` is on the machine's monotonic clock.
+
+    ``by_peers``: it waited for other workers, one of which is gone.
+    """
 
     time_s: float
     summary: str
     traceback: str
+    by_peers: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +202,9 @@ def _report(channel: Channel, error: BaseException) -> None:
     time_s = time.monotonic()
     summary = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_exception(error))
-    _reply(channel, Reply(failure=Failure(time_s=time_s, summary=summary, traceback=text)))
+    by_peers = isinstance(error, RuntimeError) and raised_by_peers(error.__traceback__)
+    failure = Failure(time_s=time_s, summary=summary, traceback=text, by_peers=by_peers)
+    _reply(channel, Reply(failure=failure))
 
 
 def _watch(server_pid: int) -> None:
