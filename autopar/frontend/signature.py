@@ -58,12 +58,16 @@ class Signature:
         for leaf, expected in zip(leaves, self.leaves):
             if isinstance(expected, InputSlot):
                 tensors.append(self._check(leaf, expected.position))
-            elif isinstance(leaf, Tensor) or leaf != expected:
+            elif not _is_same_constant(leaf, expected):
                 raise InputError(
                     f"argument {leaf!r} differs from the value {expected!r} the model was "
                     "captured with; compile again for another value"
                 )
         return tensors
+
+    def has_structure_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has as many positional arguments and the same keywords."""
+        return bool(self._flat(args, kwargs)[1] == self.in_spec)
 
     def with_shapes_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
         """The signature of a call like the example with tensors of other sizes.
@@ -162,6 +166,13 @@ class Signature:
             f"{n}: {tuple(s)} {d}"
             for n, s, d in zip(self.input_names, self.input_shapes, self.input_dtypes)
         )
+
+
+def _is_same_constant(leaf: Any, expected: Any) -> bool:
+    try:
+        return not isinstance(leaf, Tensor) and bool(leaf == expected)
+    except (TypeError, ValueError):  # arrays have no truth value
+        return False
 
 
 @dataclass(frozen=True, slots=True)

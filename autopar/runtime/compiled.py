@@ -200,6 +200,7 @@ class Compiled(ModuleHabits, Closing):
         """
         refuse_autocast(self.program.device_type, "the compiled model was called")
         if not has_gradients_on():
+            self._warn_of_kept_buffers()
             return self._forward(args, kwargs, local)
         reason = self._why_no_loop if self.training else IN_EVAL_MODE
         reason = reason or self._why_no_pass(args, kwargs, local)
@@ -207,24 +208,48 @@ class Compiled(ModuleHabits, Closing):
             return refusing_backward(self._forward(args, kwargs, local), reason)
         signature, outputs = self._captured.signature, None
         if not (self._has_loss_fn or signature.returns_one_tensor):
-            outputs = self._forward(args, kwargs, local)
+            outputs = self._forward(args, kwargs, local, as_training_pass=True)
         slot, tensors = self._trainings.call(args, kwargs, local=local)
         loss = self._loop.run(tensors, local=local, slot=slot)
         if self._has_loss_fn:
             return loss
         return signature.output_of([loss]) if outputs is None else with_loss(outputs, loss)
 
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool) -> Any:
+    def _forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        local: bool,
+        *,
+        as_training_pass: bool = False,
+    ) -> Any:
         with self._runner.watched("a forward pass"):
-            return self._forwards.run(args, kwargs, training=self.training, local=local)
+            return self._forwards.run(
+                args, kwargs, training=self.training, local=local,
+                as_training_pass=as_training_pass,
+            )  # fmt: skip
+
+    def _warn_of_kept_buffers(self) -> None:
+        if self.training and any(b.following is not None for b in self.program.buffers):
+            warnings.warn(
+                "a call in train mode under torch.no_grad() leaves the buffers of a compiled model "
+                "(such as running statistics) as they are, which the plain model would change; "
+                "they change in training steps, and in calls that have gradients",
+                stacklevel=5,
+            )
 
     def _why_no_pass(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
     ) -> str | None:
-        """Why a call has no gradients; None if it is like those trained with."""
+        """Why a call has no gradients; None if it is like those trained with.
+
+        Raises InputError for one with targets that cannot be used, as it has no output but a loss.
+        """
         try:
             self._trainings.check(args, kwargs, local=local)
         except InputError as error:
+            if self._has_loss_fn and self._captured.signature.has_structure_of(args, kwargs):
+                raise
             return f"the call is unlike those trained with: {error}"
         return None
 
@@ -248,9 +273,12 @@ class Compiled(ModuleHabits, Closing):
         """Drop the gradients that ``backward()`` calls have accumulated, or set them to zero."""
         self._loop.zero_grad(set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the accumulated gradients to at most this global 2-norm; the norm before."""
-        return self._loop.clip(max_norm)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the accumulated gradients to at most this global 2-norm; the norm before.
+
+        Raises InputError for another ``norm_type`` than 2.
+        """
+        return self._loop.clip(max_norm, norm_type)
 
     def train(self, mode: bool = True) -> Self:
         """Run later calls in train mode: each submodule in its mode when the model was compiled.

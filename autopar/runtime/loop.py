@@ -221,8 +221,16 @@ class ClassicLoop:
         self.is_waiting = False
         self.has_gradients = self.has_gradients and not set_to_none
 
-    def clip(self, max_norm: Any) -> Tensor:
+    def clip(self, max_norm: Any, norm_type: Any = 2.0) -> Tensor:
         """Clip the accumulated gradients; their global 2-norm before."""
+        if norm_type != 2:
+            raise InputError(
+                f"norm_type is {norm_type!r}; a compiled model clips the 2-norm alone: "
+                "compiled.clip_grad_norm_(1.0). compiled.gradients() and compiled.set_gradients() "
+                "read and replace gradients for any other rule"
+            )
+        if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+            max_norm = max_norm.item()
         is_number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
         if not is_number or not max_norm > 0:
             raise InputError(
@@ -322,6 +330,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["params"] = _Elsewhere()
         self._loop = loop
+        self._kind: Callable[..., torch.optim.Optimizer] = type(made)
         self._name = type(made).__name__
         self._known = [_without_parameters(group) for group in self.param_groups]
 
@@ -337,13 +346,42 @@ class LoopOptimizer(torch.optim.Optimizer):
         """Hyper-parameters set since the last call, by group; InputError for another type."""
         changes: HyperParameters = []
         for group, known in zip(self.param_groups, self._known):
-            changed = {k: group[k] for k, v in known.items() if not _is_same(group.get(k), v)}
+            if missing := known.keys() - group.keys():
+                raise InputError(
+                    f"{min(missing)!r} was deleted from compiled.optimizer.param_groups; set it "
+                    f"again, as it was: {known[min(missing)]!r}"
+                )
+            changed = {k: group[k] for k, v in known.items() if not _is_same(group[k], v)}
             for key, value in changed.items():
                 _check_kind(key, value, known[key])
+            self._check_goes_on(known, changed)
             changes.append(copy.deepcopy(changed))
         for known, changed in zip(self._known, changes):
             known.update(copy.deepcopy(changed))
         return changes
+
+    def _check_goes_on(self, known: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """Raise InputError where the optimizer cannot go on from its state with what was switched
+        on or off, by trying it on one number."""
+        if all(bool(value) == bool(known[key]) for key, value in changed.items()):
+            return
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.ones(1)
+        try:
+            made = self._kind([{**copy.deepcopy(dict(known)), "params": [parameter]}])
+            made.step()
+        except Exception:  # it does not work on one number of the CPU
+            return
+        try:
+            made.param_groups[0].update(copy.deepcopy(dict(changed)))
+            made.step()
+        except Exception as error:
+            text = ", ".join(f"{key!r} to {value!r}" for key, value in changed.items())
+            raise InputError(
+                f"compiled.optimizer.param_groups was set, {text}, and {self._name} cannot go on "
+                f"from its state with it ({type(error).__name__}: {error}): pass it to "
+                "autopar.compile(..., optimizer=...) from the beginning"
+            ) from error
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all weights with the accumulated gradients; what ``closure`` returns, if given.

@@ -46,7 +46,12 @@ class Runner(SavingRunner, LoopRunner, Protocol):
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
     def forward(
-        self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool = False,
+        as_training_pass: bool = False,
     ) -> list[Tensor]: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...

@@ -289,6 +289,54 @@ def test_dropout_draws_anew_in_every_call() -> None:
         losses = [compiled(*rows(0)) for _ in range(3)]
         assert len({first.item(), *(loss.item() for loss in losses)}) == 3
         torch.testing.assert_close(losses[0].detach(), first)
+        with torch.no_grad():
+            drawn = [compiled(*rows(0)).item() for _ in range(4)]
+        assert len(set(drawn)) == 4
+        compiled.train_step(*rows(0))
+        with torch.no_grad():
+            assert compiled(*rows(0)) not in drawn
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(16, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = self.dropout(self.layer(x))
+        return {"loss": F.cross_entropy(found, y), "found": found}
+
+
+def test_outputs_are_those_of_which_the_loss_is_computed() -> None:
+    x, y = rows(0)
+    with compile_two(Dropped().double(), rows(0), "data_parallel") as compiled:
+        for _ in range(3):
+            with torch.no_grad():
+                compiled(x, y)
+            output = compiled(x, y)
+            torch.testing.assert_close(output["loss"], F.cross_entropy(output["found"], y))
+            output["loss"].backward()
+
+
+def test_targets_that_cannot_be_used_are_refused() -> None:
+    x, y = rows(0)
+    layer = nn.Linear(16, 8).double()
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "check_gradients": False}
+    with compile_two(layer, (x, y), "data_parallel", **options) as compiled:
+        for wrong in (y.int(), y.numpy(), None):
+            with pytest.raises(InputError, match=r"input '1' (has dtype|must be a tensor)"):
+                compiled(x, wrong)
+        assert compiled(x, y).dim() == 0
+        assert compiled(x).shape == (8, 8)
+
+
+def test_buffers_that_a_call_leaves_are_told_of() -> None:
+    with compile_two(net(), rows(0)) as compiled:
+        before = compiled.full_state_dict()
+        with torch.no_grad(), pytest.warns(UserWarning, match="leaves the buffers"):
+            compiled(*rows(0))
+        found = compiled.full_state_dict()
+        assert torch.equal(found["norm.running_mean"], before["norm.running_mean"])
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["free", "clipped"])
@@ -346,6 +394,18 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
             with pytest.raises(InputError, match=rf"'{key}' of .* was set to .* of the kind of"):
                 optimizer.step()
             optimizer.param_groups[0][key] = kept
+        optimizer.step()
+        optimizer.param_groups[0]["amsgrad"] = True  # it has no state for it
+        with pytest.raises(InputError, match=r"'amsgrad' to True, and AdamW cannot go on"):
+            optimizer.step()
+        optimizer.param_groups[0]["amsgrad"] = False
+        del optimizer.param_groups[0]["weight_decay"]
+        with pytest.raises(InputError, match=r"'weight_decay' was deleted from .* was: 0\.01"):
+            optimizer.step()
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        with pytest.raises(InputError, match=r"norm_type is 1; .*the 2-norm alone"):
+            compiled.clip_grad_norm_(1.0, norm_type=1)
+        assert compiled.clip_grad_norm_(torch.tensor(1.0)) > 0
         optimizer.step()
         with pytest.raises(InputError, match="clip_grad_norm_"):
             list(optimizer.param_groups[0]["params"])

@@ -173,9 +173,17 @@ class LocalRunner:
         """Nothing to do: the parent watches the workers in each call."""
         return contextlib.nullcontext()
 
-    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+    def forward(
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool = False,
+        as_training_pass: bool = False,
+    ) -> list[Tensor]:
         _refuse_local(local)
-        outputs: list[Tensor] = self.group.call("forward", slot, list(tensors))[0]
+        found = self.group.call("forward", slot, list(tensors), as_training_pass)
+        outputs: list[Tensor] = found[0]
         return outputs
 
     def state_dict(self) -> dict[str, Tensor]:

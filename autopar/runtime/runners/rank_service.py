@@ -154,8 +154,10 @@ class RankService:
     def set_forward_program(self, slot: int, program: bytes) -> None:
         self.running.set_forward_program(slot, unpack(program))
 
-    def forward(self, slot: int, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        outputs = self.running.forward(slot, tensors)
+    def forward(
+        self, slot: int, tensors: Sequence[Tensor], as_training_pass: bool
+    ) -> list[Tensor] | None:
+        outputs = self.running.forward(slot, tensors, as_training_pass=as_training_pass)
         return [x.cpu() for x in outputs] if self.rank == 0 else None
 
     def held(self, what: str) -> dict[str, Tensor]:

@@ -245,10 +245,17 @@ class SpmdRunner:
         with selected(self.device), self.watch.call(name, limit):
             yield
 
-    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
+    def forward(
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool = False,
+        as_training_pass: bool = False,
+    ) -> list[Tensor]:
         if not local:
             self._batches.check(FORWARD, slot, self._forwards[slot], tensors)
-        return self.runtime.forward(slot, tensors, local=local)
+        return self.runtime.forward(slot, tensors, local=local, as_training_pass=as_training_pass)
 
     def state_dict(self) -> dict[str, Tensor]:
         with self.watched("state_dict()"):

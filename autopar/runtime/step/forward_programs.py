@@ -45,7 +45,12 @@ class ForwardRunner(Protocol):
         ...
 
     def forward(
-        self, slot: int, tensors: Sequence[Tensor], *, local: bool = False
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool = False,
+        as_training_pass: bool = False,
     ) -> list[Tensor]: ...
 
 
@@ -89,9 +94,18 @@ class ForwardPrograms:
         self._cache: ProgramCache[_Forward] = ProgramCache(MAX_PROGRAMS)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool, local: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool,
+        local: bool,
+        as_training_pass: bool = False,
     ) -> Any:
-        """The whole output of the model for this call in this mode."""
+        """The whole output of the model for this call in this mode.
+
+        ``as_training_pass``: random operators draw what the next training pass will.
+        """
         example = Arguments(args, kwargs)
         if local:
             example = self._local_call(args, kwargs).whole.example()
@@ -105,7 +119,9 @@ class ForwardPrograms:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
         tensors = signature.flatten(args, kwargs)
-        found = self._runner.forward(forward.slot, tensors, local=local)
+        found = self._runner.forward(
+            forward.slot, tensors, local=local, as_training_pass=as_training_pass
+        )
         return forward.signature.output_of(found)
 
     def _local_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalCall:

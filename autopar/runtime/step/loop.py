@@ -136,6 +136,7 @@ class LoopRuntime(RankRuntime):
         self._check_optimizer()
         for each in dropped:
             self._computed.pop(each, None)
+        self._num_forwards = 0
         bound = self._select(slot)
         self.updates.settle()
         batches = [

@@ -73,6 +73,7 @@ class RankRuntime:
         self.options = options
         self.device = device
         self.num_steps = 0
+        self._num_forwards = 0  # since the last training pass
         self._freed_memory = FreedMemory()
         self.communicator = Communicator(
             program.mesh,
@@ -188,6 +189,7 @@ class RankRuntime:
         Under an early update it may have changed weights, which the error says.
         """
         self._check_optimizer()
+        self._num_forwards = 0
         bound, norm_before = self._select(slot), self.grad_norm
         batches = [
             self.inputs(bound.program, tensors, index, local=local)
@@ -355,13 +357,28 @@ class RankRuntime:
                 self.graphs.forget(replaced)
 
     @torch.no_grad()
-    def forward(self, slot: int, tensors: Sequence[Tensor], *, local: bool = False) -> list[Tensor]:
-        """The model's output tensors, whole, on every rank."""
+    def forward(
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        *,
+        local: bool = False,
+        as_training_pass: bool = False,
+    ) -> list[Tensor]:
+        """The model's output tensors, whole, on every rank.
+
+        Random operators draw other numbers in each call, in the first one after a training pass
+        and ``as_training_pass`` those of the next.
+        """
         self._settle()
         bound = self._forwards[slot]
         self.communicator.num_microbatches = bound.program.num_microbatches
         inputs = self.inputs(bound.program, tensors, 0, local=local)
         with self._seeded_run(bound.is_random):
+            if bound.is_random and not as_training_pass:
+                if self._num_forwards:
+                    self.machine.seeds.begin_pass(-self._num_forwards)
+                self._num_forwards += 1
             values = bound.executor.forward(bound.parameters, bound.held(self._buffers), inputs)
         found = [values[output.value] for output in bound.program.outputs]
         if self.graphs is None:
