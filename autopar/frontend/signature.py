@@ -96,7 +96,11 @@ class Signature:
         return pytree.tree_flatten((tuple(args), dict(ordered)))
 
     def _hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """What is probably wrong with a call of another structure; empty if nothing is known."""
+        """The likely mistake in a call of another structure, as the end of an error's message.
+
+        Looks for a batch passed as one argument, an unknown keyword, and what is no tensor, in this
+        order; empty if it finds none.
+        """
         own_args, own_kwargs = pytree.tree_unflatten(self.leaves, self.in_spec)
         if len(args) == 1 and not kwargs:
             batch = args[0]
@@ -106,13 +110,14 @@ class Signature:
                 return ". A batch's parts are arguments of their own: write (*batch)"
             if isinstance(batch, Mapping) and batch.keys() == own_kwargs.keys() and not own_args:
                 return ". A batch's parts are keywords of their own: write (**batch)"
-        for name in (name for name in kwargs if name not in own_kwargs):
-            return f". The example has no keyword {name!r}" + did_you_mean(name, own_kwargs)
-        given = {**{str(i): part for i, part in enumerate(args)}, **kwargs}
-        example = {**{str(i): part for i, part in enumerate(own_args)}, **own_kwargs}
-        for name in (name for name in example if name in given):
-            if isinstance(example[name], InputSlot) and not isinstance(given[name], Tensor):
-                kind = type(given[name]).__name__
+        unknown = next((name for name in kwargs if name not in own_kwargs), None)
+        if unknown is not None:
+            return f". The example has no keyword {unknown!r}" + did_you_mean(unknown, own_kwargs)
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(args, own_args))]
+        pairs += [(name, value, own_kwargs[name]) for name, value in kwargs.items()]
+        for name, given, own in pairs:
+            if isinstance(own, InputSlot) and not isinstance(given, Tensor):
+                kind = type(given).__name__
                 return f". Argument {name!r} must be a tensor, got {kind}: write torch.tensor(...)"
         return ""
 

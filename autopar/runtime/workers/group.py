@@ -41,7 +41,7 @@ from autopar.runtime.workers.watchdog import Watchdog
 
 _POLL_S = 0.2  # how late a death is noticed if the worker's children hold its socket open
 _SETTLE_S = 0.5  # how long after a rank's exception another's death may show up
-_CUT_OFF_S = 10.0  # the same after one that was cut off, by a death that is certain to show up
+_CUT_OFF_S = 10.0  # the same after the error of a wait for others, which a death explains
 
 
 class WorkerGroup(Closing):

@@ -88,7 +88,7 @@ class Stop:
 class Failure:
     """The error of a worker; ``time_s`` is on the machine's monotonic clock.
 
-    ``by_peers``: it waited for other workers, one of which is gone.
+    ``by_peers``: a wait for other workers raised it, probably because one of them is gone.
     """
 
     time_s: float
