@@ -24,6 +24,7 @@ _PLACES = {
     "GradientError": "autopar.base.errors:GradientError",
     "GraphError": "autopar.base.errors:GraphError",
     "InputError": "autopar.base.errors:InputError",
+    "KeywordError": "autopar.base.errors:KeywordError",
     "MemoryBudget": "autopar.planning.constraints:MemoryBudget",
     "MissingError": "autopar.base.errors:MissingError",
     "NonFiniteError": "autopar.base.errors:NonFiniteError",
