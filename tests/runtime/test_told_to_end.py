@@ -106,7 +106,7 @@ def test_code_that_catches_everything_hides_no_fault(store: dist.TCPStore, inste
     assert survivor.returncode == 1
     *_, last = [line for line in errors.splitlines() if "Error: " in line]
     assert "WorkerError: rank 1 of 2" in last, errors
-    assert "Traceback" in errors
+    assert 'File "<string>"' in errors  # a traceback, or the stack of a call that took too long
 
 
 def test_a_job_without_a_fault_ends_as_sigterm_ends_it(store: dist.TCPStore) -> None:
