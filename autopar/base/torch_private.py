@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 import weakref
@@ -64,6 +65,7 @@ __all__ = [
     "overloads_named",
     "pytree",
     "runs_uncompiled",
+    "without_fake_tensor_log",
     "without_generated_code",
     "without_patched_modules",
     "without_vmap_loops",
@@ -118,6 +120,20 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
 
     made: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
     return made
+
+
+# The logger of torch._subclasses.fake_tensor (2.13): each operator that fails without data writes
+# its stack, of hundreds of lines, before the exception.
+@contextlib.contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Run without the log of operators that fail on tensors without data."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 # torch.fx._symbolic_trace._Patcher (2.11 to 2.13): fx.Tracer.trace patches two methods of nn.Module

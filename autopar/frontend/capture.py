@@ -30,6 +30,7 @@ from autopar.base.torch_private import (
     FakeTensorMode,
     keyed_leaves,
     pytree,
+    without_fake_tensor_log,
     without_generated_code,
 )
 from autopar.frontend.assignments import HeldTensors
@@ -173,6 +174,8 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def check_model(model: Any) -> None:
     """Raise InputError for anything but a module."""
     if not isinstance(model, nn.Module):
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise InputError(f"model is the class {model.__name__}; pass an instance of it")
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
@@ -245,7 +248,7 @@ def _exported(
     step = stepped(fake)
     refuse_averages_over_all_batches(step.model)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
-    with without_generated_code():
+    with without_generated_code(), without_fake_tensor_log():
         try:
             return step, _export(step, fake_args, fake_kwargs)
         except (CaptureError, InputError):

@@ -25,6 +25,14 @@ class Arguments(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
+def _type_and_fix(given: object) -> str:
+    """The type of what is no tensor, and how to make one of it."""
+    kind = type(given).__name__
+    if given is None:
+        return kind
+    return f"{kind}: write torch.{'from_numpy' if kind == 'ndarray' else 'tensor'}(...)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """How the arguments of a call become the graph's inputs, and its outputs the model's own.
@@ -52,7 +60,7 @@ class Signature:
             raise InputError(
                 "inputs do not match the example inputs: they must have the same structure "
                 f"(the same positional and keyword arguments). Expected {self.describe()}; got "
-                f"{len(args)} positional and keywords {sorted(kwargs)}{self._hint(args, kwargs)}"
+                f"{len(args)} positional and keywords {sorted(kwargs)}{self.hint(args, kwargs)}"
             )
         tensors: list[Tensor] = []
         for leaf, expected in zip(leaves, self.leaves):
@@ -95,7 +103,7 @@ class Signature:
         ordered = {name: kwargs[name] for name in own} if kwargs.keys() == own.keys() else kwargs
         return pytree.tree_flatten((tuple(args), dict(ordered)))
 
-    def _hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The likely mistake in a call of another structure, as the end of an error's message.
 
         Looks for a batch passed as one argument, an unknown keyword, and what is no tensor, in this
@@ -112,20 +120,22 @@ class Signature:
                 return ". A batch's parts are keywords of their own: write (**batch)"
         unknown = next((name for name in kwargs if name not in own_kwargs), None)
         if unknown is not None:
-            return f". The example has no keyword {unknown!r}" + did_you_mean(unknown, own_kwargs)
+            hint = did_you_mean(unknown, own_kwargs)
+            if not own_kwargs:
+                hint = "; pass the arguments by position, as the example does"
+            return f". The example has no keyword {unknown!r}{hint}"
         pairs = [(str(i), *pair) for i, pair in enumerate(zip(args, own_args))]
         pairs += [(name, value, own_kwargs[name]) for name, value in kwargs.items()]
         for name, given, own in pairs:
             if isinstance(own, InputSlot) and not isinstance(given, Tensor):
-                kind = type(given).__name__
-                return f". Argument {name!r} must be a tensor, got {kind}: write torch.tensor(...)"
+                return f". Argument {name!r} must be a tensor, got {_type_and_fix(given)}"
         return ""
 
     def _check(self, leaf: Any, position: int) -> Tensor:
         name, shape = self.input_names[position], self.input_shapes[position]
         dtype = self.input_dtypes[position]
         if not isinstance(leaf, Tensor):
-            raise InputError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
+            raise InputError(f"input {name!r} must be a tensor, got {_type_and_fix(leaf)}")
         if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type == "meta":
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise InputError(

@@ -123,11 +123,15 @@ def check_takes(
     if targets is not None:
         args, kwargs, _ = targets.take(args, dict(kwargs))
         if lacking := _lacking(model, args, kwargs):
+            taken = f"the inputs are keywords {sorted(kwargs)}"
+            if targets.filled:
+                taken = (
+                    f"loss_fn takes the last {len(targets.filled)} of the {num_given} positional "
+                    f"values as {', '.join(map(repr, targets.filled))}"
+                )
             raise InputError(
-                f"{type(model).__name__}.forward lacks {', '.join(map(repr, lacking))}: loss_fn "
-                f"takes the last {len(targets.filled)} of the {num_given} positional values as "
-                f"{', '.join(map(repr, targets.filled))}; pass "
-                "example_inputs=(*model_inputs, *targets)"
+                f"{type(model).__name__}.forward lacks {', '.join(map(repr, lacking))}: {taken}; "
+                "pass example_inputs=(*model_inputs, *targets), or both by name"
             )
     names, room = _room(model)
     spare = [] if room is None else [f"positional value {i + 1}" for i in range(room, len(args))]

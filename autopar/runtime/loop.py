@@ -442,18 +442,26 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _kind(value: Any) -> int | None:
-    """How many numbers a hyper-parameter has; None for a flag, 0 for anything else."""
+def _kind(value: Any) -> str | None:
+    """What a hyper-parameter is: a flag, a number or several; None for anything else."""
     if value is None or isinstance(value, bool):
+        return "flag"
+    is_sequence = isinstance(value, tuple | list)
+    items = value if is_sequence else (value,)
+    if not all(isinstance(v, Real | Tensor) and not isinstance(v, bool) for v in items):
         return None
-    items = value if isinstance(value, tuple | list) else (value,)
-    is_numbers = all(isinstance(v, Real | Tensor) and not isinstance(v, bool) for v in items)
-    return len(items) if is_numbers else 0
+    return f"{len(items)} numbers" if is_sequence else "number"
 
 
 def _check_kind(key: str, value: Any, known: Any) -> None:
-    if _kind(value) != _kind(known) or _kind(value) == 0:
+    kind = _kind(value)
+    if kind != _kind(known) or kind is None:
         raise InputError(
             f"{key!r} of compiled.optimizer.param_groups was set to {value!r}; it must be of the "
             f"kind of {known!r}, as in compiled.optimizer.param_groups[0][{key!r}] = {known!r}"
+        )
+    if kind != "flag" and torch.as_tensor(value).isnan().any():
+        raise InputError(
+            f"{key!r} of compiled.optimizer.param_groups was set to {value!r}, with which every "
+            f"updated parameter becomes nan; set it to a number, such as {known!r}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import os
 import pickle
 import signal
@@ -58,6 +59,25 @@ def test_an_optimizer_or_anything_else_in_its_place_is_refused() -> None:
         compiled_net(optimizer=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": functools.partial(torch.optim.SGD, learning_rate=0.1)},
+         r"optimizer\(parameters\) raised TypeError: .*'learning_rate'.*optim\.AdamW, lr="),
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=-1)},
+         r"optimizer\(parameters\) raised ValueError: Invalid learning rate: -1"),
+        ({"optimizer": ADAM, "lr_scheduler": torch.optim.lr_scheduler.StepLR},
+         r"lr_scheduler\(optimizer\) raised TypeError: .*'step_size'.*CosineAnnealingLR, T_max="),
+    ],
+    ids=["keyword", "value", "scheduler"],
+)  # fmt: skip
+def test_an_optimizer_or_scheduler_that_cannot_be_made_is_told(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(autopar.OptimizerError, match=message):
+        compiled_net(**options)
+
+
 def test_a_missing_optimizer_is_told_before_anything_is_compiled() -> None:
     def refuses(*_: Any) -> None:
         raise AssertionError("the loss was computed")
@@ -86,6 +106,30 @@ def test_an_argument_that_the_model_does_not_take_is_named() -> None:
         )
     with pytest.raises(autopar.InputError, match=r"Net\.forward lacks 'x': loss_fn takes the last"):
         autopar.compile(Net(), 1, (BATCH,), loss_fn=nn.functional.mse_loss, optimizer=ADAM)
+
+
+def test_inputs_by_name_that_are_not_the_models_are_named() -> None:
+    inputs = {"input": BATCH, "target": torch.randn(())}
+    with pytest.raises(autopar.InputError, match=r"lacks 'x': the inputs are keywords \['input'\]"):
+        autopar.compile(Net(), 1, inputs, loss_fn=nn.functional.mse_loss, optimizer=ADAM)
+
+
+def test_a_class_in_place_of_a_model_is_refused() -> None:
+    with pytest.raises(autopar.InputError, match="is the class Net; pass an instance"):
+        autopar.compile(Net, 1, BATCH, optimizer=ADAM)  # type: ignore[call-overload]
+
+
+def test_an_example_without_a_finite_loss_is_refused() -> None:
+    with pytest.raises(autopar.InputError, match="loss of the example inputs is nan in eager mode"):
+        autopar.compile(Net(), 1, BATCH[:0], optimizer=ADAM, profile_limit_s=0.0)
+
+
+def test_a_model_that_fails_is_told_without_torchs_own_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(autopar.InputError, match="the model itself fails in eager mode"):
+        autopar.compile(Net(), 1, BATCH[:, :5], optimizer=ADAM)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 CLUSTER = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=4)
@@ -240,6 +284,16 @@ def test_a_batch_of_keywords_is_told_how_to_pass() -> None:
             made.train_step(batch)
         with pytest.raises(autopar.InputError, match=r"no keyword 'X'; did you mean 'x'\?$"):
             made.train_step(X=BATCH)
+
+
+def test_a_batch_as_one_argument_of_a_loops_call_is_told_how_to_pass() -> None:
+    batch = BATCH, torch.randn(8, 4)
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": ADAM}
+    with (
+        autopar.compile(nn.Linear(8, 4), 1, batch, profile_limit_s=0.0, **options) as made,
+        pytest.raises(autopar.InputError, match=r"without its loss_fn: .*write \(\*batch\)$"),
+    ):
+        made(batch)
 
 
 def test_a_keyword_that_compile_or_plan_does_not_take_is_named() -> None:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from autopar.base.errors import InputError
 from autopar.base.source_files import is_users
+from autopar.base.torch_private import without_fake_tensor_log
 from autopar.frontend.untraced import users_line
 
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -42,7 +43,7 @@ def failure_of(run: Callable[[Any], object]) -> InputError | None:
     ``run`` runs the model in eager mode, with the mode it is given around its forward pass.
     """
     last = _LastCall()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, without_fake_tensor_log():
         warnings.simplefilter("always")
         try:
             with torch.autograd.set_detect_anomaly(True, check_nan=False):

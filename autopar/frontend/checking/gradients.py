@@ -99,6 +99,12 @@ def _check_state(trial: Trial, expected: Numbers) -> None:
         ) from error
     wrong = list(_differences(again, expected, trial.graph))
     attributes = f" (attribute {', '.join(map(repr, changed))})" if changed else ""
+    if wrong and not expected.loss.isfinite():
+        raise InputError(
+            f"the loss of the example inputs is {expected.loss.item()} in eager mode, so nothing "
+            "can be compared with it; pass example inputs with a finite loss (an empty batch has "
+            "none), or check_gradients=False"
+        )
     if wrong and not trial.draws_elsewhere:
         raise GradientError(
             f"the model keeps state outside of its parameters and buffers{attributes}: {wrong[0]} "

@@ -196,12 +196,19 @@ def _made(
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     every = given(torch.device("meta"))  # so state that is made eagerly takes no memory either
     try:
-        optimizer = make(list(every.values()))
-    except Exception:
-        if len(parameters) == len(trained):
-            raise
-        every = given(device)  # fused kernels refuse tensors without data
-        optimizer = make(list(every.values()))
+        try:
+            optimizer = make(list(every.values()))
+        except Exception:
+            if len(parameters) == len(trained):
+                raise
+            every = given(device)  # fused kernels refuse tensors without data
+            optimizer = make(list(every.values()))
+    except Exception as error:
+        raise OptimizerError(
+            f"optimizer(parameters) raised {type(error).__name__}: {error}. Pass a callable that "
+            "makes an optimizer from a list of parameters: "
+            "functools.partial(torch.optim.AdamW, lr=3e-4)"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"optimizer(parameters) returned a {type(optimizer).__name__}; pass a callable that "

@@ -27,12 +27,18 @@ def check_makes_scheduler(make: object, optimizer: MakeOptimizer | None) -> None
 
 
 def checked_scheduler(make: MakeScheduler | None) -> MakeScheduler | None:
-    """``make``, but it raises InputError where it returns no scheduler."""
+    """``make``, but it raises InputError where it returns no scheduler, and OptimizerError where it
+    fails."""
     return None if make is None else functools.partial(_made, make)
 
 
 def _made(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = make(optimizer)
+    try:
+        scheduler = make(optimizer)
+    except Exception as error:
+        raise OptimizerError(
+            f"lr_scheduler(optimizer) raised {type(error).__name__}: {error}. Pass {_FIX}"
+        ) from error
     can_step = all(callable(getattr(scheduler, name, None)) for name in _METHODS)
     if not can_step or isinstance(scheduler, torch.optim.Optimizer | type):
         raise InputError(

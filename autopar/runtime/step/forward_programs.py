@@ -148,13 +148,7 @@ class ForwardPrograms:
         if is_own and training == self._was_training:
             signature, program = self._signature, self._lower_own()
         else:
-            captured = capture(
-                self._model,
-                Arguments(*self._without_targets(*call)),
-                training=None if training == self._was_training else training,
-                differentiable=False,
-                precision=self._precision,
-            )
+            captured = self._captured(call, training)
             signature = captured.signature
             program = self._lower_other(captured, self._held(captured, with_inputs=with_inputs))
         self._runner.set_forward_program(slot, program)
@@ -164,6 +158,23 @@ class ForwardPrograms:
             signature=signature,
             local_signature=local_signature(signature, program),
         )
+
+    def _captured(self, call: Arguments, training: bool) -> Captured:
+        try:
+            return capture(
+                self._model,
+                Arguments(*self._without_targets(*call)),
+                training=None if training == self._was_training else training,
+                differentiable=False,
+                precision=self._precision,
+            )
+        except InputError as error:
+            if self._loss_fn is None or call_key(*call)[0] == self._own_key[0]:
+                raise
+            raise InputError(
+                f"a call unlike those that are trained with ({self._signature.describe()}) runs "
+                f"the model without its loss_fn: {error}{self._signature.hint(*call)}"
+            ) from error
 
     def _without_targets(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
