@@ -37,6 +37,7 @@ from autopar.planning.other_calls import OtherCalls
 from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import Progress
+from autopar.planning.space import Space
 from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
 from autopar.plans.document import Plan, strategy_of
 from autopar.plans.parts import agreed_precision
@@ -97,7 +98,8 @@ def plan(
       `autopar.planning.constraints`.
     * ``num_microbatches``: split the batch into this many equal micro-batches, computed in sequence
       with one update at the end. The result is that of the whole batch; activations take the memory
-      of one micro-batch. By default 1, or searched for a pipeline.
+      of one micro-batch. By default searched for a pipeline, and where the memory takes the whole
+      batch at once only with a loss of time, or not at all; otherwise 1.
     * ``num_stages``, ``schedule``: train as a pipeline of this many stages of contiguous blocks
       under a schedule: a name that `autopar.schedules.generators.build` knows (by default
       ``"1f1b"``), or a `Schedule` made by it. The schedule fixes the number of pipeline ranks,
@@ -265,8 +267,9 @@ def compile(
       graph, and replay it in each later step; `Compiled.report` says where that is not possible,
       and why (`autopar.runtime.step.graphs`). Gradients are then overwritten by the next step.
     * ``profile_limit_s``: time limit for measuring ops on this machine, each once (results are kept
-      on disk), but for those that cannot change the plan. Others, and all ops if it is 0, are
-      priced by roofline. Collectives between the devices are measured too, which takes seconds.
+      on disk), but for those that cannot change the plan; it begins anew if micro-batches are
+      searched. Others, and all ops if it is 0, are priced by roofline. Collectives between the
+      devices are measured too, which takes seconds.
     * ``seed``: the seed of dropout and all other random ops.
 
     A list of models is compiled into an `autopar.fusion.array.Array`, in which each trains as if it
@@ -439,21 +442,25 @@ class _Compiler:
     def _search(
         self, prepared: Prepared, communication: CommunicationModel | None, say: Progress
     ) -> Plan:
-        planning, running, compute = self.planning, self.options.running, None
+        planning, running = self.planning, self.options.running
         if communication is None:
             cluster = self.cluster or Cluster.detect(len(self.devices))
         else:
             cluster = communication.cluster
-            compute = op_times(
-                calls_worth_measuring(prepared, cluster, self.space), cluster, default_store_path(),
+
+        def measure(space: Space) -> ComputeModel:
+            return op_times(
+                calls_worth_measuring(prepared, cluster, space), cluster, default_store_path(),
                 limit_s=self.options.profile_limit_s, start_timeout_s=running.start_timeout_s,
                 progress=say,
             )  # fmt: skip
+
         spec = optimizer_spec(
             running.optimizer, cluster.device, is_clipped=self.options.clips_at_end
         )
         planned = make_planned(
-            prepared, cluster, self.space, constraints=planning.constraints, compute=compute,
+            prepared, cluster, self.space, constraints=planning.constraints,
+            measure=None if communication is None else measure,
             communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
             may_move=running.array is None, device_type=self.devices[0].type, progress=say,

@@ -112,17 +112,18 @@ def llama_planner(graph: Any) -> list[Row]:
     from autopar.cost_models import Cluster
     from autopar.planning.constraints import MemoryBudget
     from autopar.planning.planner import make_planned
+    from autopar.planning.space import Space
 
     cluster = Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
     free = make_planned(graph, cluster).plan
     needed = sum(free.prediction.memory_bytes.values())
-    rows = []
+    rows, whole = [], Space(num_microbatches=1)
     for part in PARTS:
         budget = MemoryBudget(int(part * needed))
         row: Row = {"name": f"{part:.0%} of {needed / 1e9:.1f} GB, counted, any mesh"}
         start, cpu = time.perf_counter(), time.process_time()
         try:
-            plan = make_planned(graph, cluster, constraints=[budget]).plan
+            plan = make_planned(graph, cluster, whole, constraints=[budget]).plan
         except ConstraintError as error:
             needs = re.search(r"smallest one tried needs ([\d,]+) bytes", str(error))
             least = int(needs[1].replace(",", "")) / needed if needs else None

@@ -105,7 +105,12 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "offloaded": (
         1,
-        {"offload": True, "recompute": "none", "constraints": [autopar.MemoryBudget(OFFLOADED)]},
+        {
+            "offload": True,
+            "recompute": "none",
+            "num_microbatches": 1,
+            "constraints": [autopar.MemoryBudget(OFFLOADED)],
+        },
     ),
     "interleaved": (
         2,

@@ -124,7 +124,8 @@ def test_under_a_budget_the_plan_is_never_worse_than_what_fits(tight):
 def test_a_known_strategy_stands_in_where_the_search_finds_none(tight, monkeypatch):
     captured, known, budget = tight
     monkeypatch.setattr(fit, "POINT_TRIALS", 0)
-    plan = make_planned(captured, A100, constraints=[MemoryBudget(budget)]).plan
+    whole = Space(num_microbatches=1)
+    plan = make_planned(captured, A100, whole, constraints=[MemoryBudget(budget)]).plan
     assert sum(plan.prediction.memory_bytes.values()) <= budget
     best = min(cost for cost, size in known if size <= budget)
     assert plan.prediction.step_time_s <= best * (1 + 1e-7)
@@ -137,8 +138,9 @@ def test_a_known_strategy_does_not_stand_in_for_other_constraints(tight, monkeyp
     captured, _, budget = tight
     monkeypatch.setattr(fit, "POINT_TRIALS", 0)
     constraints = [MemoryBudget(budget), Force("data_parallel")]
+    space = Space(offload=False, num_microbatches=1)
     with pytest.raises(ConstraintError, match="no strategy found that fits"):
-        make_planned(captured, A100, Space(offload=False), constraints=constraints)
+        make_planned(captured, A100, space, constraints=constraints)
 
 
 def test_data_parallelism_splits_the_batch_and_nothing_else():

@@ -146,6 +146,8 @@ def test_one_constraint_needs_no_list_and_others_are_refused():
     assert set(plan.parameters.values()) == {"S0"}
     with pytest.raises(autopar.ConstraintError, match="'zero3', which is not a Force"):
         autopar.plan(model, cluster, make_batch(0), constraints=["zero3"])
+    with pytest.raises(autopar.ConstraintError, match="'zero3', which is not a Force"):
+        autopar.plan(model, cluster, make_batch(0), constraints="zero3")
 
 
 def test_nothing_to_optimize():

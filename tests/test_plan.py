@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -308,10 +309,11 @@ def test_pinned_choices_are_kept(captured):
 def test_memory_budget_makes_the_plan_split_or_recompute(captured):
     free = make_planned(captured, CLUSTER, Space(mesh={"x": 4}))
     budget = int(sum(free.plan.prediction.memory_bytes.values()) * 0.6)
-    keeping = Space(mesh={"x": 4}, recompute=Recompute.of("none"))
+    fixed = Space(mesh={"x": 4}, num_microbatches=1)
+    keeping = replace(fixed, recompute=Recompute.of("none"))
     tight, searched = (
         make_planned(captured, CLUSTER, space, constraints=[MemoryBudget(budget)])
-        for space in (keeping, Space(mesh={"x": 4}))
+        for space in (keeping, fixed)
     )
     assert sum(searched.plan.prediction.memory_bytes.values()) <= budget
     assert searched.plan.prediction.step_time_s <= tight.plan.prediction.step_time_s
@@ -323,7 +325,7 @@ def test_memory_budget_makes_the_plan_split_or_recompute(captured):
 
 def test_a_plan_for_plain_sgd_fits_where_adamws_does_not(captured):
     model, make_batch = build("gpt2")
-    options = {"mesh": {"x": 4}, "constraints": [Force("data_parallel")]}
+    options = {"mesh": {"x": 4}, "num_microbatches": 1, "constraints": [Force("data_parallel")]}
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     plain = autopar.plan(model, CLUSTER, make_batch(0), optimizer=sgd, **options)
     usual = autopar.plan(model, CLUSTER, make_batch(0), **options)

@@ -64,7 +64,7 @@ def offloaded() -> Plan:
     budget = MemoryBudget(int(0.9 * held))
     return autopar.plan(
         model, CLUSTER, make_batch(0, batch=8), offload=True, recompute="none",
-        constraints=[Force("data_parallel"), budget],
+        num_microbatches=1, constraints=[Force("data_parallel"), budget],
     )  # fmt: skip
 
 

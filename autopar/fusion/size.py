@@ -91,8 +91,8 @@ def largest_array(
     spec = optimizer_spec(optimizer, cluster.device)
     constraints = () if memory_bytes is None else (MemoryBudget(memory_bytes),)
     plan = functools.partial(
-        make_planned, cluster=cluster, space=space_of(1), constraints=constraints,
-        compute=compute, optimizer=spec,
+        make_planned, cluster=cluster, space=space_of(1, num_microbatches=1),
+        constraints=constraints, compute=compute, optimizer=spec,
     )  # fmt: skip
     found = _Search(lambda num: _sized(model, captured, num, plan), at_most).run()
     if not found:

@@ -112,9 +112,13 @@ class Fit:
                 fitted = self._lowered(option)
             if fitted is not None:
                 return self._or_nearly_too_large(fitted)
+        raise self.failure()
+
+    def failure(self) -> ConstraintError:
+        """The error where nothing fits."""
         if not self.is_open and self.smallest is not None:
-            raise self.setting.limit.too_small(self.smallest, self.least_moved_bytes)
-        raise ConstraintError(
+            return self.setting.limit.too_small(self.smallest, self.least_moved_bytes)
+        return ConstraintError(
             "no combination of stages, micro-batches and schedule was found: "
             + "; ".join(f"{name}: {why}" for name, why in self.search.reasons.items())
         )

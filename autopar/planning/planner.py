@@ -2,7 +2,8 @@
 
 In: a captured model, a cluster, and a `Space`. Out: a plan with its strategy and program. Options
 are searched and simulated (`autopar.planning.schedule_search`), then lowered, fastest first, until
-one fits (`autopar.planning.fit`).
+one fits (`autopar.planning.fit`). Where the whole batch at once does not fit, or only at a loss of
+time, the search is made again over micro-batches, unless their number is given.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
-from autopar.planning.setting import Progress, Setting, listed
+from autopar.planning.setting import Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
 from autopar.plans.modules import module_plans, parameter_uses
@@ -38,6 +39,8 @@ from autopar.pricing.candidate import Candidate
 from autopar.sharding.strategy import Strategy
 
 DEFAULT_SPACE = Space()
+MIN_LOSS = 0.01
+"""Micro-batches are searched if the memory costs at least this part of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +67,15 @@ def make_planned(
     update: Update | None = None,
     may_update_early: bool = True,
     may_move: bool = True,
+    measure: Measure | None = None,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
 
     By default ops are priced by roofline, collectives by formula, and the optimizer is AdamW.
+    ``measure`` prices ops in place of ``compute``: it is called with the space, and with a larger
+    one where micro-batches are searched too: where the space leaves their number open, and the
+    memory takes the whole batch at once only with a loss of time, or not at all.
     Parameters are updated early if ``update`` says so, or if it is None, the optimizer
     ``may_update_early``, and nothing fits otherwise. On accelerators tensors move to the host if
     the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. Raises
@@ -78,7 +85,8 @@ def make_planned(
     setting = make_setting(
         captured, cluster, space, constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
-        update=update, may_update_early=may_update_early, may_move=may_move, progress=progress,
+        update=update, may_update_early=may_update_early, may_move=may_move, measure=measure,
+        progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
     if setting.update is not None and setting.update.is_early and setting.optimizer.is_joint:
@@ -88,8 +96,7 @@ def make_planned(
             "update='at_end'"
         )
     setting.check_capacity()
-    search = Search(setting).run()
-    return _planned(search, _fitted(search))
+    return _planned(*_fitted(Search(setting).run()))
 
 
 def make_setting(
@@ -105,6 +112,7 @@ def make_setting(
     update: Update | None = None,
     may_update_early: bool = True,
     may_move: bool = True,
+    measure: Measure | None = None,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""
@@ -113,13 +121,14 @@ def make_setting(
         cluster=cluster,
         space=space,
         constraints=listed(constraints),
-        compute=compute or RooflineModel(cluster.device),
+        compute=compute or (measure(space) if measure else RooflineModel(cluster.device)),
         communication=communication or CommunicationModel(cluster),
         optimizer=optimizer or adamw(cluster.device),
         device_type=device_type,
         update=update,
         may_update_early=may_update_early,
         may_move=may_move,
+        measure=measure,
         progress=progress,
     )
 
@@ -139,23 +148,48 @@ def check_trainable(captured: Captured) -> None:
         )
 
 
-def _fitted(search: Search) -> Fitted:
-    """The fastest option that fits; where none does, tensors move to the host if they may."""
-    setting, found, failed = search.setting, list[Fitted](), None
+def _fitted(search: Search) -> tuple[Search, Fitted]:
+    """The fastest option that fits, behind its search.
+
+    Where none does, tensors move to the host if they may.
+    """
+    setting, space = search.setting, search.space
+    fits = [Fit(search, moves=bool(space.offload))]
+    found = _tried(fits[0])
+    if space.is_open:
+        found += _without_pipeline(search, found)
+    elif (several := _in_microbatches(search, found)) is not None:
+        fits.append(Fit(several, moves=bool(space.offload)))
+        found += _tried(fits[-1])
+    if not found and setting.moves_at_last:
+        setting.progress("nothing fits: search what moves to the host")
+        fits.append(Fit(search, moves=True))
+        found += _tried(fits[-1])
+    if not found:
+        raise _failure(fits)
+    return min(found, key=lambda each: each[1].option.time_s)
+
+
+def _tried(fit: Fit) -> list[tuple[Search, Fitted]]:
     try:
-        found.append(Fit(search, moves=bool(setting.space.offload)).best())
-    except ConstraintError as error:
-        failed = error
-    found += _without_pipeline(search, found)
-    if found:
-        return min(found, key=lambda fitted: fitted.option.time_s)
-    if failed is not None and not setting.moves_at_last:
-        raise failed
-    setting.progress("nothing fits: search what moves to the host")
-    return Fit(search, moves=True).best()
+        return [(fit.search, fit.best())]
+    except ConstraintError:
+        return []
 
 
-def _without_pipeline(search: Search, found: Sequence[Fitted]) -> list[Fitted]:
+def _failure(fits: Sequence[Fit]) -> ConstraintError:
+    """The error where nothing fits, with the smallest program of all that were lowered."""
+    counted = [fit.smallest for fit in fits if fit.smallest is not None]
+    if fits[0].is_open or not counted:
+        return fits[0].failure()
+    moved = [fit.least_moved_bytes for fit in fits if fit.least_moved_bytes is not None]
+    smallest = min(counted, key=lambda memory: memory.device_bytes)
+    return fits[0].setting.limit.too_small(smallest, min(moved, default=None))
+
+
+def _without_pipeline(
+    search: Search, found: Sequence[tuple[Search, Fitted]]
+) -> list[tuple[Search, Fitted]]:
     """The fastest plan without a pipeline that fits; none unless an open space has options without
     one that are faster by estimate than what it ``found``.
 
@@ -163,18 +197,33 @@ def _without_pipeline(search: Search, found: Sequence[Fitted]) -> list[Fitted]:
     only, that of a single point goes on until a sharding fits.
     """
     setting, space = search.setting, search.space
-    time_s = min((fitted.option.time_s for fitted in found), default=math.inf)
+    time_s = min((fitted.option.time_s for _, fitted in found), default=math.inf)
     faster = [each for each in search.options if each.choice is None and each.time_s < time_s]
-    if not space.is_open or not faster:
+    if not faster:
         return []
     num = min(faster, key=lambda option: option.time_s).combination.num_microbatches
     setting.progress(f"search without a pipeline, {num} micro-batches")
     point = replace(space, is_open=False, num_microbatches=num)
     try:
         alone = Search(replace(setting, space=point)).run()
-        return [Fit(alone, moves=bool(space.offload)).best()]
+        return [(search, Fit(alone, moves=bool(space.offload)).best())]
     except ConstraintError:
         return []
+
+
+def _in_microbatches(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
+    """A search over micro-batches; None if their number is given, there are no others, or what was
+    ``found`` for the whole batch at once is about as fast as without a limit of memory."""
+    setting, space = search.setting, search.space
+    worth_s = (1 + MIN_LOSS) * search.options[0].time_s
+    is_lost = all(fitted.option.time_s > worth_s for _, fitted in found)
+    if not space.leaves_microbatches or not is_lost:
+        return None
+    setting.progress("search micro-batches")
+    try:
+        return Search(setting.opened(replace(space, is_open=True, num_stages=1))).run()
+    except ConstraintError:
+        return None
 
 
 def _planned(search: Search, fitted: Fitted) -> Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autopar.base.accelerators import is_accelerator
@@ -27,6 +27,7 @@ POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
 """Time limits of a search within a budget on one mesh; shorter in an open space, which has many."""
 
 Progress = Callable[[str], None]
+Measure = Callable[[Space], ComputeModel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ class Setting:
 
     Without an ``update`` parameters are updated early where the memory needs it, and the run
     ``may_update_early``. Likewise tensors move to the host unless the space says otherwise, where
-    nothing else fits an accelerator and the run ``may_move`` them.
+    nothing else fits an accelerator and the run ``may_move`` them. ``measure`` gives the prices of
+    ops in a space that the planner opens; without it they are those of ``compute``.
     """
 
     prepared: Prepared
@@ -88,6 +90,7 @@ class Setting:
     update: Update | None = None
     may_update_early: bool = True
     may_move: bool = True
+    measure: Measure | None = None
     routes: Routes = field(default_factory=lambda: cache(redistribute))
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
@@ -97,6 +100,11 @@ class Setting:
             cut.microbatches, optimizer=self.optimizer, num_passes=self.num_passes,
             routes=self.routes,
         )  # fmt: skip
+
+    def opened(self, space: Space) -> Setting:
+        """The setting with another space, its ops priced for it."""
+        compute = self.compute if self.measure is None else self.measure(space)
+        return replace(self, space=space, compute=compute)
 
     @property
     def moves_at_last(self) -> bool:
@@ -178,7 +186,9 @@ MIN_EXPOSED = 1e-3
 
 def listed(constraints: object) -> list[Constraint]:
     """One constraint or several as a list; raises ConstraintError for anything else."""
-    given = list(constraints) if isinstance(constraints, Iterable) else [constraints]
+    given: list[object] = [constraints]
+    if isinstance(constraints, Iterable) and not isinstance(constraints, str):
+        given = list(constraints)
     found: list[Constraint] = []
     for constraint in given:
         if not isinstance(constraint, Constraint):

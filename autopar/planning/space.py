@@ -80,7 +80,13 @@ class Space:
     @property
     def has_pipelines(self) -> bool:
         """Whether some plan of the space is a pipeline."""
-        return self.is_open or self.pipeline is not None
+        return (self.is_open and self.num_stages != 1) or self.pipeline is not None
+
+    @property
+    def leaves_microbatches(self) -> bool:
+        """Whether a plan has one micro-batch only because no number was given."""
+        is_plain = not self.is_open and self.pipeline is None
+        return is_plain and self.num_microbatches is None
 
     def point(self) -> tuple[int, int]:
         """The numbers of pipeline ranks and micro-batches of a space that is not open."""
@@ -91,7 +97,7 @@ class Space:
     def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
         """Every mesh that a plan may be searched on."""
         counts = [self.point()[0]]
-        if self.is_open:
+        if self.is_open and self.num_stages != 1:
             counts = pipeline_device_counts(cluster, self.mesh) or [1]
         return tuple(
             mesh

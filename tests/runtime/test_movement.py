@@ -177,8 +177,8 @@ class MeanSquare(torch.nn.Module):
         return loss
 
 
-PLAIN: dict[str, Any] = {"recompute": "none", "update": "at_end"}
-EARLY: dict[str, Any] = {"recompute": "none", "update": "early"}
+PLAIN: dict[str, Any] = {"recompute": "none", "update": "at_end", "num_microbatches": 1}
+EARLY: dict[str, Any] = {"recompute": "none", "update": "early", "num_microbatches": 1}
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (1, {**PLAIN, "max_grad_norm": 0.5}),
     (1, {**PLAIN, "recompute": "full"}),
@@ -241,7 +241,7 @@ def test_updates_are_early_where_no_movement_at_the_end_fits() -> None:
     needed = 10 * 256 * 256 * 4
     options: dict[str, Any] = {
         "example_inputs": (torch.zeros(4, 256),), "optimizer": adamw, "offload": True,
-        "recompute": "none", "constraints": autopar.MemoryBudget(needed),
+        "recompute": "none", "constraints": autopar.MemoryBudget(needed), "num_microbatches": 1,
     }  # fmt: skip
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=1)
     with pytest.raises(ConstraintError, match="Even if every tensor moves"):
@@ -361,7 +361,9 @@ def test_gpus_offload_by_default_where_nothing_else_fits() -> None:
     model, batches = gpt2()
     gpu = Cluster.preset("h100-sxm", nodes=1, devices_per_node=1)
     cpu = Cluster.preset("cpu", nodes=1, devices_per_node=1)
-    plan = functools.partial(autopar.plan, model, example_inputs=batches[0], optimizer=adamw)
+    plan = functools.partial(
+        autopar.plan, model, example_inputs=batches[0], optimizer=adamw, num_microbatches=1
+    )
     roomy = plan(gpu)
     assert roomy.offload is None
     needed = sum(plan(gpu, recompute="full", update="early").prediction.memory_bytes.values())

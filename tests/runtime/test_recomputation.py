@@ -102,6 +102,18 @@ def needed_bytes(kind: str, recompute: Any) -> int:
     return sum(plan.prediction.memory_bytes.values())
 
 
+def test_micro_batches_take_the_place_of_recomputation() -> None:
+    """They are searched by default, at the prices of ops measured for them."""
+    model, batches, _ = data("gpt2")
+    budget = autopar.MemoryBudget(int(0.9 * needed_bytes("gpt2", "none")))
+    compiled = autopar.compile(
+        model, 1, example_inputs=batches[0], optimizer=optimizer_of("gpt2"), recompute="none",
+        update="at_end", constraints=budget, profile_limit_s=1,
+    )  # fmt: skip
+    assert compiled.plan.schedule.num_microbatches > 1
+    check("gpt2", compiled)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "resnet"])
 def test_as_little_is_recomputed_as_the_memory_asks_for(kind: str) -> None:
     """Nothing where everything fits, else less than with recompute="full"."""
@@ -111,7 +123,7 @@ def test_as_little_is_recomputed_as_the_memory_asks_for(kind: str) -> None:
     assert not roomy.plan.recomputation
     full = compiled_for(kind, 1, recompute="full").plan
     budget = autopar.MemoryBudget((most + least) // 2)
-    tight = compiled_for(kind, 1, constraints=budget)
+    tight = compiled_for(kind, 1, constraints=budget, num_microbatches=1)
     assert sum(tight.plan.prediction.memory_bytes.values()) <= budget.size_bytes
     assert roomy.plan.prediction.step_time_s < tight.plan.prediction.step_time_s
     assert tight.plan.prediction.step_time_s < full.prediction.step_time_s

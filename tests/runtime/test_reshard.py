@@ -131,7 +131,7 @@ def planned(size: str, **options: Any) -> Any:
         model, example = Blocks(), torch.empty(64, 8192)
     return autopar.plan(
         model, H100, example, constraints=[Force("zero3"), autopar.MemoryBudget(size)],
-        mesh={"dp": 8}, **options,
+        mesh={"dp": 8}, num_microbatches=1, **options,
     )  # fmt: skip
 
 

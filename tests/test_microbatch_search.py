@@ -1,0 +1,127 @@
+"""Micro-batches are searched where the memory takes the whole batch at once at a loss, or not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Cluster, ConstraintError, MemoryBudget, Plan
+from autopar.cost_models import ComputeModel, RooflineModel
+from autopar.cost_models.calls import TensorSpec
+from autopar.frontend.capture import capture
+from autopar.passes.prepare import prepare
+from autopar.planning.planner import make_planned
+from autopar.planning.space import Space
+from autopar.planning.worth_measuring import calls_worth_measuring
+from tests.models.zoo import build
+
+NUM_ROWS = 16
+CLUSTERS = {
+    "one": Cluster.preset("a100-80", nodes=1, devices_per_node=1),
+    "two": Cluster.preset("v100-pcie", nodes=1, devices_per_node=2),
+}
+
+
+class Deep(nn.Module):
+    """Layers whose activations take most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def planned(cluster: str, **options: Any) -> Plan:
+    with torch.device("meta"):
+        model, x = Deep(), torch.empty(NUM_ROWS, 1024, 256)
+    return autopar.plan(model, CLUSTERS[cluster], (x,), **options)
+
+
+@functools.cache
+def needed_bytes(cluster: str) -> int:
+    return sum(planned(cluster).prediction.memory_bytes.values())
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("share", [0.8, 0.4, 0.25])
+def test_no_number_of_micro_batches_is_faster(cluster: str, share: float) -> None:
+    budget = MemoryBudget(int(share * needed_bytes(cluster)))
+    found = planned(cluster, constraints=budget)
+    assert sum(found.prediction.memory_bytes.values()) <= budget.size_bytes
+    assert found.offload is None
+    times_s = []
+    for num in (1, 2, 4, 8, 16):
+        try:
+            fixed = planned(cluster, constraints=budget, num_microbatches=num, offload=False)
+        except ConstraintError:
+            continue
+        times_s.append(fixed.prediction.step_time_s)
+    assert found.prediction.step_time_s <= min(times_s) * (1 + 1e-9)
+
+
+def test_a_budget_that_takes_everything_leaves_one() -> None:
+    free = planned("two")
+    assert free.schedule.num_microbatches == 1
+    budget = MemoryBudget(needed_bytes("two"))
+    assert planned("two", constraints=budget).ops == free.ops
+
+
+def test_what_fits_in_no_other_way_is_cut() -> None:
+    budget = MemoryBudget(needed_bytes("one") // 4)
+    fixed: dict[str, Any] = {"constraints": budget, "recompute": "none", "offload": False}
+    with pytest.raises(ConstraintError, match="no strategy found that fits"):
+        planned("one", num_microbatches=1, **fixed)
+    found = planned("one", **fixed)
+    assert found.schedule.num_microbatches > 1
+    assert not found.is_pipeline
+    assert not found.recomputation
+    assert "micro-batches" in str(found)
+    assert "no pipeline" in found.report("full")
+
+
+def test_micro_batches_are_searched_before_anything_moves() -> None:
+    budget = MemoryBudget(needed_bytes("one") // 4)
+    assert planned("one", constraints=budget).offload is None
+
+
+def test_a_model_that_needs_the_whole_batch_is_not_cut() -> None:
+    model, make_batch = build("resnet")
+    plan = functools.partial(autopar.plan, model, CLUSTERS["one"], make_batch(0))
+    needed = sum(plan().prediction.memory_bytes.values())
+    least = sum(plan(recompute="full").prediction.memory_bytes.values())
+    tight = plan(constraints=MemoryBudget((needed + least) // 2))
+    assert tight.schedule.num_microbatches == 1
+    assert tight.recomputation
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_ops_are_measured_for_what_is_searched(share: float) -> None:
+    """A second time where micro-batches are searched, with their shapes."""
+    spaces: list[Space] = []
+
+    def measure(space: Space) -> ComputeModel:
+        spaces.append(space)
+        return RooflineModel(CLUSTERS["one"].device)
+
+    with torch.device("meta"):
+        model = prepare(capture(Deep(), (torch.empty(NUM_ROWS, 1024, 256),)))
+    budget = MemoryBudget(int(share * needed_bytes("one")))
+    found = make_planned(model, CLUSTERS["one"], constraints=budget, measure=measure)
+    num = found.plan.schedule.num_microbatches
+    assert [space.is_open for space in spaces] == [False, True][: 1 if share == 1 else 2]
+    rows = {
+        part.shape[0]
+        for call in calls_worth_measuring(model, CLUSTERS["one"], spaces[-1])
+        for part in call.args
+        if isinstance(part, TensorSpec)
+    }
+    assert NUM_ROWS // num in rows
