@@ -36,7 +36,7 @@ from autopar.planning.movement import movement_of
 from autopar.planning.other_calls import OtherCalls
 from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
-from autopar.planning.setting import Progress
+from autopar.planning.setting import TIME_LIMIT_S, Progress
 from autopar.planning.space import Space
 from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
 from autopar.plans.document import Plan, strategy_of
@@ -79,6 +79,7 @@ def plan(
     optimizer: MakeOptimizer | None = None,
     update: str | Update | None = None,
     compute: ComputeModel | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
     progress: bool = False,
 ) -> Plan:
     """Search for the fastest strategy to train ``model`` on ``cluster``, offline.
@@ -148,6 +149,10 @@ def plan(
       see ``nonfinite`` of `compile`. With micro-batches gradients are accumulated, so only the last
       one can save; `autopar.Update` has more options.
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
+    * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
+      micro-batches: a third to find options, the rest to lower them until one fits. What was not
+      tried is in the report. The sharding of each option is searched exactly, or to its own limit.
+    * ``progress``: show what is being done, with the best step so far and its gap to a lower bound.
 
     Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError if the batch
     cannot be split into ``num_microbatches``.
@@ -159,7 +164,7 @@ def plan(
         reshard_after_forward=reshard_after_forward,
         reduce_every_microbatch=reduce_every_microbatch, offload=offload, batch_norm=batch_norm,
         precision=check_precision(precision), optimizer=optimizer, update=check_update(update),
-        compute=compute,
+        compute=compute, time_limit_s=time_limit_s,
     )  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise InputError(
@@ -178,6 +183,7 @@ def plan(
             compute=compute,
             optimizer=optimizer_spec(optimizer, cluster.device),
             update=options.update,
+            time_limit_s=time_limit_s,
             progress=say,
         ).plan
 
@@ -223,6 +229,7 @@ def compile(
     kernels: str | None = None,
     cuda_graphs: bool = True,
     profile_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     seed: Any = None,
     progress: bool = False,
     start_timeout_s: float = 120.0,
@@ -286,6 +293,7 @@ def compile(
     options = functools.partial(
         compile_options, mesh=mesh, constraints=constraints, num_stages=num_stages,
         num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, recompute=recompute,
+        time_limit_s=time_limit_s,
         reshard_after_forward=reshard_after_forward,
         reduce_every_microbatch=reduce_every_microbatch, offload=offload,
         batch_norm=batch_norm, precision=check_precision(precision), update=check_update(update),
@@ -463,7 +471,8 @@ class _Compiler:
             measure=None if communication is None else measure,
             communication=communication, optimizer=spec, update=planning.update,
             may_update_early=may_be_early(running, planning.precision),
-            may_move=running.array is None, device_type=self.devices[0].type, progress=say,
+            may_move=running.array is None, device_type=self.devices[0].type,
+            time_limit_s=planning.time_limit_s, progress=say,
         )  # fmt: skip
         return with_kernels(
             planned.plan, planned.program, self.options.kernels, default_store_path(),

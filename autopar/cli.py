@@ -29,6 +29,7 @@ from autopar.base.units import format_bytes
 from autopar.cost_models import Cluster
 from autopar.cost_models.presets import PRESET_NAMES
 from autopar.frontend.factory import factory_name, factory_of
+from autopar.planning.setting import TIME_LIMIT_S
 from autopar.plans.alternatives import alternatives
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section
@@ -242,6 +243,10 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         "--offload", action=argparse.BooleanOptionalAction,
         help="tensors may move to the host; by default where nothing else fits a GPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", dest="time_limit_s", type=float, metavar="SECONDS", default=TIME_LIMIT_S,
+        help="processor time of a search over schedules or micro-batches",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -383,7 +388,9 @@ def _searched(chosen: argparse.Namespace) -> Plan:
         "mesh": chosen.mesh,
         "recompute": recompute_of(chosen.recompute),
     }
-    for name in ("precision", "schedule", "num_stages", "num_microbatches", "offload"):
+    for name in (
+        "precision", "schedule", "num_stages", "num_microbatches", "offload", "time_limit_s",
+    ):  # fmt: skip
         options[name] = getattr(chosen, name)
     made = factory_of(chosen.factory)
     return make_plan(made.model, cluster, made.inputs, progress=not chosen.quiet, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.base.errors import AutoparError, ConstraintError
+from autopar.base.errors import AutoparError, ConstraintError, InputError
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
 from autopar.planning.combinations import Combinations
@@ -63,6 +63,21 @@ def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -
             options = {"schedule": made.build()}
         fixed = autopar.plan(model, CLUSTER, make_batch(0), **options)
         assert fixed.prediction.step_time_s == pytest.approx(time_s), name
+
+
+def test_a_search_without_time_has_the_first_option(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(time_limit_s=0)
+    assert len(found.search.pipelines) == 1
+    reasons = found.search.not_pipelines.values()
+    assert any(why == "not tried: the search reached its time limit of 0 s" for why in reasons)
+    planned(progress=True)
+    assert "; best so far " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit_s", [-1, "60", None, True])
+def test_a_time_limit_is_a_number_of_seconds(limit_s: Any) -> None:
+    with pytest.raises(InputError, match=r"time_limit_s is .*; it must be a number of seconds"):
+        planned(time_limit_s=limit_s)
 
 
 def test_what_is_fixed_stays() -> None:

@@ -11,7 +11,7 @@ ratio of count to estimate; if recomputation is open, with what it must recomput
 that must be (`autopar.planning.movement`). The ratio is reused for other options with the same
 schedule. A known strategy replaces an option that is slower than it, or that was not found.
 
-In an open space, lowering stops after `LOWER_LIMIT_S` of processor time. If nothing has fit by
+In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by
 then, a few of the options with the least memory are still tried. The report lists those not tried.
 """
 
@@ -55,7 +55,6 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import NodeKind
 from autopar.pricing.step_time import time_parts
 
-LOWER_LIMIT_S = 40.0
 MAX_NEARLY, NEARLY = 3, 1.25
 """So many options that are faster than the first one that fits are counted too, if they were
 estimated to take up to so many times the memory."""
@@ -87,7 +86,9 @@ class Fit:
         """The least memory with which a program that was lowered runs if everything moves."""
         for option in search.options:
             self._push(option)
-        self.deadline_s = time.process_time() + (LOWER_LIMIT_S if self.is_open else math.inf)
+        self.deadline_s = time.process_time() + (
+            self.setting.lower_limit_s if self.is_open else math.inf
+        )
         self.num_late = 0
         self.traces: tuple[tuple[object, ...], Traces] | None = None
 
@@ -99,8 +100,8 @@ class Fit:
                 if self.num_late == MAX_LATE:
                     self._refuse(
                         option,
-                        f"not lowered: the time limit of {LOWER_LIMIT_S:.0f} s was used "
-                        "up by other combinations",
+                        f"not lowered: the time limit of {self.setting.lower_limit_s:.0f} s was "
+                        "used up by other combinations",
                     )
                     continue
                 option = self._most_frugal(option)

@@ -30,7 +30,7 @@ from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
-from autopar.planning.setting import Measure, Progress, Setting, listed
+from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
 from autopar.plans.modules import module_plans, parameter_uses
@@ -68,6 +68,7 @@ def make_planned(
     may_update_early: bool = True,
     may_move: bool = True,
     measure: Measure | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
@@ -86,7 +87,7 @@ def make_planned(
         captured, cluster, space, constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
         update=update, may_update_early=may_update_early, may_move=may_move, measure=measure,
-        progress=progress,
+        time_limit_s=time_limit_s, progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
     if setting.update is not None and setting.update.is_early and setting.optimizer.is_joint:
@@ -113,6 +114,7 @@ def make_setting(
     may_update_early: bool = True,
     may_move: bool = True,
     measure: Measure | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""
@@ -129,6 +131,7 @@ def make_setting(
         may_update_early=may_update_early,
         may_move=may_move,
         measure=measure,
+        time_limit_s=time_limit_s,
         progress=progress,
     )
 

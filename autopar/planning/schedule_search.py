@@ -11,8 +11,7 @@ others. A space that is not open has one option, over all its meshes.
   `autopar.pricing.recompute_estimate`), or both, and the sharding is searched again within the
   limit. What exactly is recomputed is decided over the lowered program (`autopar.planning.fit`).
 
-The search stops after `SEARCH_LIMIT_S` of processor time, which other load on the machine does not
-affect.
+The search stops after `Setting.search_limit_s`, but not before it has an option.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ from autopar.schedules.generators.forms import Form
 from autopar.schedules.generators.search import lower_bound_s
 from autopar.search import Solution
 
-SEARCH_LIMIT_S = 20.0
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
 
@@ -80,7 +78,9 @@ class Search:
         self.left_out: dict[Mesh, list[Combination]] = {}
         self.times_s: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
-        self.deadline_s = time.process_time() + SEARCH_LIMIT_S
+        self.bound_s = 0.0
+        """A lower bound on the step time of every option of an open space."""
+        self.deadline_s = time.process_time() + setting.search_limit_s
 
     def run(self) -> Search:
         """Find all options; raises ConstraintError if the space has none."""
@@ -92,6 +92,7 @@ class Search:
         self.reasons |= self.combinations.reasons()
         guess_s = self.combinations.guess_s
         order = sorted(self.combinations.all(), key=lambda each: (guess_s(each), str(each)))
+        self.bound_s = min(map(self._bound_s, order), default=0.0)
         for combination in order:
             self._consider(combination)
         return self
@@ -218,17 +219,28 @@ class Search:
         return option.needed_bytes * ratio <= self.setting.budget_bytes * (1 + 1e-9)
 
     def _reason_against(self, combination: Combination) -> str | None:
-        bound_s = self.setting.num_passes * self.combinations.bound_s(combination)
+        bound_s = self._bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes at least {format_seconds(bound_s)}, even without communication"
-        if time.process_time() > self.deadline_s:
-            return f"not tried: the search reached its time limit of {SEARCH_LIMIT_S:.0f} s"
+        if self.options and time.process_time() > self.deadline_s:
+            limit_s = self.setting.search_limit_s
+            return f"not tried: the search reached its time limit of {limit_s:.3g} s"
         return None
+
+    def _bound_s(self, combination: Combination) -> float:
+        return self.setting.num_passes * self.combinations.bound_s(combination)
+
+    def _so_far(self) -> str:
+        """The best step so far, and its gap to the lower bound, for the progress."""
+        if not math.isfinite(self.best_s):
+            return ""
+        gap = f", at most {1 - self.bound_s / self.best_s:.0%} too long" * (self.bound_s > 0)
+        return f"; best so far {format_seconds(self.best_s)}{gap}"
 
     def _price(self, combination: Combination) -> None:
         """Search the sharding, then simulate every schedule."""
         setting, num = self.setting, combination.num_microbatches
-        setting.progress(f"search {combination}, on mesh {combination.mesh}")
+        setting.progress(f"search {combination}, on mesh {combination.mesh}{self._so_far()}")
         try:
             cut = setting.prepared.cut(num)
         except AutoparError as error:

@@ -26,6 +26,10 @@ from autopar.pricing.tables import Pricing
 POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
 """Time limits of a search within a budget on one mesh; shorter in an open space, which has many."""
 
+TIME_LIMIT_S = 60.0
+SEARCH_SHARE = 1 / 3
+"""The share of the time limit for finding options; the rest is for lowering them."""
+
 Progress = Callable[[str], None]
 Measure = Callable[[Space], ComputeModel]
 
@@ -76,6 +80,8 @@ class Setting:
     ``may_update_early``. Likewise tensors move to the host unless the space says otherwise, where
     nothing else fits an accelerator and the run ``may_move`` them. ``measure`` gives the prices of
     ops in a space that the planner opens; without it they are those of ``compute``.
+    ``time_limit_s``: seconds of processor time of each search in an open space, which other load on
+    the machine does not affect.
     """
 
     prepared: Prepared
@@ -91,6 +97,7 @@ class Setting:
     may_update_early: bool = True
     may_move: bool = True
     measure: Measure | None = None
+    time_limit_s: float = TIME_LIMIT_S
     routes: Routes = field(default_factory=lambda: cache(redistribute))
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
@@ -105,6 +112,14 @@ class Setting:
         """The setting with another space, its ops priced for it."""
         compute = self.compute if self.measure is None else self.measure(space)
         return replace(self, space=space, compute=compute)
+
+    @property
+    def search_limit_s(self) -> float:
+        return SEARCH_SHARE * self.time_limit_s
+
+    @property
+    def lower_limit_s(self) -> float:
+        return (1 - SEARCH_SHARE) * self.time_limit_s
 
     @property
     def moves_at_last(self) -> bool:

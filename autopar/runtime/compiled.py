@@ -482,7 +482,8 @@ class Compiled(ModuleHabits, Closing):
         ranks must reach, as `save` writes it; the newest ``keep`` are kept. Training waits for
         copies in the host's memory; files are written in the background. What goes wrong there
         raises InputError at the beginning of the next step, or in `close`, which waits for the
-        last checkpoint. Raises InputError if there are checkpoints and none can be loaded.
+        last checkpoint. A scheduler of the script's own is not saved: pass lr_scheduler= to
+        `autopar.compile`. Raises InputError if there are checkpoints and none can be loaded.
         """
         check_has_optimizer(self._has_optimizer)
         num_done = self._checkpoints.begin(num_steps, folder, keep)
