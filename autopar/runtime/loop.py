@@ -116,7 +116,8 @@ class ClassicLoop:
     """The passes of one compiled model, and the gradients that they have added up.
 
     ``has_gradients`` says that there are any, ``is_waiting`` that no update has used them yet. Each
-    update runs within ``around_update()``, as a training step does.
+    update runs within ``around_update()``, as a training step does. ``num_updates`` counts them,
+    those of training steps too.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class ClassicLoop:
         self._optimizer: LoopOptimizer | None = None
         self.has_gradients = False
         self.is_waiting = False
+        self.num_updates = 0
 
     def run(self, tensors: Sequence[Tensor], *, local: bool, slot: int) -> Tensor:
         """Run a pass; a loss with a ``backward()``."""
@@ -173,6 +175,7 @@ class ClassicLoop:
     def end_update(self) -> None:
         """Note that weights were updated, after which the ranks' own scheduler has stepped."""
         self.is_waiting = False
+        self.num_updates += 1
         if self._options.lr_scheduler is not None:
             self.take_hyper_parameters()
 
@@ -274,6 +277,7 @@ class _Pass:
         self.number = number
         self.loop = loop
         self.is_used = False
+        self.num_updates = loop.num_updates
 
     def accumulate(self, factor: float) -> None:
         if self.is_used:
@@ -281,6 +285,12 @@ class _Pass:
                 "backward() was called again on a loss of a compiled model, whose gradients were "
                 "added to the others by the first call: call the model again for more of them, or "
                 "scale the loss, as in (2 * loss).backward()"
+            )
+        if self.loop.num_updates != self.num_updates:
+            raise InputError(
+                "backward() was called on a loss of before an update, whose gradients are those of "
+                "other weights than the model has now: call the model again after "
+                "compiled.optimizer.step()"
             )
         self.is_used = True
         self.loop.accumulate(self.number, factor)
@@ -295,8 +305,12 @@ class _Loss(torch.autograd.Function):
         return loss.clone()  # a view could not be changed in place, as in loss /= 4
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward(create_graph=True) was called on a loss of a compiled model, which has "
+                "first derivatives only: leave out create_graph"
+            )
         ctx.held.accumulate(float(gradient))
         return None, None, None
 

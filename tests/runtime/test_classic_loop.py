@@ -381,10 +381,12 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
         for call in (optimizer.step, lambda: compiled.clip_grad_norm_(1.0)):
             with pytest.raises(InputError, match=r"without gradients.*loss\.backward\(\)"):
                 call()
-        loss = compiled(*rows(0))
+        loss, late = compiled(*rows(0)), compiled(*rows(1))
         loss.backward(retain_graph=True)
         with pytest.raises(InputError, match=r"backward\(\) was called again"):
             loss.backward()
+        with pytest.raises(InputError, match="leave out create_graph"):
+            late.backward(create_graph=True, retain_graph=True)
         for wrong in (0, -1.0, math.nan, "1", True, None):
             with pytest.raises(InputError, match=r"max_norm is .*a positive number"):
                 compiled.clip_grad_norm_(wrong)
@@ -398,6 +400,8 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
                 optimizer.step()
             optimizer.param_groups[0][key] = kept
         optimizer.step()
+        with pytest.raises(InputError, match=r"a loss of before an update.*call the model again"):
+            late.backward()
         optimizer.param_groups[0]["amsgrad"] = True  # it has no state for it
         with pytest.raises(InputError, match=r"'amsgrad' to True, and AdamW cannot go on"):
             optimizer.step()
