@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -371,6 +372,8 @@ class _Compiler:
         self.options = options
         self.planning = options.planning.with_mesh(options.planning.mesh or sizes)
         self.space = self.planning.space(len(self.devices))
+        if options.running.array is not None:
+            self.space = replace(self.space, num_microbatches=1)  # an array has no others
         self.progress = progress
 
     def compile(self, inputs: Any, captured: Captured | None = None) -> Compiled:

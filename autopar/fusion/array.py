@@ -384,7 +384,7 @@ def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:
 _OF_ARRAYS = frozenset(
     {
         "mesh", "constraints", "batch_norm", "plan", "check_gradients", "profile_limit_s",
-        "start_timeout_s", "call_timeout_s", "kernels", "cuda_graphs",
+        "start_timeout_s", "call_timeout_s", "kernels", "cuda_graphs", "time_limit_s",
     }
 )  # fmt: skip
 """Keywords of `autopar.compile` that an array takes as one model does."""
