@@ -153,7 +153,8 @@ def plan(
     * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
       micro-batches: a third to find options, the rest to lower them until one fits. What was not
       tried is in the report. The sharding of each option is searched exactly, or to its own limit.
-    * ``progress``: show what is being done, with the best step so far and its gap to a lower bound.
+    * ``progress``: show what is being done; such a search shows the best step so far and, where
+      all prices are analytical, its gap to a lower bound.
 
     Raises CaptureError, InputError, OptimizerError, ConstraintError, or PlanError if the batch
     cannot be split into ``num_microbatches``.

@@ -218,13 +218,16 @@ def _in_microbatches(search: Search, found: Sequence[tuple[Search, Fitted]]) -> 
     """A search over micro-batches; None if their number is given, there are no others, or what was
     ``found`` for the whole batch at once is about as fast as without a limit of memory."""
     setting, space = search.setting, search.space
+    opened = replace(space, is_open=True, num_stages=1)
+    counts = opened.microbatch_counts(setting.prepared.analysis.batch_size)
+    if not space.leaves_microbatches or len(counts) == 1:
+        return None
     worth_s = (1 + MIN_LOSS) * search.options[0].time_s
-    is_lost = all(fitted.option.time_s > worth_s for _, fitted in found)
-    if not space.leaves_microbatches or not is_lost:
+    if any(fitted.option.time_s <= worth_s for _, fitted in found):
         return None
     setting.progress("search micro-batches")
     try:
-        return Search(setting.opened(replace(space, is_open=True, num_stages=1))).run()
+        return Search(setting.opened(opened)).run()
     except ConstraintError:
         return None
 

@@ -234,7 +234,7 @@ class Search:
         """The best step so far, and its gap to the lower bound, for the progress."""
         if not math.isfinite(self.best_s):
             return ""
-        gap = f", at most {1 - self.bound_s / self.best_s:.0%} too long" * (self.bound_s > 0)
+        gap = f", gap {1 - self.bound_s / self.best_s:.0%}" * (self.bound_s > 0)
         return f"; best so far {format_seconds(self.best_s)}{gap}"
 
     def _price(self, combination: Combination) -> None:

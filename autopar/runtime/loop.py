@@ -288,8 +288,8 @@ class _Pass:
             )
         if self.loop.num_updates != self.num_updates:
             raise InputError(
-                "backward() was called on a loss of before an update, whose gradients are those of "
-                "other weights than the model has now: call the model again after "
+                "backward() was called on a loss that was computed before the last update, so its "
+                "gradients are those of other weights: call the model again after "
                 "compiled.optimizer.step()"
             )
         self.is_used = True
@@ -456,8 +456,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _kind(value: Any) -> str | None:
-    """What a hyper-parameter is: a flag, a number or several; None for anything else."""
+def _type_name(value: Any) -> str | None:
+    """The type of a hyper-parameter: ``"flag"`` for a bool or None, ``"number"`` for a scalar,
+    ``"2 numbers"`` for a pair; None for any other type."""
     if value is None or isinstance(value, bool):
         return "flag"
     is_sequence = isinstance(value, tuple | list)
@@ -468,8 +469,8 @@ def _kind(value: Any) -> str | None:
 
 
 def _check_kind(key: str, value: Any, known: Any) -> None:
-    kind = _kind(value)
-    if kind != _kind(known) or kind is None:
+    kind = _type_name(value)
+    if kind != _type_name(known) or kind is None:
         raise InputError(
             f"{key!r} of compiled.optimizer.param_groups was set to {value!r}; it must be of the "
             f"kind of {known!r}, as in compiled.optimizer.param_groups[0][{key!r}] = {known!r}"

@@ -196,24 +196,12 @@ def _made(
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     every = given(torch.device("meta"))  # so state that is made eagerly takes no memory either
     try:
-        try:
-            optimizer = make(list(every.values()))
-        except Exception:
-            if len(parameters) == len(trained):
-                raise
-            every = given(device)  # fused kernels refuse tensors without data
-            optimizer = make(list(every.values()))
-    except Exception as error:
-        raise OptimizerError(
-            f"optimizer(parameters) raised {type(error).__name__}: {error}. Pass a callable that "
-            "makes an optimizer from a list of parameters: "
-            "functools.partial(torch.optim.AdamW, lr=3e-4)"
-        ) from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
-            f"optimizer(parameters) returned a {type(optimizer).__name__}; pass a callable that "
-            "makes a torch.optim.Optimizer: functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
+        optimizer = _called(make, every)
+    except OptimizerError:
+        if len(parameters) == len(trained):
+            raise
+        every = given(device)  # fused kernels refuse tensors without data
+        optimizer = _called(make, every)
     names = {id(parameter): name for name, parameter in every.items()}
     groups: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -226,6 +214,24 @@ def _made(
                 )
             groups[names[id(parameter)]] = index
     return optimizer, groups
+
+
+def _called(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """What ``make`` returns for the parameters; raises OptimizerError unless it is an optimizer."""
+    try:
+        optimizer = make(list(parameters.values()))
+    except Exception as error:
+        raise OptimizerError(
+            f"optimizer(parameters) raised {type(error).__name__}: {error}. Pass a callable that "
+            "makes an optimizer from a list of parameters: "
+            "functools.partial(torch.optim.AdamW, lr=3e-4)"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"optimizer(parameters) returned a {type(optimizer).__name__}; pass a callable that "
+            "makes a torch.optim.Optimizer: functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    return optimizer
 
 
 def _forget_absent(
