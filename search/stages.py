@@ -8,10 +8,11 @@ least total traffic among all cuts that achieve it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
-from autopar.search.problem import SearchError
+import numpy as np
+
+from autopar.search.problem import Array, SearchError
 
 _ROUNDING = 1e-12
 
@@ -33,40 +34,37 @@ def cut_chain(
             f"{num_blocks} blocks cannot be cut into {num_stages} stages of at least one block; "
             f"use 1 to {num_blocks} stages"
         )
-    sums = [0.0]
-    for time_s in block_s:
-        sums.append(sums[-1] + time_s)
-    ends = [0.0, *traffic_s, 0.0]
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(block_s, dtype=float))])
+    ends = np.array([0.0, *traffic_s, 0.0])
+    stage_s = (sums[None, :] - sums[:, None]) + ends[:, None] + ends[None, :]
+    stage_s[np.tril_indices(num_blocks + 1)] = np.inf  # a stage has at least one block
 
-    def stage_s(start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + ends[start] + ends[stop]
+    def slower(rest: Array) -> Array:
+        return np.maximum(stage_s, rest)
 
-    slowest = _best(num_blocks, num_stages, lambda a, b, rest: max(stage_s(a, b), rest))[0]
-    limit = slowest * (1 + _ROUNDING)
-
-    def traffic(start: int, stop: int, rest: float) -> float:
-        return ends[stop] + rest if stage_s(start, stop) <= limit else math.inf
-
-    return _best(num_blocks, num_stages, traffic)[1]
+    limit = _best(num_stages, slower, num_blocks)[0] * (1 + _ROUNDING)
+    crossed = np.where(stage_s <= limit, ends, np.inf)
+    return _best(num_stages, lambda rest: crossed + rest, num_blocks)[1]
 
 
 def _best(
-    num_blocks: int, num_stages: int, cost: Callable[[int, int, float], float]
+    num_stages: int, cost: Callable[[Array], Array], num_blocks: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The least cost of stages over all blocks, and their starts; built from the last stage."""
-    costs = [math.inf] * num_blocks + [0.0]
-    chosen: list[list[int]] = []
-    for remaining in range(1, num_stages + 1):
-        following, stops = [math.inf] * (num_blocks + 1), [num_blocks] * (num_blocks + 1)
-        for start in range(num_stages - remaining, num_blocks - remaining + 1):
-            for stop in range(start + 1, num_blocks - remaining + 2):
-                found = cost(start, stop, costs[stop])
-                if found < following[start]:
-                    following[start], stops[start] = found, stop
-        costs = following
+    """The least cost of stages over all blocks, and their starts; built from the last stage.
+
+    ``cost`` takes the costs of what follows each possible stop and gives those of every start and
+    stop.
+    """
+    costs = np.full(num_blocks + 1, np.inf)
+    costs[num_blocks] = 0.0
+    chosen: list[Array] = []
+    for _ in range(num_stages):
+        found = cost(costs)
+        stops = found.argmin(axis=1)
+        costs = found[np.arange(num_blocks + 1), stops]
         chosen.append(stops)
     starts, start = [], 0
     for stops in reversed(chosen):
         starts.append(start)
-        start = stops[start]
-    return costs[0], tuple(starts)
+        start = int(stops[start])
+    return float(costs[0]), tuple(starts)

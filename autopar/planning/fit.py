@@ -37,7 +37,7 @@ from autopar.memory.program import ProgramMemory, fullest, program_memory
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import may_choose_early, updated_as
 from autopar.planning.movement import Moved, moved_to_fit
-from autopar.planning.option import Fitted, Option, with_form
+from autopar.planning.option import NEARLY, Fitted, Option
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.releases import (
@@ -55,9 +55,9 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import NodeKind
 from autopar.pricing.step_time import time_parts
 
-MAX_NEARLY, NEARLY = 3, 1.25
-"""So many options that are faster than the first one that fits are counted too, if they were
-estimated to take up to so many times the memory."""
+MAX_NEARLY = 3
+"""So many pipelines that are faster than the first option that fits are counted too, if they were
+estimated to take up to `NEARLY` times the memory."""
 MAX_LATE = 3
 """How many options are lowered after the time limit if none has fit."""
 POINT_TRIALS, OPEN_TRIALS = 6, 3
@@ -333,7 +333,7 @@ class Fit:
         They recompute as much as they can if nothing that fits is found.
         """
         setting, request = self.setting, self.search.space.recompute
-        plain = replace(option, best=replace(option.best, recomputation=NOTHING))
+        plain = replace(option, best=option.best.recomputing(NOTHING))
         setting.progress(f"choose what {option} recomputes")
         program, memories, _ = self._lower(replace(plain, is_decided=True))
         recomputer = Recomputer(
@@ -353,7 +353,7 @@ class Fit:
         return replace(self._with(plain, found), trial=max(1, option.trial))
 
     def _with(self, option: Option, recomputation: Recomputation) -> Option:
-        best = replace(option.best, recomputation=recomputation)
+        best = option.best.recomputing(recomputation)
         decided = replace(option, best=best, recomputes=True, is_decided=True)
         if option.staged is None:
             return replace(decided, time_s=time_parts(best).step_s)
@@ -405,7 +405,9 @@ class Fit:
     def _push_recomputed(self, option: Option) -> None:
         """Queue an option with blocks that recompute, as much and less kept from pass to pass."""
         best = option.best
-        smaller = [with_form(best, **form) for form in self.search.smaller_forms(option)]
+        smaller = [
+            self.search.with_form(best, **form) for form in self.search.smaller_forms(option)
+        ]
         smaller = [each for each in smaller if each.estimated_bytes() < best.estimated_bytes()]
         for candidate in (best, *smaller):
             self._push_staged(replace(option, recomputes=True), (candidate,), 1)

@@ -16,10 +16,13 @@ from autopar.planning.baselines import Baselines
 from autopar.planning.combinations import Combination
 from autopar.planning.movement import Moved
 from autopar.planning.space import PipelineChoice
-from autopar.planning.staging import Staged, residence_of
+from autopar.planning.staging import Staged
 from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, Residence
+
+NEARLY = 1.25
+"""Pipelines estimated to take up to so many times the memory may turn out to fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,8 @@ class Option:
     often it was searched again within less memory because its counted memory did not fit.
     ``recomputes``: blocks recompute, until ``is_decided`` by an estimate that saves
     ``saved_bytes``, or, if the user fixes what is recomputed, as if they ran whole forward passes.
-    ``movement``: what moves to the host.
+    ``movement``: what moves to the host. ``residence``: the fraction of the model that a pipeline
+    rank holds, ``held`` the fraction if nothing is recomputed.
     """
 
     combination: Combination
@@ -41,12 +45,18 @@ class Option:
     time_s: float
     choice: PipelineChoice | None = None
     staged: Staged | None = None
+    held: Residence = WHOLE
     residence: Residence = WHOLE
     trial: int = 0
     recomputes: bool = False
     is_decided: bool = False
     saved_bytes: float | None = None
     movement: Moved | None = None
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its time is that of a step, and not a lower bound."""
+        return self.choice is None or self.staged is not None
 
     @property
     def generator(self) -> str:
@@ -75,13 +85,6 @@ class Option:
         if self.saved_bytes is None:
             return self.estimated_bytes
         return self.best.estimated_bytes(self.held) - self.saved_bytes
-
-    @property
-    def held(self) -> Residence:
-        """The fraction of the model that a pipeline rank holds if nothing is recomputed."""
-        if self.choice is None:
-            return WHOLE
-        return residence_of(self.choice.schedule, self.best.priced.pricing.analysis)
 
     def __str__(self) -> str:
         recomputed = ", recomputed" * self.recomputes

@@ -19,15 +19,14 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
-from autopar.planning.option import Option, dominating, with_form
+from autopar.planning.option import NEARLY, Option, dominating, with_form
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.recompute_request import Request
 from autopar.planning.setting import Setting
@@ -73,6 +72,7 @@ class Search:
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s = math.inf
         self.droppable = functools.cache(droppable)
+        self.with_form = functools.cache(with_form)
         self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
         self.alone_on: dict[Mesh, int] = {}
         self.left_out: dict[Mesh, list[Combination]] = {}
@@ -118,20 +118,27 @@ class Search:
         trial: int = 0,
         *,
         recomputes: bool = False,
+        bound_s: float | None = None,
     ) -> Option:
-        """The option of some search results; raises AutoparError if they cannot be staged."""
+        """The option of some search results; raises AutoparError if they cannot be staged.
+
+        With ``bound_s``, a lower bound of its time, a pipeline that by far does not fit is not
+        simulated.
+        """
         searched = origin if searched is None else searched
         found = [candidate for candidate in searched if candidate.is_found]
         residence = WHOLE
         if choice is not None:
             residence = residence_of(choice.schedule, found[0].priced.pricing.analysis)
+        held = residence
         saved: dict[Candidate, float | None] = dict.fromkeys(found)
         if recomputes:
             saved = dict(self._recomputed(each, residence) for each in found)
             found = list(saved)
             residence = recomputed_residence(residence, found[0].priced.pricing.graph)
         staged: dict[Candidate, Staged] = {}
-        if choice is None:
+        is_bounded = bound_s is not None and self._by_far_too_large(found, held, saved)
+        if choice is None or is_bounded:
             best = cheapest(found)
         else:
             staged = {
@@ -139,12 +146,25 @@ class Search:
                 for each in found
             }
             best = min(found, key=lambda each: ranked(staged[each].times.step_s, each.mesh))
+        if staged:
+            time_s = staged[best].times.step_s
+        else:
+            time_s = time_parts(best).step_s if choice is None or bound_s is None else bound_s
         return Option(
             combination=combination, origin=origin, searched=searched, best=best, choice=choice,
-            staged=staged.get(best), trial=trial, residence=residence, recomputes=recomputes,
-            time_s=staged[best].times.step_s if staged else time_parts(best).step_s,
-            saved_bytes=saved[best],
+            staged=staged.get(best), trial=trial, held=held, residence=residence,
+            recomputes=recomputes, time_s=time_s, saved_bytes=saved[best],
         )  # fmt: skip
+
+    def _by_far_too_large(
+        self,
+        found: Sequence[Candidate],
+        held: Residence,
+        saved: Mapping[Candidate, float | None],
+    ) -> bool:
+        """Whether all candidates, less the bytes ``saved``, need far more memory than there is."""
+        needed = (each.estimated_bytes(held) - (saved[each] or 0.0) for each in found)
+        return min(needed) > NEARLY * self.setting.budget_bytes
 
     def crossing(self, candidate: Candidate) -> Sequence[int]:
         """The candidate's `crossing_bytes`, which depend on its solution alone."""
@@ -164,7 +184,7 @@ class Search:
             return _all_recomputed(candidate), None
         excess = candidate.estimated_bytes(residence) - self.setting.budget_bytes
         recomputation, saved = recomputed_to_fit(self.droppable(candidate), excess, residence)
-        return replace(candidate, recomputation=recomputation), saved
+        return candidate.recomputing(recomputation), saved
 
     def within(
         self,
@@ -263,6 +283,7 @@ class Search:
         key = combination.num_devices, num
         self.unrestricted.setdefault(key, []).extend(found)
         always = self.space.recompute.is_fixed
+        num_known = len(self.options)
         options = self._options(combination, found, recompute=always)
         leaner = [other for option in options for other in self._leaner(option)]
         if options and not any(map(self.fits, options)):
@@ -270,6 +291,9 @@ class Search:
             if leaner and not any(map(self.fits, leaner)):
                 tight.append(min(leaner, key=lambda option: option.time_s))
             self._within_memory(combination, tight)
+        if options and len(self.options) == num_known:
+            least = min([*options, *leaner], key=lambda option: option.needed_bytes)
+            self._noted(least, least.origin, recomputes=least.recomputes)
 
     def _leaner(self, option: Option) -> list[Option]:
         """An option that does not fit with less kept from pass to pass, with blocks that recompute,
@@ -279,18 +303,29 @@ class Search:
             return found
         origins = [option.origin]
         for form in self.smaller_forms(option):
-            origin = tuple(with_form(each, **form) for each in option.origin)
-            other = self._noted(option, origin, recomputes=option.recomputes)
+            origin = tuple(self.with_form(each, **form) for each in option.origin)
+            other = self._noted(option, origin, option.time_s, recomputes=option.recomputes)
             if other.best.estimated_bytes(other.held) < option.best.estimated_bytes(option.held):
                 found.append(other)
                 origins.append(origin)
         if self.may_recompute(option):
-            found += [self._noted(option, origin, recomputes=True) for origin in origins]
+            found += [
+                self._noted(option, origin, option.time_s, recomputes=True) for origin in origins
+            ]
         return found
 
-    def _noted(self, option: Option, origin: tuple[Candidate, ...], *, recomputes: bool) -> Option:
+    def _noted(
+        self,
+        option: Option,
+        origin: tuple[Candidate, ...],
+        bound_s: float | None = None,
+        *,
+        recomputes: bool,
+    ) -> Option:
         return self._note(
-            self.option(option.combination, origin, option.choice, recomputes=recomputes)
+            self.option(
+                option.combination, origin, option.choice, recomputes=recomputes, bound_s=bound_s
+            )
         )
 
     def _within_memory(self, combination: Combination, tight: Sequence[Option]) -> None:
@@ -313,6 +348,12 @@ class Search:
         """Whether an option may also be tried with recomputation."""
         return self.space.recompute.request is Request.SEARCH and not option.recomputes
 
+    @property
+    def _has_leaner(self) -> bool:
+        """Whether there is a leaner form of every pipeline that keeps all."""
+        space = self.space
+        return space.recompute.request is Request.SEARCH or space.reshard_after_forward is None
+
     def may_release(self, option: Option) -> bool:
         """Whether the gathered parameters of an option may also be released after each pass."""
         return self.space.reshard_after_forward is None and not option.best.released
@@ -332,7 +373,10 @@ class Search:
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool
     ) -> list[Option]:
-        """Simulate and record every schedule over one strategy."""
+        """Simulate every schedule over one strategy, and record those worth lowering.
+
+        Schedules that need by far too much memory are returned with lower bounds of their times.
+        """
         if combination.num_devices == 1:
             alone = self.option(combination, candidates, None, recomputes=recompute)
             return [self._note(alone)]
@@ -346,14 +390,14 @@ class Search:
             if option is not None:
                 self._note_time(option)
                 found.append(option)
-        kept = []
-        for option in found:
-            if (better := dominating(option, found)) is None:
+        kept, simulated = [], [option for option in found if option.is_simulated]
+        for option in simulated:
+            if (better := dominating(option, simulated)) is None:
                 kept.append(option)
             elif self.times_s.pop(str(option), None) is not None:
                 self.reasons[str(option)] = f"no faster than {better}, and holds no less"
         self.options += kept
-        return kept
+        return kept + [option for option in found if not option.is_simulated]
 
     def _simulated(
         self,
@@ -368,20 +412,21 @@ class Search:
         """
         try:
             durations, links = self._stage_costs(candidates[0], form)
-            if is_extra(form, self.space):
-                bound_s = self.setting.num_passes * lower_bound_s(form.shape, durations)
-                if bound_s >= self.best_s or time.process_time() > self.deadline_s:
-                    self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
-                    return None
+            bound_s = self.setting.num_passes * lower_bound_s(form.shape, durations)
+            is_late = bound_s >= self.best_s or time.process_time() > self.deadline_s
+            if is_extra(form, self.space) and is_late:
+                self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
+                return None
             made = [self.built(form)]
             if form.is_listed:
                 made.append(form.build(durations, links))
             found = [
                 self.option(
-                    combination, candidates, PipelineChoice(schedule=each), recomputes=recompute
+                    combination, candidates, PipelineChoice(schedule=each), recomputes=recompute,
+                    bound_s=bound_s if self._has_leaner else None,
                 )
                 for each in made
-            ]
+            ]  # fmt: skip
         except AutoparError as error:
             self.reasons.setdefault(form.text, str(error))
             return None
@@ -400,7 +445,8 @@ class Search:
 
     def _note(self, option: Option) -> Option:
         self._note_time(option)
-        self.options.append(option)
+        if option.is_simulated:
+            self.options.append(option)
         return option
 
     def _note_time(self, option: Option) -> None:
@@ -416,7 +462,8 @@ class Search:
         else:
             self.reasons.setdefault(
                 name,
-                f"would take {format_seconds(option.time_s)}, but needs about "
+                f"would take {'' if option.is_simulated else 'at least '}"
+                f"{format_seconds(option.time_s)}, but needs about "
                 f"{format_bytes(option.needed_bytes)} of "
                 f"{format_bytes(self.setting.budget_bytes)}",
             )
@@ -431,4 +478,4 @@ def _all_recomputed(candidate: Candidate) -> Candidate:
         )
         for name, times in candidate.times.blocks.items()
     }  # fmt: skip
-    return replace(candidate, recomputation=Recomputation(blocks=blocks))
+    return candidate.recomputing(Recomputation(blocks=blocks))

@@ -21,7 +21,7 @@ from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
-from autopar.pricing.block_times import BlockTimes, StrategyTimes, block_of_ops
+from autopar.pricing.block_times import BlockTimes, StrategyTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
 from autopar.pricing.node_memory import late_share
@@ -102,7 +102,7 @@ def residence_of(schedule: Schedule, analysis: Analysis) -> Residence:
     Stages count as equal in size. A stage that the schedule recomputes (R) holds its activations
     from R on; its inputs are neglected. Between I and W a stage holds the values that W reads.
     """
-    late = late_share(analysis)
+    late = analysis.derived(late_share)
     shape = schedule.shape
     weights = max(len(shape.stages_on(device)) for device in range(shape.num_devices))
     most = 0.0
@@ -229,7 +229,7 @@ def pipeline_times(
     Reductions and updates that are not actions of the schedule are added after it. If updates
     belong to the previous step, several steps are simulated in sequence.
     """
-    schedule = with_replica_sums(schedule)
+    schedule = schedule.derived(with_replica_sums)
     times = candidate.times
     stage_of = stages.of(candidate.priced.pricing.graph)
     per_stage = _blocks_by_stage(candidate, stages)
@@ -362,13 +362,8 @@ def _own_costs(
 
 def _users(candidate: Candidate, stage_of: Mapping[str, int]) -> dict[int, set[int]]:
     """Stages that use each parameter."""
-    analysis = candidate.priced.pricing.analysis
-    block_of = block_of_ops(analysis.graph)
+    reading = candidate.priced.pricing.analysis.derived(reading_blocks)
     return {
-        parameter.index: {
-            stage_of[block_of[op]]
-            for op, _ in analysis.consumers.get(parameter.index, ())
-            if block_of[op] in stage_of
-        }
-        for parameter in analysis.graph.parameters
+        parameter: {stage_of[block] for block in blocks if block in stage_of}
+        for parameter, blocks in reading.items()
     }

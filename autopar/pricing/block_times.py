@@ -171,6 +171,17 @@ def block_of_ops(graph: Graph) -> dict[int, str]:
     return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
 
 
+def reading_blocks(analysis: Analysis) -> dict[int, tuple[str, ...]]:
+    """The blocks that read each parameter, in the order of their ops."""
+    block_of = block_of_ops(analysis.graph)
+    return {
+        parameter.index: tuple(
+            block_of[op] for op, _ in analysis.consumers.get(parameter.index, ())
+        )
+        for parameter in analysis.graph.parameters
+    }
+
+
 def _home_of_value(analysis: Analysis, index: int, block_of: Mapping[int, str]) -> str | int:
     """The block that makes or first reads a value; for a parameter, its index."""
     if analysis.graph.values[index].kind is ValueKind.PARAMETER:

@@ -53,15 +53,31 @@ class Candidate:
         return self.priced.pricing.num_microbatches
 
     @cached_property
+    def plain_times(self) -> StrategyTimes:
+        """The prices by block and by parameter if nothing is recomputed."""
+        return strategy_times(self.priced, self.solution.assignment, self.released, self.scattered)
+
+    @cached_property
     def times(self) -> StrategyTimes:
         """The prices by block and by parameter; input gradients include recomputation."""
-        picks = self.solution.assignment
-        plain = strategy_times(self.priced, picks, self.released, self.scattered)
+        plain = self.plain_times
         blocks = {
             name: replace(times, input_grad_s=times.input_grad_s + self.recomputation.time_s(name))
             for name, times in plain.blocks.items()
         }
         return replace(plain, blocks=blocks)
 
-    def strategy(self) -> Strategy:
+    @cached_property
+    def _strategy(self) -> Strategy:
         return self.priced.strategy(self.solution.assignment, self.released, self.scattered)
+
+    def strategy(self) -> Strategy:
+        return self._strategy
+
+    def recomputing(self, recomputation: Recomputation) -> Candidate:
+        """The same strategy with other recomputation."""
+        other = replace(self, recomputation=recomputation)
+        for name in ("plain_times", "_strategy"):  # these do not depend on it
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other

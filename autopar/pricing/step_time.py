@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.pricing.block_times import BlockTimes, block_of_ops
+from autopar.pricing.block_times import BlockTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 
 
@@ -73,10 +73,10 @@ def _moves(candidate: Candidate, moves_s: Mapping[int, float]) -> tuple[dict[str
     A gradient is complete after the backward of the first block that reads the parameter.
     """
     analysis = candidate.priced.pricing.analysis
-    block_of = block_of_ops(analysis.graph)
+    reading = analysis.derived(reading_blocks)
     moves, late_s = dict.fromkeys(candidate.times.blocks, 0.0), 0.0
     for parameter, moved_s in sorted(moves_s.items()):
-        users = [block_of[op] for op, _ in analysis.consumers.get(parameter, ())]
+        users = reading[parameter]
         if users and users[0] in moves:
             moves[users[0]] += moved_s
         else:

@@ -10,10 +10,10 @@ weight gradient overlapped with the next iteration's forward.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.base.errors import ScheduleError
 from autopar.schedules.action import Action, Kind, parse_action
@@ -48,6 +48,7 @@ DEFAULT_RESOURCE = {
 }
 
 
+_T = TypeVar("_T")
 _WHOLE = re.compile("0|[1-9][0-9]{0,8}")
 
 
@@ -215,6 +216,9 @@ class Schedule:
     name: str
     shape: PipelineShape
     devices: tuple[tuple[Step, ...], ...]
+    _derived: dict[Callable[["Schedule"], Any], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         name = self.name
@@ -228,6 +232,16 @@ class Schedule:
                 f"schedule {name!r}: devices is a tuple with a tuple of steps for each device, "
                 "((step(parse_action('0F0')), step(parse_action('0B0'))),)"
             )
+
+    def derived(self, make: Callable[["Schedule"], _T]) -> _T:
+        """The result of ``make`` for this schedule, computed once and kept with it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: _T = self._derived[make]
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _schedule, (self.name, self.shape, self.devices)
 
     @property
     def num_actions(self) -> int:
@@ -245,6 +259,11 @@ class Schedule:
 
     def __str__(self) -> str:
         return format_schedule(self)
+
+
+def _schedule(name: str, shape: PipelineShape, devices: tuple[tuple[Step, ...], ...]) -> Schedule:
+    """A schedule as it is pickled and copied: without what is derived from it."""
+    return Schedule(name=name, shape=shape, devices=devices)
 
 
 def schedule_of(name: str, shape: PipelineShape, orders: Iterable[Iterable[Action]]) -> Schedule:
@@ -267,12 +286,12 @@ def format_schedule(schedule: Schedule) -> str:
         f"num_microbatches: {shape.num_microbatches}",
         f"placement: {' | '.join(_numbers(row) for row in shape.placement)}",
     ]
-    for field in ("replica_of", "recomputed", "offloaded"):
-        if getattr(shape, field):
-            lines.append(f"{field}: {_numbers(getattr(shape, field))}")
-    for field in ("reduces", "updates"):
-        if getattr(shape, field):
-            lines.append(f"{field}: yes")
+    for name in ("replica_of", "recomputed", "offloaded"):
+        if getattr(shape, name):
+            lines.append(f"{name}: {_numbers(getattr(shape, name))}")
+    for name in ("reduces", "updates"):
+        if getattr(shape, name):
+            lines.append(f"{name}: yes")
     lines += [
         f"device {device}: {' '.join(str(item) for item in steps)}".rstrip()
         for device, steps in enumerate(schedule.devices)
