@@ -43,6 +43,7 @@ from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
 from autopar.frontend.rewrites.counting_indices import free_counted_dimensions
 from autopar.frontend.rewrites.custom_functions import functions_as_operators
 from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate_regions
+from autopar.frontend.rewrites.disabled_dropout import leave_out_disabled_dropout
 from autopar.frontend.rewrites.hidden_writes import show_hidden_writes
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
 from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline_no_grad_regions
@@ -282,6 +283,7 @@ def _show_gradients(program: fx.GraphModule) -> None:
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             without = inline_no_grad_regions(module)
+            leave_out_disabled_dropout(module)
             show_hidden_writes(module, without)
             detach_what_leaves(module, without)
             module.recompile()

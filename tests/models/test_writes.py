@@ -105,6 +105,15 @@ def dropout_that_is_off(model: Odd, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def dropout_that_is_off_without_grad(model: Odd, x: Tensor) -> Tensor:
+    """What it returns is its input, through which the gradient flows."""
+    y = value(model, x)
+    F.dropout(y, 0.5, training=False).add_(1)
+    with torch.no_grad():
+        z = F.dropout(y, 0.5, training=False)
+    return (y * z).mean()
+
+
 def reshaped(model: Odd, x: Tensor) -> Tensor:
     """One operator that makes a view or a copy."""
     y = model.linear(x)
@@ -116,7 +125,7 @@ def reshaped(model: Odd, x: Tensor) -> Tensor:
 BODIES = [
     windows_with_gaps, windows_of_part_of_a_turned_value, windows_without_gaps, without_grad,
     views_without_grad, gradients_within, through_detach, through_data,
-    a_detached_value_of_its_own, dropout_that_is_off, reshaped,
+    a_detached_value_of_its_own, dropout_that_is_off, dropout_that_is_off_without_grad, reshaped,
 ]  # fmt: skip
 
 
@@ -256,6 +265,15 @@ def test_random_numbers_written_in_place_are_drawn_alike(draw, turned):
     torch.manual_seed(0)
     model, x = Odd(body).double(), torch.randn(4, 4, dtype=torch.float64)
     compare_with_eager(capture(model, (x,)), model, (x,))
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
+@pytest.mark.parametrize(("p", "training"), [(0.3, False), (0.0, True), (0.3, True)])
+def test_dropout_that_is_off_leaves_no_copy(kind, p, training):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), kind(p)).train(training)
+    graph = capture(model, torch.randn(2, 3, 5, 5), loss_fn=lambda out: out.sum()).graph
+    is_off = [op.target_name for op in graph.ops] == ["aten.conv2d.default", "aten.sum.default"]
+    assert is_off == (p == 0 or not training)
 
 
 def test_slopes_are_drawn_evenly_from_their_range():

@@ -23,6 +23,7 @@ _DETACH = torch.ops.aten.detach.default
 
 def inline_no_grad_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
     """Inline the regions of one graph; returns the nodes that ran under ``no_grad``."""
+    _find_users(module.graph)
     without: set[fx.Node] = set()
     while True:
         calls = [node for node in module.graph.nodes if _region(module, node) is not None]
@@ -31,6 +32,13 @@ def inline_no_grad_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
         for call in calls:
             without |= _inlined(module, call)
     return frozenset(without)
+
+
+def _find_users(graph: fx.Graph) -> None:
+    """Enter users that ``torch.export`` (torch 2.13) forgets where it makes regions."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 def detach_what_leaves(module: fx.GraphModule, without: Collection[fx.Node]) -> None:
