@@ -53,7 +53,7 @@ from autopar.pricing.recompute_estimate import droppable, recomputed_to_fit
 from autopar.pricing.step_time import time_parts
 from autopar.schedules import Durations, Links
 from autopar.schedules.generators.forms import Form
-from autopar.schedules.generators.search import lower_bound_s
+from autopar.schedules.generators.lower_bound import lower_bound_s
 from autopar.search import Solution
 
 MARGIN = 0.8

@@ -36,6 +36,7 @@ PIPELINES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("chimera", 1, {"concatenation": "backward_halving"}),
     ("chimera", 1, {"concatenation": "merged"}),
     ("chimera", 1, {"num_pipelines": 4}),
+    ("gems", 1, {}),
     ("fast_forward", 2, {}),
 )
 """Name, stages a pipeline rank, options."""

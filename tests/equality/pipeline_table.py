@@ -15,7 +15,16 @@ from torch import nn
 
 from autopar.base.errors import ScheduleError
 from autopar.planning.constraints import Constraint, Force
-from autopar.schedules import Durations, Schedule, build, with_recomputation, with_reductions
+from autopar.schedules import (
+    Durations,
+    Memory,
+    Schedule,
+    build,
+    simulate,
+    with_recomputation,
+    with_reductions,
+)
+from autopar.schedules.generators.refine import Costs, refine
 from tests.models import families, zoo
 
 NUM_ROWS = 16
@@ -89,6 +98,15 @@ def _reducing(schedule: Schedule) -> Schedule:
     return with_reductions(schedule, Durations(F=1.0, I=1.0, W=1.0, G=0.5))
 
 
+def _searched(schedule: Schedule) -> Schedule:
+    """Another order, found for uneven stages."""
+    times = tuple(1.0 + 0.5 * (stage % 3) for stage in range(schedule.shape.num_stages))
+    durations = Durations(F=times, I=times[::-1], W=times)
+    peaks = simulate(schedule, durations).peak_memory_bytes
+    costs = Costs(durations=durations, links=None, memory=Memory(), max_bytes=peaks)
+    return refine(schedule, costs, num_moves=300).schedule
+
+
 ROWS = {
     "gpipe": Row(name="gpipe"),
     "1f1b": Row(name="1f1b"),
@@ -114,7 +132,11 @@ ROWS = {
         name="chimera", microbatches=2,
         options=(("num_pipelines", 4), ("concatenation", "merged")),
     ),
+    "gems": Row(name="gems"),
     "fast_forward": Row(name="fast_forward", stages=2, num_devices=True),
+    "searched, from 1f1b": Row(name="1f1b", microbatches=2, change=_searched),
+    "searched, from zb_v": Row(name="zb_v", stages=2, change=_searched),
+    "searched, from chimera": Row(name="chimera", change=_searched),
     "conventional": Row(name="conventional", on_one_device=True),
     "reverse_first_k": Row(
         name="reverse_first_k", on_one_device=True, options=(("k", 2), ("reduces", False))

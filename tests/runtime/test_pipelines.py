@@ -49,6 +49,7 @@ ON_2: list[tuple[str, int, int, dict[str, Any]]] = [
     ("chimera", 2, 4, {"concatenation": "forward_doubling"}),
     ("chimera", 2, 2, {"concatenation": "backward_halving"}),
     ("chimera", 2, 4, {"concatenation": "merged"}),
+    ("gems", 2, 4, {}),
     ("fast_forward", 4, 4, {"num_devices": 2}),
 ]
 ON_4: list[tuple[str, int, int, dict[str, Any]]] = [

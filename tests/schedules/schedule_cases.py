@@ -23,6 +23,7 @@ VARIANTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("chimera", 1, {"concatenation": "forward_doubling"}),
     ("chimera", 1, {"concatenation": "backward_halving"}),
     ("chimera", 1, {"concatenation": "merged"}),
+    ("gems", 1, {}),
     ("fast_forward", 2, {}),
     ("conventional", 1, {"reduces": True}),
     ("multi_stream", 1, {}),

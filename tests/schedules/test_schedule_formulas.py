@@ -3,7 +3,17 @@
 import pytest
 
 from autopar.base.errors import ScheduleError
-from autopar.schedules import CoRun, Durations, Timeline, build, simulate
+from autopar.schedules import (
+    CoRun,
+    Durations,
+    Links,
+    Timeline,
+    build,
+    simulate,
+    with_reductions,
+)
+from autopar.schedules.simulate.asynchronous import pipedream, pipedream_2bw
+from autopar.schedules.simulate.chimera_equation import chimera_step_s
 
 DEPTHS = (4, 6, 8, 16, 32)
 UNIT = Durations(F=1, I=1, W=1)
@@ -43,6 +53,19 @@ def test_gpipe_and_1f1b_activations(depth: int, batches: int) -> None:
     assert timeline("gpipe", depth, batches, UNIT).peak_activations == (batches,) * depth
     peaks = timeline("1f1b", depth, batches, UNIT).peak_activations
     assert peaks == tuple(range(depth, 0, -1))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("costs", "lost"), [(Durations(F=1, B=1), 1.0), (Durations(F=1, B=2), 0.5)]
+)
+def test_gems_bubble(depth: int, costs: Durations, lost: float) -> None:
+    """Long runs: (D-1)/(D+1/2) at B = 2F, as Chimera's paper has it, and (D-1)/(D+1) at B = F."""
+    short, long = (timeline("gems", depth, batches, costs) for batches in (4, 24))
+    one_s = (long.makespan_s - short.makespan_s) / 20
+    bubble = 1 - (costs.F + costs.B) / one_s
+    assert bubble == pytest.approx((depth - 1) / (depth + lost), abs=1e-12)
+    assert set(long.peak_activations) == {1}
 
 
 @pytest.mark.parametrize(("depth", "batches"), CASES)
@@ -261,3 +284,60 @@ def test_schedules_that_do_not_exist_are_refused(
 ) -> None:
     with pytest.raises(ScheduleError):
         build(name, num_stages=stages, num_microbatches=batches, **options)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("reduction_s", [0.0, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize(("forward_s", "backward_s"), [(1, 1), (1, 2), (2, 3)])
+def test_chimeras_performance_equation(
+    depth: int, reduction_s: float, forward_s: float, backward_s: float
+) -> None:
+    """Exact without messages, with eager reductions, which run while devices compute."""
+    costs = Durations(F=forward_s, B=backward_s, G=reduction_s)
+    built = build("chimera", num_stages=depth, num_microbatches=depth)
+    found = simulate(with_reductions(built, costs, hidden_share=0.0), costs)
+    expected = chimera_step_s(
+        depth, forward_s=forward_s, backward_s=backward_s, reduction_s=reduction_s
+    )
+    assert found.makespan_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("latency_s", [0.05, 0.2])
+def test_chimeras_performance_equation_counts_a_message_per_pass(
+    depth: int, latency_s: float
+) -> None:
+    """Not every pass of the critical path waits for a message, so the equation is 10% off at most,
+    as the paper says of it."""
+    built = build("chimera", num_stages=depth, num_microbatches=depth)
+    found = simulate(built, Durations(F=1, B=2), Links(latency_s=latency_s)).makespan_s
+    expected = chimera_step_s(depth, forward_s=1, backward_s=2, message_s=latency_s)
+    assert found <= expected <= 1.1 * found
+
+
+@pytest.mark.parametrize("depth", [4, 8])
+def test_chimeras_performance_equation_of_several_units(depth: int) -> None:
+    found = timeline("chimera", depth, 3 * depth, Durations(F=1, B=1))
+    expected = chimera_step_s(depth, forward_s=1, backward_s=1, num_units=3)
+    assert found.makespan_s == expected
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_pipelines_without_a_flush_have_no_bubble(depth: int) -> None:
+    """Their slowest stage never waits: PipeDream updates in each micro-batch, 2BW once a batch."""
+    forwards = tuple(1.0 + (stage == 1) for stage in range(depth))
+    costs = Durations(F=forwards, I=1, W=1, G=0.5, U=0.25)
+    each = pipedream(depth, 2 * depth, costs, Links(latency_s=0.1))
+    once = pipedream_2bw(depth, 2 * depth, costs, Links(latency_s=0.1))
+    assert each.time_s == pytest.approx(2 * depth * 4.25)
+    assert once.time_s == pytest.approx(2 * depth * 4 + 0.25)
+    assert (each.staleness, each.num_versions) == (depth - 1, depth)
+    assert (once.staleness, once.num_versions) == (1, 2)
+
+
+def test_pipelines_without_a_flush_wait_for_a_slow_network() -> None:
+    costs = Durations(F=1, I=1, W=1, G=10)
+    assert pipedream(4, 8, costs).time_s == 80
+    assert pipedream_2bw(4, 8, costs).time_s == 24
+    with pytest.raises(ScheduleError, match="use num_microbatches=4"):
+        pipedream_2bw(4, 3, costs)

@@ -16,6 +16,7 @@ from autopar.schedules.generators.chimera import chimera
 from autopar.schedules.generators.conventional import conventional
 from autopar.schedules.generators.dualpipe import dualpipe
 from autopar.schedules.generators.fast_forward import fast_forward
+from autopar.schedules.generators.gems import gems
 from autopar.schedules.generators.gpipe import gpipe
 from autopar.schedules.generators.interleaved import interleaved
 from autopar.schedules.generators.multi_stream import multi_stream
@@ -36,6 +37,7 @@ ONE_STAGE: dict[str, Generator] = {
     "zb_h2": zb_h2,
     "chimera": chimera,
     "dualpipe": dualpipe,
+    "gems": gems,
 }
 """Pipelines with one stage per pipeline rank."""
 TWO_STAGES: dict[str, Generator] = {"zb_v": zb_v, "v_half": v_half, "v_min": v_min}

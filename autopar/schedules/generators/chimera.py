@@ -46,9 +46,11 @@ def _time(slot: _Slot) -> int:
     return slot.time
 
 
-def chimera_shape(num_stages: int, num_microbatches: int, num_pipelines: int) -> PipelineShape:
+def chimera_shape(
+    num_stages: int, num_microbatches: int, num_pipelines: int, *, name: str = "chimera"
+) -> PipelineShape:
     """The placement of 2f pipelines, with micro-batches assigned to them in turn."""
-    require_even_stages("chimera", num_stages)
+    require_even_stages(name, num_stages)
     pairs, odd = divmod(num_pipelines, 2)
     require(
         pairs >= 1 and not odd and (num_stages // 2) % pairs == 0,

@@ -7,8 +7,8 @@ by the tests. The model:
 - one interval of fixed length per action (F, I and W); the makespan is at least every end;
 - actions of one device do not overlap;
 - data dependencies, with transfer times between devices (messages do not queue);
-- memory: an activation is an interval from the start of its F to the end of its W; the cumulative
-  demand on each device stays under the cap;
+- memory: an activation is an interval from the start of its F to the end of its I, and the part of
+  it that W reads one to the end of its W; the cumulative demand on each device stays under the cap;
 - micro-batches are interchangeable, so within a stage they run in order, without loss.
 
 Seconds are scaled to integers: by their greatest common divisor if the longest action is at most
@@ -109,33 +109,37 @@ class _Model:
         model.minimize(self.makespan)
 
     def cap_memory(self, memory: Memory, max_bytes: Sequence[float]) -> None:
-        """Cap the cumulative demand of activations from F to W, in millionths of the largest.
+        """Cap the cumulative demand of activations, in millionths of the largest.
 
         Rounding never excludes a schedule that fits, so the bound stays valid.
         """
         shape = self.shape
         size = per_stage(memory.activation_bytes, shape.num_stages, "Memory.activation_bytes")
+        after = memory.after_input_gradient_bytes
+        late = size if after is None else per_stage(after, shape.num_stages, "Memory.held")
+        late = [min(part, whole) for part, whole in zip(late, size)]
         quantum = max(size, default=0.0) / 1_000_000 or 1.0
         static = static_bytes(shape, memory)
         for device in range(shape.num_devices):
             intervals, demands = [], []
             for replica, stage in shape.stages_on(device):
+                parts = ((Kind.I, size[stage] - late[stage]), (Kind.W, late[stage]))
                 for m in range(shape.num_microbatches):
-                    if shape.replica(m) != replica:
-                        continue
-                    first = shape.action(stage, Kind.F, m)
-                    last = shape.action(stage, Kind.W, m)
-                    length = self.model.new_int_var(0, 1 << 40, f"held {first}")
-                    intervals.append(
-                        self.model.new_interval_var(
-                            self.start[first], length, self.end(last), f"held {first}"
-                        )
-                    )
-                    demands.append(floor(size[stage] / quantum))
+                    for last, part in parts if shape.replica(m) == replica else ():
+                        intervals.append(self._held(shape.action(stage, last, m)))
+                        demands.append(floor(part / quantum))
             room = max_bytes[device] - static[device]
             if room < sum(demands) * quantum:
                 limit = ceil(max(room, 0.0) / quantum)
                 self.model.add_cumulative(intervals, demands, limit)
+
+    def _held(self, last: Action) -> cp_model.IntervalVar:
+        """The time from the start of the forward to the end of ``last``, an I or W of it."""
+        first = last._replace(kind=Kind.F)
+        length = self.model.new_int_var(0, 1 << 40, f"held for {last}")
+        return self.model.new_interval_var(
+            self.start[first], length, self.end(last), f"held for {last}"
+        )
 
     def hint(self, schedule: Schedule, durations: Durations, links: Links | None) -> None:
         """Give the solver a known schedule as a hint."""

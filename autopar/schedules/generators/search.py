@@ -7,27 +7,32 @@ F + I + W, so that schedules with one, two and more stages per device compete on
 user is ``benchmarks/schedules.py``.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from autopar.base.errors import ScheduleError
 from autopar.schedules.action import Kind
 from autopar.schedules.generators.build import GENERATORS
-from autopar.schedules.generators.fixed_order import FixedOrder, static_bytes
 from autopar.schedules.generators.forms import forms
-from autopar.schedules.generators.list_scheduler import Policy, kind_priority, list_schedule
-from autopar.schedules.generators.local_search import improve
+from autopar.schedules.generators.lower_bound import lower_bound_s
+from autopar.schedules.generators.refine import (
+    TOLERANCE,
+    Costs,
+    exact,
+    improved,
+    is_plain,
+    list_orders,
+    split_backwards,
+)
 from autopar.schedules.generators.shapes import chain_shape, looped_shape, v_shape
 from autopar.schedules.schedule import PipelineShape, Schedule
-from autopar.schedules.simulate.durations import Durations, Links, Memory, is_number, per_stage
+from autopar.schedules.simulate.durations import Durations, Links, Memory, is_number
 from autopar.schedules.simulate.simulator import simulate
 from autopar.schedules.transforms.reductions import with_reductions
 from autopar.schedules.verify import verify
 
-_TOLERANCE = 1e-9
 _MOST_WORK = 4_000_000  # moves times actions: a few seconds per restart
 
 
@@ -118,6 +123,11 @@ class _Staged:
     durations: Durations
     links: Links | None
     memory: Memory
+
+    @property
+    def costs(self) -> Costs:
+        caps = [self.problem.max_memory_bytes] * self.problem.num_devices
+        return Costs(durations=self.durations, links=self.links, memory=self.memory, max_bytes=caps)
 
 
 def balanced_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -215,17 +225,12 @@ def _starts(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
     """The best candidates that differ in shape or in length, without recomputation and spans."""
     chosen: list[Candidate] = []
     for item in fitting:
-        plain = all(
-            entry.action.span == 1 and entry.action.kind is not Kind.R
-            for steps in item.schedule.devices
-            for entry in steps
-        )
         if (
-            plain
+            is_plain(item.schedule)
             and len(chosen) < count
             and all(
                 (item.sizes, item.schedule.shape) != (other.sizes, other.schedule.shape)
-                or item.makespan_s > other.makespan_s * (1 + _TOLERANCE)
+                or item.makespan_s > other.makespan_s * (1 + TOLERANCE)
                 for other in chosen
             )
         ):
@@ -276,27 +281,9 @@ def _shapes(view: _Staged) -> Iterator[PipelineShape]:
 
 def _listed(view: _Staged) -> Iterator[tuple[str, dict[str, Any], Schedule]]:
     """List schedules under the memory cap, over several priorities and patiences."""
-    memory, stages = view.memory, len(view.sizes)
-    sizes = per_stage(memory.activation_bytes, stages, "Memory.activation_bytes")
     for shape in _shapes(view):
-        room = [view.problem.max_memory_bytes - held for held in static_bytes(shape, memory)]
-        for order in ((Kind.I, Kind.F, Kind.W), (Kind.F, Kind.I, Kind.W), (Kind.I, Kind.W, Kind.F)):
-            for patience in (0.0, 0.5, 1.0):
-                policy = Policy(
-                    priority=kind_priority(order),
-                    max_activations=room,
-                    activations=sizes,
-                    patience=patience,
-                )
-                text = "".join(kind.value for kind in order)
-                options = {"order": text, "patience": patience}
-                try:
-                    schedule = list_schedule(
-                        "list", shape, view.durations, policy, links=view.links
-                    )
-                except ScheduleError:  # the cap is below the need of one micro-batch on this shape
-                    continue
-                yield "list", options, schedule
+        for options, schedule in list_orders(shape, view.costs):
+            yield "list", options, schedule
 
 
 def _candidate(
@@ -311,76 +298,27 @@ def _candidate(
         schedule=schedule,
         makespan_s=timeline.makespan_s,
         peak_memory_bytes=peak,
-        fits=peak <= view.problem.max_memory_bytes * (1 + _TOLERANCE),
+        fits=peak <= view.problem.max_memory_bytes * (1 + TOLERANCE),
     )
 
 
 def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candidate, float]:
     """CP-SAT's best schedule on the candidate's shape, hinted with the candidate, and its bound."""
-    from autopar.schedules.generators.oracle import optimal_schedule  # OR-Tools is slow to import
-
-    found = optimal_schedule(
-        start.schedule.shape,
-        view.durations,
-        links=view.links,
-        memory=view.memory,
-        max_bytes=[view.problem.max_memory_bytes] * view.problem.num_devices,
-        time_limit_s=time_limit_s,
-        start_from=start.schedule,
-    )
-    if found.schedule is None:
-        return start, found.lower_bound_s
-    options = {**start.options, "proved": found.optimal}
-    return _candidate(view, "cp_sat", options, found.schedule), found.lower_bound_s
+    found, bound_s = exact(start.schedule, view.costs, time_limit_s)
+    if found is start.schedule:
+        return start, bound_s
+    candidate = _candidate(view, "cp_sat", start.options, found)
+    proved = candidate.makespan_s <= bound_s * (1 + TOLERANCE)
+    return replace(candidate, options={**start.options, "proved": proved}), bound_s
 
 
 def _improved(view: _Staged, start: Candidate, num_moves: int, seed: int) -> Candidate:
     """The candidate after local search, with its B's split."""
-    split = _split(start.schedule)
-    num_moves = min(num_moves, _MOST_WORK // split.num_actions)
-    shape = split.shape
-    costs = FixedOrder(split, view.durations, view.links, view.memory)
-    orders = improve(
-        costs,
-        costs.initial,
-        [view.problem.max_memory_bytes] * shape.num_devices,
-        num_moves=num_moves,
-        seed=seed,
-        lower_bound_s=lower_bound_s(shape, view.durations),
-    )
-    return _candidate(view, f"{start.name}+local", start.options, costs.schedule(orders))
-
-
-def _split(schedule: Schedule) -> Schedule:
-    """The schedule with every B replaced by I and W."""
-    orders = []
-    for steps in schedule.devices:
-        order = []
-        for item in steps:
-            parts = (Kind.I, Kind.W) if item.action.kind is Kind.B else (item.action.kind,)
-            order += [item._replace(action=item.action._replace(kind=kind)) for kind in parts]
-        orders.append(tuple(order))
-    return Schedule(name=schedule.name, shape=schedule.shape, devices=tuple(orders))
+    num_moves = min(num_moves, _MOST_WORK // split_backwards(start.schedule).num_actions)
+    found = improved(start.schedule, view.costs, num_moves=num_moves, seed=seed)
+    return _candidate(view, f"{start.name}+local", start.options, found)
 
 
 def _reduced(view: _Staged, candidate: Candidate) -> Candidate:
     schedule = with_reductions(candidate.schedule, view.durations, view.links)
     return _candidate(view, candidate.name, candidate.options, schedule)
-
-
-def lower_bound_s(shape: PipelineShape, durations: Durations) -> float:
-    """A lower bound on the makespan of any order of F, I and W on this shape.
-
-    For each device, the earliest arrival of its first forward plus all its work; for a micro-batch,
-    its whole path. Messages are free.
-    """
-    table = durations.table(shape.num_stages)
-    bound = sum(table[Kind.F]) + sum(table[Kind.I]) + table[Kind.W][0]
-    work = [sum(parts) for parts in zip(table[Kind.F], table[Kind.I], table[Kind.W])]
-    counts = Counter(map(shape.replica, range(shape.num_microbatches)))
-    for device in range(shape.num_devices):
-        there = shape.stages_on(device)
-        total = sum(counts[replica] * work[stage] for replica, stage in there)
-        head = min(sum(table[Kind.F][:stage]) for _, stage in there)
-        bound = max(bound, head + total)
-    return bound
