@@ -93,6 +93,50 @@ def test_a_named_schedule_is_searched_in_all_its_forms() -> None:
     assert found.schedule.name in str(found)
 
 
+def test_the_fastest_pipelines_are_reordered_and_what_is_proved_is_said() -> None:
+    found = chain_plan(schedule="auto", num_microbatches=8)
+    assert found.schedule.name.startswith("searched")
+    assert found.schedule.gap == 0
+    assert "proved optimal for these stages in this memory" in str(found.report("full"))
+    times = found.search.pipelines
+    best = min(time_s for name, time_s in times.items() if not name.startswith("searched"))
+    assert found.prediction.step_time_s < best
+    again = autopar.Plan.from_json(found.to_json())
+    assert again == found
+    assert again.schedule.pipeline() == found.schedule.pipeline()
+
+
+def test_a_pipeline_is_compared_with_the_schedules_of_other_systems() -> None:
+    """GPipe and 1F1B as they are planned by name; the others may not be planned, or never run."""
+    found = chain_plan(schedule="zb_h1", num_stages=4, num_microbatches=8)
+    known = found.search.baselines
+    by_hand = {"GPipe": "gpipe", "1F1B (DAPPLE)": "1f1b", "GEMS": "gems"}
+    asynchronous = {"PipeDream": "3 updates", "PipeDream-2BW": "1 update"}
+    assert {*known, *found.search.missing} == {*by_hand, *asynchronous, "interleaved 1F1B"}
+    for name, schedule in by_hand.items():
+        planned = chain_plan(schedule=schedule, num_stages=4, num_microbatches=8)
+        assert known[name].time_s == pytest.approx(planned.prediction.step_time_s)
+        assert not known[name].note
+    for name, age in asynchronous.items():
+        assert known[name].note == f"not eager's result: on weights up to {age} old"
+        assert known[name].time_s < known["1F1B (DAPPLE)"].time_s
+        assert known[name].memory_bytes > known["1F1B (DAPPLE)"].memory_bytes
+        assert f"weights up to {age} old" in str(found.report("full"))
+    assert "PipeDream-2BW" in str(found)
+
+
+def test_peers_that_these_numbers_exclude_are_named_with_the_reason() -> None:
+    found = chain_plan(schedule="1f1b", num_stages=4, num_microbatches=2)
+    assert "needs as many micro-batches as stages" in found.search.missing["PipeDream-2BW"]
+
+
+def test_a_named_schedule_keeps_its_order() -> None:
+    found = chain_plan(schedule="zb_h1", num_stages=4)
+    assert found.schedule.name == "zb_h1"
+    assert found.schedule.gap is None
+    assert not any(name.startswith("searched") for name in found.search.pipelines)
+
+
 def test_a_schedule_that_is_given_is_fixed() -> None:
     made = autopar.schedules.build(
         "chimera", num_stages=4, num_microbatches=8, num_pipelines=4, concatenation="merged"

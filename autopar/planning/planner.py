@@ -25,9 +25,11 @@ from autopar.frontend.capture import Captured
 from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
+from autopar.planning.baselines import Baselines
 from autopar.planning.constraints import Constraint
 from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
+from autopar.planning.peers import price_peers
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
 from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
@@ -232,6 +234,14 @@ def _in_microbatches(search: Search, found: Sequence[tuple[Search, Fitted]]) -> 
         return None
 
 
+def _baselines(search: Search, fitted: Fitted) -> Baselines:
+    """What a plan is compared with: other strategies, or for a pipeline other systems' ones."""
+    option = fitted.option
+    if option.combination.num_devices == 1:
+        return fitted.baselines
+    return price_peers(option, search.setting.communication, search.crossing(option.best))
+
+
 def _planned(search: Search, fitted: Fitted) -> Planned:
     """The plan of an option that fits, with the alternatives considered."""
     option, setting = fitted.option, search.setting
@@ -248,7 +258,9 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         reasons = {name: why for name, why in search.reasons.items() if name not in times_s}
     schedule = SchedulePlan(num_microbatches=best.num_microbatches)
     if staged is not None:
-        schedule = SchedulePlan.of(staged.stages, staged.schedule)
+        changed = option.trial > 0 or option.recomputes  # since its order was searched
+        gap = None if option.choice is None or changed else option.choice.gap
+        schedule = SchedulePlan.of(staged.stages, staged.schedule, gap)
     strategy = best.strategy()
     strategy.verify()
     plan = make_plan(
@@ -260,7 +272,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
             best,
             search.unrestricted[key],
             option.searched,
-            fitted.baselines,
+            _baselines(search, fitted),
             estimated_bytes=option.estimated_bytes,
             pipelines=times_s,
             not_pipelines=reasons,

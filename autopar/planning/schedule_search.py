@@ -10,6 +10,8 @@ others. A space that is not open has one option, over all its meshes.
   memory is above the limit, parameters are released after each pass, or blocks recompute (by
   `autopar.pricing.recompute_estimate`), or both, and the sharding is searched again within the
   limit. What exactly is recomputed is decided over the lowered program (`autopar.planning.fit`).
+- At last, unless a schedule is named, better orders of the fastest pipelines' actions are searched
+  (`autopar.planning.refinement`).
 
 The search stops after `Setting.search_limit_s`, but not before it has an option.
 """
@@ -29,6 +31,7 @@ from autopar.planning.combinations import Combination, Combinations
 from autopar.planning.option import NEARLY, Option, dominating, with_form
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.recompute_request import Request
+from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
     cheapest,
@@ -95,7 +98,32 @@ class Search:
         self.bound_s = min(map(self._bound_s, order), default=0.0)
         for combination in order:
             self._consider(combination)
+        if self.space.schedule is None:
+            self._refine()
         return self
+
+    def _refine(self) -> None:
+        """Add options with better orders of the fastest pipelines, and note what is proved."""
+        deadline_s = time.process_time() + self.setting.refine_limit_s
+        for option in worth_refining([each for each in self.options if self.fits(each)]):
+            if time.process_time() > deadline_s or option.staged is None:
+                return
+            self.setting.progress(f"improve the order of {option}{self._so_far()}")
+            costs = stage_costs(
+                option.best, option.staged.stages, self.setting.communication,
+                self.crossing(option.best),
+            )  # fmt: skip
+            place = next(i for i, each in enumerate(self.options) if each is option)
+            for choice in refined(option, *costs, self.setting.budget_bytes):
+                if choice.schedule is option.staged.schedule:
+                    self.options[place] = replace(option, choice=choice)
+                    continue
+                other = self.option(
+                    option.combination, option.origin, choice, option.searched,
+                    recomputes=option.recomputes,
+                )  # fmt: skip
+                if other.time_s < option.time_s:
+                    self._note(other)
 
     def _search_point(self) -> None:
         num_devices, num = self.space.point()

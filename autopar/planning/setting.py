@@ -27,8 +27,9 @@ POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
 """Time limits of a search within a budget on one mesh; shorter in an open space, which has many."""
 
 TIME_LIMIT_S = 60.0
-SEARCH_SHARE = 1 / 3
-"""The share of the time limit for finding options; the rest is for lowering them."""
+SEARCH_SHARE, REFINE_SHARE = 1 / 3, 1 / 12
+"""The share of the time limit for finding options, and that for better orders of the fastest
+pipelines; the rest is for lowering them."""
 
 Progress = Callable[[str], None]
 Measure = Callable[[Space], ComputeModel]
@@ -118,8 +119,12 @@ class Setting:
         return SEARCH_SHARE * self.time_limit_s
 
     @property
+    def refine_limit_s(self) -> float:
+        return REFINE_SHARE * self.time_limit_s
+
+    @property
     def lower_limit_s(self) -> float:
-        return (1 - SEARCH_SHARE) * self.time_limit_s
+        return (1 - SEARCH_SHARE - REFINE_SHARE) * self.time_limit_s
 
     @property
     def moves_at_last(self) -> bool:

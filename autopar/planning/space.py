@@ -37,12 +37,14 @@ WITH_FORMS = ("chimera", "fast_forward")
 class PipelineChoice:
     """A schedule, and the blocks at which stages begin if the user fixed them.
 
-    With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices.
+    With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices. ``gap``:
+    how far its order is from a lower bound, see `autopar.planning.refinement`.
     """
 
     schedule: Schedule
     cuts: tuple[str, ...] | None = None
     searches_k: bool = False
+    gap: float | None = None
 
     @property
     def num_devices(self) -> int:

@@ -194,6 +194,22 @@ def stage_costs(
     return durations, _links(candidate, stages, communication, crossing)[0]
 
 
+def asynchronous_costs(
+    candidate: Candidate,
+    stages: Stages,
+    schedule: Schedule,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
+) -> tuple[Durations, Links]:
+    """`stage_costs` with the reductions (G) and updates (U) of a schedule with one stage per rank
+    that has neither, as a pipeline without a flush runs them."""
+    stage_of = stages.of(candidate.priced.pricing.graph)
+    own = _own_costs(candidate, stage_of, schedule, candidate.times, communication)
+    per_stage = _blocks_by_stage(candidate, stages)
+    durations = _durations(per_stage, tuple(own.move_after_s), tuple(own.update_after_s))
+    return durations, _links(candidate, stages, communication, crossing)[0]
+
+
 def _blocks_by_stage(candidate: Candidate, stages: Stages) -> list[list[BlockTimes]]:
     stage_of = stages.of(candidate.priced.pricing.graph)
     times: list[list[BlockTimes]] = [[] for _ in range(stages.num_stages)]

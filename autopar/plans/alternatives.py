@@ -82,16 +82,16 @@ def _both(first: Alternative, second: Alternative) -> str:
 def _listed(plan: PlanFields) -> list[Alternative]:
     search, usable = plan.search, plan.cluster.usable_memory_bytes
     found = []
+    for name, known in search.baselines.items():
+        notes = [known.note, "" if known.memory_bytes <= usable else NO_FIT]
+        found.append(
+            Alternative(
+                name=users_name(name), mesh=known.mesh, time_s=known.time_s,
+                memory_bytes=known.memory_bytes,
+                note="; ".join(filter(None, notes)),
+            )
+        )  # fmt: skip
     if not plan.is_pipeline:  # the others are no pipelines, and so times of other things
-        for name, known in search.baselines.items():
-            fits = known.memory_bytes <= usable
-            found.append(
-                Alternative(
-                    name=users_name(name), mesh=known.mesh, time_s=known.time_s,
-                    memory_bytes=known.memory_bytes,
-                    note=known.note if fits else NO_FIT,
-                )
-            )  # fmt: skip
         found += _other_meshes(plan)
     step_s = plan.prediction.step_time_s
     pipelines = list(search.pipelines.items())

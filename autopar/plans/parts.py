@@ -169,8 +169,9 @@ class SearchReport(_Struct, frozen=True):
     a lower bound on the time of a step at these prices, however much communication is overlapped.
     ``estimated_bytes`` is the plan's memory estimated node by node, as for ``baselines``, to be
     compared with theirs. ``considered`` maps each mesh to the time of its best strategy in seconds,
-    ``baselines`` the known strategies to theirs, and ``missing`` those that do not apply to this
-    model, batch or number of devices to the reason. With ``schedule="auto"``, ``pipelines`` maps
+    ``baselines`` the known strategies to theirs (for a pipeline, the schedules of other systems,
+    `autopar.planning.peers`), and ``missing`` those that do not apply to this model, batch or
+    number of devices to the reason. With ``schedule="auto"``, ``pipelines`` maps
     each combination of stages, micro-batches and schedule to the time of its step in seconds, and
     ``not_pipelines`` those that are impossible or do not fit to the reason.
     """

@@ -30,7 +30,10 @@ class SchedulePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     For a pipeline, ``first_blocks`` names the first block of each stage, ``actions`` is the
     schedule's text by line (`autopar.schedules.format_schedule`), and ``num_devices`` is the number
-    of pipeline ranks, each with the plan's mesh.
+    of pipeline ranks, each with the plan's mesh. ``gap``: relative distance of the order of the
+    actions from a lower bound, which no order of these stages on these pipeline ranks goes below in
+    this memory (reductions and updates left out); 0 if it is proved optimal, None if no other
+    orders were searched.
     """
 
     name: str = "conventional"
@@ -39,9 +42,10 @@ class SchedulePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_microbatches: int = 1
     first_blocks: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
+    gap: float | None = None
 
     @staticmethod
-    def of(stages: Stages, schedule: Schedule) -> SchedulePlan:
+    def of(stages: Stages, schedule: Schedule, gap: float | None = None) -> SchedulePlan:
         return SchedulePlan(
             name=schedule.name,
             num_stages=stages.num_stages,
@@ -49,6 +53,7 @@ class SchedulePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             num_microbatches=schedule.shape.num_microbatches,
             first_blocks=stages.first_blocks,
             actions=tuple(format_schedule(schedule).splitlines()),
+            gap=gap,
         )
 
     def pipeline(self) -> tuple[Stages, Schedule] | None:

@@ -42,7 +42,7 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         *([("compiled blocks", _kernels(plan))] if plan.kernels else []),
         *([("offloading", _offload(plan.offload))] if plan.offload is not None else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
-        *([] if plan.is_pipeline else [("known strategies at the same prices", _baselines(plan))]),
+        ("known strategies at the same prices", _baselines(plan)),
     ]
 
 
@@ -85,7 +85,15 @@ def _schedule(plan: PlanFields) -> Rows:
         ("schedule", f"{text}, {_devices(schedule)}"),
         *([("streams", streams)] if streams else []),
         ("stages begin at", ", ".join(schedule.first_blocks)),
+        *([] if schedule.gap is None else [("order of actions", order_text(schedule.gap))]),
     ]
+
+
+def order_text(gap: float) -> str:
+    """How far the order of a schedule's actions is from a lower bound, as text."""
+    if gap == 0:
+        return "proved optimal for these stages in this memory"
+    return f"at most {gap:.1%} slower than the best for these stages in this memory"
 
 
 def streams_text(plan: PlanFields) -> str:
@@ -305,8 +313,14 @@ def _pipelines(plan: PlanFields) -> Rows:
 
 
 def _baselines(plan: PlanFields) -> Rows:
-    """One row per kind of data parallelism, one column per kind of tensor parallelism."""
+    """One row per kind of data parallelism, one column per kind of tensor parallelism; for a
+    pipeline one row per schedule of another system."""
     known = plan.search.baselines
+    if plan.is_pipeline:
+        rows = [
+            (name, f"{_price(plan, name)}  {each.note}".rstrip()) for name, each in known.items()
+        ]
+        return [*rows, *_missing(plan)]
     columns = [
         tensor
         for tensor in ("", *ALONG_TENSORS)

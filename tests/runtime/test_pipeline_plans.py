@@ -109,6 +109,18 @@ def test_what_the_user_fixes_trains_as_eager(
     assert trained(replayed).losses == pytest.approx(expected.losses, abs=TOLERANCE)
 
 
+def test_a_searched_order_trains_as_eager_and_is_replayed(model: nn.Module) -> None:
+    options = {"schedule": "auto", "num_stages": 2, "num_microbatches": 4}
+    compiled = compiled_for(model, 2, **options)
+    assert compiled.plan.schedule.name.startswith("searched")
+    expected = reference_steps(model, batches(), sgd)
+    assert trained(compiled).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    plan = Plan.from_json(compiled.plan.to_json())
+    replayed = compiled_for(model, 2, plan=plan)
+    assert replayed.plan.schedule == compiled.plan.schedule
+    assert trained(replayed).losses == pytest.approx(expected.losses, abs=TOLERANCE)
+
+
 def test_a_schedule_of_the_user(model: nn.Module) -> None:
     made = build_schedule("zb_h1", num_stages=2, num_microbatches=4)
     compiled = compiled_for(model, 2, schedule=made)
