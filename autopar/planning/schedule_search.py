@@ -22,6 +22,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
