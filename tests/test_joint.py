@@ -46,9 +46,10 @@ def test_the_plan_is_the_fastest_of_all(plan: Plan) -> None:
 
 
 def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -> None:
-    """Every fourth combination is checked."""
+    """Every fourth combination is checked, except searched orders, which have no name of a form."""
     model, make_batch = build("gpt2")
-    for name, time_s in list(plan.search.pipelines.items())[::4]:
+    named = [item for item in plan.search.pipelines.items() if not item[0].startswith("searched")]
+    for name, time_s in named[::4]:
         options: dict[str, Any] = {}
         if name.startswith("no pipeline, "):
             options = {"num_microbatches": int(name.split()[2])}
@@ -154,7 +155,7 @@ def test_interleaved_takes_any_number_of_stages_a_device() -> None:
     plan = autopar.plan(
         Chain(), CLUSTER, torch.randn(8, 16), schedule="auto", num_stages=6, num_microbatches=4
     )
-    found = {name.split(",")[0] for name in plan.search.pipelines}
+    found = {name.split(",")[0] for name in plan.search.pipelines if "searched" not in name}
     assert "interleaved" in found <= {"interleaved", "fast_forward"}
     assert plan.schedule.num_stages == 6
 
