@@ -56,6 +56,8 @@ class AutoSolver:
 
 
 def _search(problem: Problem, progress: Progress) -> None:
+    if problem.budgets is not None and _is_too_small(problem, progress):
+        return
     program = best_program(problem.node_costs, problem.edge_costs)
     worthwhile = max(_SOON, 2 * dominance_operations(problem))
     if program.num_operations <= worthwhile and _affordable(program, progress):
@@ -78,6 +80,16 @@ def _search(problem: Problem, progress: Progress) -> None:
         eliminate_reduced(reduction, program, progress)
     if not progress.done and problem.budgets is not None:
         solve_with_budget(reduction, progress, use_ilp=True)
+
+
+def _is_too_small(problem: Problem, progress: Progress) -> bool:
+    """Whether even the choices of least memory exceed the budget, which proves it infeasible."""
+    frugal = frugal_choices(problem)
+    used = problem.memory(frugal)
+    if len(used) != 1 or problem.fits(frugal) or problem.cost(frugal) == math.inf:
+        return False
+    progress.prove_infeasible(f"the least feasible budget is {used[0]:.6g} bytes", used[0])
+    return True
 
 
 def _affordable(program: Program, progress: Progress) -> bool:

@@ -468,6 +468,8 @@ class Fit:
                 break
             if _resident_bytes(rival, self.setting.optimizer) > self.setting.limit.tensor_bytes:
                 continue
+            if rival.estimated_bytes() > NEARLY * self.setting.budget_bytes:
+                continue
             other = replace(
                 option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
                 is_decided=False, movement=None,

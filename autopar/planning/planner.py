@@ -2,8 +2,9 @@
 
 In: a captured model, a cluster, and a `Space`. Out: a plan with its strategy and program. Options
 are searched and simulated (`autopar.planning.schedule_search`), then lowered, fastest first, until
-one fits (`autopar.planning.fit`). Where the whole batch at once does not fit, or only at a loss of
-time, the search is made again over micro-batches, unless their number is given.
+one fits (`autopar.planning.fit`). Unless the user fixes them, the search is made again over
+micro-batches where the whole batch at once does not fit, or only at a loss of time, and on several
+nodes over pipelines too where communication is exposed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from autopar.plans.document import Plan, make_plan
 from autopar.plans.modules import module_plans, parameter_uses
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.step_time import time_parts
 from autopar.sharding.strategy import Strategy
 
 DEFAULT_SPACE = Space()
-MIN_LOSS = 0.01
-"""Micro-batches are searched if the memory costs at least this part of a step."""
+MIN_LOSS, MIN_EXPOSED = 0.01, 0.1
+"""Micro-batches are searched if the memory costs more than `MIN_LOSS` of a step, and on several
+nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,17 +162,26 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     Where none does, tensors move to the host if they may.
     """
     setting, space = search.setting, search.space
-    fits = [Fit(search, moves=bool(space.offload))]
-    found = _tried(fits[0])
-    if space.is_open:
-        found += _without_pipeline(search, found)
-    elif (several := _in_microbatches(search, found)) is not None:
-        fits.append(Fit(several, moves=bool(space.offload)))
-        found += _tried(fits[-1])
+    fits: list[Fit] = []
+    found: list[tuple[Search, Fitted]] = []
+
+    def attempt(search: Search, *, moves: bool) -> None:
+        fits.append(Fit(search, moves=moves))
+        found.extend(_tried(fits[-1]))
+
+    is_last = space.leaves_microbatches and not search.may_fit(search.options[0])
+    if not is_last:
+        attempt(search, moves=bool(space.offload))
+    opened = search if space.is_open else _opened(search, found)
+    if opened is not None and opened is not search:
+        attempt(opened, moves=bool(space.offload))
+    if opened is not None and opened.space.has_pipelines:
+        found += _without_pipeline(opened, found)
+    if is_last and not found:
+        attempt(search, moves=bool(space.offload))
     if not found and setting.moves_at_last:
         setting.progress("nothing fits: search what moves to the host")
-        fits.append(Fit(search, moves=True))
-        found += _tried(fits[-1])
+        attempt(search, moves=True)
     if not found:
         raise _failure(fits)
     return min(found, key=lambda each: each[1].option.time_s)
@@ -185,11 +197,12 @@ def _tried(fit: Fit) -> list[tuple[Search, Fitted]]:
 def _failure(fits: Sequence[Fit]) -> ConstraintError:
     """The error where nothing fits, with the smallest program of all that were lowered."""
     counted = [fit.smallest for fit in fits if fit.smallest is not None]
-    if fits[0].is_open or not counted:
-        return fits[0].failure()
+    asked = min(fits, key=lambda fit: fit.is_open)
+    if asked.is_open or not counted:
+        return asked.failure()
     moved = [fit.least_moved_bytes for fit in fits if fit.least_moved_bytes is not None]
     smallest = min(counted, key=lambda memory: memory.device_bytes)
-    return fits[0].setting.limit.too_small(smallest, min(moved, default=None))
+    return asked.setting.limit.too_small(smallest, min(moved, default=None))
 
 
 def _without_pipeline(
@@ -216,18 +229,23 @@ def _without_pipeline(
         return []
 
 
-def _in_microbatches(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
-    """A search over micro-batches; None if their number is given, there are no others, or what was
-    ``found`` for the whole batch at once is about as fast as without a limit of memory."""
+def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
+    """A search over micro-batches, and perhaps pipelines, if what was ``found`` for the whole batch
+    at once leaves something to win by them; see `MIN_LOSS`. None too if the user fixed them."""
     setting, space = search.setting, search.space
-    opened = replace(space, is_open=True, num_stages=1)
+    if not space.leaves_microbatches:
+        return None
+    plain = search.options[0]
+    best = min((each.option for _, each in found), key=lambda each: each.time_s, default=None)
+    costs_memory = best is None or best.time_s > (1 + MIN_LOSS) * plain.time_s
+    parts = time_parts((best or plain).best)
+    is_exposed = parts.communication_s >= MIN_EXPOSED * parts.step_s
+    pipes = setting.cluster.num_nodes > 1 and (costs_memory or is_exposed)
+    opened = replace(space, is_open=True, num_stages=None if pipes else 1)
     counts = opened.microbatch_counts(setting.prepared.analysis.batch_size)
-    if not space.leaves_microbatches or len(counts) == 1:
+    if len(counts) == 1 or not (costs_memory or pipes):
         return None
-    worth_s = (1 + MIN_LOSS) * search.options[0].time_s
-    if any(fitted.option.time_s <= worth_s for _, fitted in found):
-        return None
-    setting.progress("search micro-batches")
+    setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
         return Search(setting.opened(opened)).run()
     except ConstraintError:

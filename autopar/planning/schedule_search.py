@@ -238,6 +238,20 @@ class Search:
             )
         )  # fmt: skip
 
+    def may_fit(self, option: Option) -> bool:
+        """Whether some candidate of an option is estimated to fit, at least if it keeps as little
+        from pass to pass, and recomputes as much, as the space allows."""
+        forms: list[dict[str, bool]] = [{}, *self.smaller_forms(option)]
+        for candidate in option.origin:
+            for form in forms if candidate.is_found else ():
+                leaner = self.with_form(candidate, **form)
+                needed = leaner.estimated_bytes(option.held)
+                if self.may_recompute(option):
+                    needed -= self._recomputed(leaner, option.held)[1] or 0.0
+                if needed <= NEARLY * self.setting.budget_bytes:
+                    return True
+        return False
+
     # --- an open space ------------------------------------------------------------------------
     def with_more_microbatches(self, option: Option) -> list[Option]:
         """The options left out because ``option``, which does not fit, was estimated to fit."""
