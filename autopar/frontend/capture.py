@@ -32,6 +32,7 @@ from autopar.base.torch_private import (
     pytree,
     without_fake_tensor_log,
     without_generated_code,
+    without_repeated_registrations,
 )
 from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.autocast import refuse_autocast
@@ -269,7 +270,8 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
             exported = torch.export.export(step, args, kwargs, strict=False)
         _show_gradients(exported.graph_module)
         isolate_composites(exported.graph_module)
-        program = exported.run_decompositions({})
+        with without_repeated_registrations():
+            program = exported.run_decompositions({})
         isolate_regions(program.graph_module)
         free_counted_dimensions(program.graph_module)
         offsets_as_tensors(program.graph_module)
