@@ -52,9 +52,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.base.errors import PlanError
@@ -119,6 +120,9 @@ def format_placements(placements: Placements) -> str:
 MAX_PADDING = 0.5
 """Largest padding of a split, as a fraction of the dimension's size."""
 
+_NUM_KEPT = 1 << 14
+"""Results that each function which a search asks again and again remembers."""
+
 Digit = tuple[int, int, int]
 """A split of a dimension: (outer, size, mesh axis)."""
 
@@ -127,7 +131,7 @@ def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -
     """Raise PlanError unless the splits of each dimension are disjoint, and even or padded."""
     if len(placements) != mesh.num_axes:
         raise PlanError(f"{len(placements)} placements for a mesh of {mesh.num_axes} axes ({mesh})")
-    for dim, digits in _digits(placements, mesh).items():
+    for dim, digits in _digits(placements, mesh.axis_sizes).items():
         if dim >= len(shape):
             raise PlanError(f"split on dimension {dim} of a value of shape {tuple(shape)}")
         if not _fits(shape[dim], digits):
@@ -141,19 +145,30 @@ def check_placements(placements: Placements, shape: Sequence[int], mesh: Mesh) -
 
 def is_valid(placements: Placements, shape: Sequence[int], mesh: Mesh) -> bool:
     """Whether `check_placements` accepts them."""
+    return _is_valid(placements, tuple(shape), mesh.axis_sizes)
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _is_valid(placements: Placements, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> bool:
     return all(
         dim < len(shape) and _fits(shape[dim], digits)
-        for dim, digits in _digits(placements, mesh).items()
+        for dim, digits in _digits(placements, axis_sizes).items()
     )
 
 
-def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> dict[int, int]:
+def paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> Mapping[int, int]:
     """Zeros appended to each split dimension so that it divides evenly."""
-    found = {}
-    for dim, digits in _digits(placements, mesh).items():
-        num = math.prod(size for _, size, _ in digits)
-        found[dim] = -shape[dim] % num
-    return found
+    return _paddings(placements, tuple(shape), mesh.axis_sizes)
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _paddings(
+    placements: Placements, shape: tuple[int, ...], axis_sizes: tuple[int, ...]
+) -> Mapping[int, int]:
+    return {
+        dim: -shape[dim] % math.prod(size for _, size, _ in digits)
+        for dim, digits in _digits(placements, axis_sizes).items()
+    }
 
 
 def _fits(size: int, digits: Sequence[Digit]) -> bool:
@@ -169,16 +184,15 @@ def _fits(size: int, digits: Sequence[Digit]) -> bool:
     return whole or (nested and -size % reached <= MAX_PADDING * size)
 
 
-def _digits(placements: Placements, mesh: Mesh) -> dict[int, list[Digit]]:
+@lru_cache(maxsize=_NUM_KEPT)
+def _digits(placements: Placements, axis_sizes: tuple[int, ...]) -> Mapping[int, tuple[Digit, ...]]:
     """The digits of each split dimension, outermost first."""
     digits: dict[int, list[Digit]] = {}
     for axis, placement in enumerate(placements):
         if placement.state is State.SHARD:
-            entry = (placement.outer, mesh.axis_sizes[axis], axis)
+            entry = (placement.outer, axis_sizes[axis], axis)
             digits.setdefault(placement.dim, []).append(entry)
-    for entries in digits.values():
-        entries.sort()
-    return digits
+    return {dim: tuple(sorted(entries)) for dim, entries in digits.items()}
 
 
 def is_reduce_scattered(stored: Placements, used: Placements) -> bool:
@@ -287,6 +301,7 @@ _ORDER = (
     MoveKind.ALL_GATHER,
     MoveKind.PAD,
 )
+_TURNS = {states: _ORDER.index(kind) for states, kind in _KINDS.items()}
 
 
 def redistribute(
@@ -299,19 +314,19 @@ def redistribute(
     splits wait for each other, one of them is gathered first. Axes that share a padded dimension
     are gathered from it and split on it together.
     """
-    current = list(source)
-    moves: list[Move] = []
-    for goal in (_gathered(source, target, shape, mesh), target):
-        moves += _moves_to(current, goal, shape, mesh)
-    return tuple(moves)
+    gathered = _gathered(source, target, shape, mesh)
+    return (*_moves_to(source, gathered, shape, mesh), *_moves_to(gathered, target, shape, mesh))
 
 
 def _gathered(
     source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Placements:
     """``source`` with R on the axes that share a padded dimension whose splits change."""
-    before, after = _digits(source, mesh), _digits(target, mesh)
-    padded = {d for side in (source, target) for d, n in paddings(side, shape, mesh).items() if n}
+    zeros = [paddings(side, shape, mesh) for side in (source, target)]
+    if not any(map(any, (side.values() for side in zeros))):
+        return source
+    padded = {d for side in zeros for d, n in side.items() if n}
+    before, after = _digits(source, mesh.axis_sizes), _digits(target, mesh.axis_sizes)
     result = list(source)
     for dim in padded:
         axes = {axis for side in (before, after) for _, _, axis in side.get(dim, ())}
@@ -322,21 +337,27 @@ def _gathered(
 
 
 def _moves_to(
-    current: list[Placement], target: Placements, shape: tuple[int, ...], mesh: Mesh
+    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[Move]:
-    """Move ``current``, in place, to ``target``."""
+    """The moves from ``current`` to ``target``, each that follows from where the last one ended."""
+    while current != target:
+        move, current = _next_move(current, target, shape, mesh)
+        yield move
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _next_move(
+    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> tuple[Move, Placements]:
+    """The first move on the way to ``target``, and the placements behind it."""
     pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
-    while pending:
-        goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
-        group = _next_group(current, goal, shape, mesh, pending)
-        if group is None:
-            group = (next(a for a in pending if current[a].state is State.SHARD),)
-            goal = tuple(R if a in group else p for a, p in enumerate(goal))
-        yield _make_move(current, group, goal[group[0]], shape, mesh)
-        for axis in group:
-            current[axis] = goal[axis]
-            if goal[axis] == target[axis]:
-                pending.remove(axis)
+    goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
+    group = _next_group(current, goal, shape, mesh, pending)
+    if group is None:
+        group = (next(a for a in pending if current[a].state is State.SHARD),)
+        goal = tuple(R if a in group else p for a, p in enumerate(goal))
+    changed = _changed(current, group, goal)
+    return _make_move(current, changed, group, shape, mesh), changed
 
 
 def _next_goal(now: Placement, then: Placement) -> Placement:
@@ -346,44 +367,40 @@ def _next_goal(now: Placement, then: Placement) -> Placement:
 
 
 def _next_group(
-    current: list[Placement],
+    current: Placements,
     target: Placements,
     shape: tuple[int, ...],
     mesh: Mesh,
     pending: Iterable[int],
 ) -> tuple[int, ...] | None:
     """The axes of the next legal move: the earliest kind in `_ORDER`, merged where possible."""
-    ordered = sorted(
-        pending, key=lambda a: (_ORDER.index(_KINDS[current[a].state, target[a].state]), a)
-    )
+    ordered = sorted(pending, key=lambda a: (_TURNS[current[a].state, target[a].state], a))
     for position, first in enumerate(ordered):
         group = [first]
         for axis in ordered[position + 1 :]:
             if _acts_as_one(current, target, group, axis, mesh):
                 group.append(axis)
         for axes in (tuple(group), (first,)):
-            if _is_legal(current, axes, target, shape, mesh):
+            if _is_legal(current, _changed(current, axes, target), shape, mesh):
                 return axes
     return None
 
 
-def _is_legal(
-    current: list[Placement],
-    axes: Sequence[int],
-    target: Placements,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-) -> bool:
+def _changed(current: Placements, axes: Sequence[int], target: Placements) -> Placements:
+    """``current``, with the placements of ``target`` on some axes."""
+    return tuple([target[a] if a in axes else p for a, p in enumerate(current)])
+
+
+def _is_legal(current: Placements, changed: Placements, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether all splits stay valid and no other axis's padding changes."""
-    changed = tuple(target[a] if a in axes else p for a, p in enumerate(current))
     if not is_valid(changed, shape, mesh):
         return False
-    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
+    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
     return all(after.get(dim, padding) == padding for dim, padding in before.items())
 
 
 def _acts_as_one(
-    current: list[Placement], target: Placements, group: Sequence[int], axis: int, mesh: Mesh
+    current: Placements, target: Placements, group: Sequence[int], axis: int, mesh: Mesh
 ) -> bool:
     """Whether ``axis`` continues the digit chain of ``group`` in source and in target."""
     last = group[-1]
@@ -397,15 +414,14 @@ def _acts_as_one(
 
 
 def _make_move(
-    current: list[Placement],
+    current: Placements,
+    changed: Placements,
     axes: tuple[int, ...],
-    target: Placement,
     shape: tuple[int, ...],
     mesh: Mesh,
 ) -> Move:
-    source = current[axes[0]]
-    changed = tuple(target if a in axes else p for a, p in enumerate(current))
-    before, after = paddings(tuple(current), shape, mesh), paddings(changed, shape, mesh)
+    source, target = current[axes[0]], changed[axes[0]]
+    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
     return Move(
         kind=_KINDS[source.state, target.state],
         axes=axes,
@@ -415,12 +431,12 @@ def _make_move(
         target_local_outer=_local_outer(current, axes, target, mesh),
         padding=before[source.dim] if source.state is State.SHARD else 0,
         target_padding=after[target.dim] if target.state is State.SHARD else 0,
-        shape=local_shape(shape, tuple(current), mesh),
+        shape=local_shape(shape, current, mesh),
     )
 
 
 def _local_outer(
-    current: list[Placement], axes: tuple[int, ...], placement: Placement, mesh: Mesh
+    current: Placements, axes: tuple[int, ...], placement: Placement, mesh: Mesh
 ) -> int:
     """Local size in front of the digit: its ``outer`` divided by the other axes' splits of it."""
     if placement.state is not State.SHARD:
