@@ -26,20 +26,14 @@ from tests.faults.draw import LANE, PLANS, Injection, draw
 from tests.faults.launch import Job, Outcome, run
 from tests.faults.model import OPTIONS, batch, make_model, optimizer
 from tests.faults.script import NUM_CHECKED
+from tests.warm import import_what_it_imports
 
 NUM_STEPS = NUM_CHECKED * (LANE + 2)
 LANE_LIMIT_S = 1200.0
 
 
 def write_plans(folder: Path) -> None:
-    """Write the plans of all lanes, in a process of its own.
-
-    A process that has computed may have threads, which a fork loses.
-    """
-    pid = os.fork()
-    if pid:
-        assert os.waitpid(pid, 0)[1] == 0, "the plans cannot be made"
-        return
+    """Write the plans of all lanes."""
     for name in PLANS:
         num_ranks = 4 if name == "data x 1f1b" else 2
         cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=num_ranks)
@@ -47,7 +41,6 @@ def write_plans(folder: Path) -> None:
             make_model(), cluster, (batch(0),), optimizer=optimizer, **OPTIONS[name]
         )
         plan.to_json(folder / f"{name}.json")
-    os._exit(0)
 
 
 class Lane:
@@ -231,7 +224,7 @@ def main() -> None:
     root = Path(options.keep or tempfile.mkdtemp(prefix="faults-"))
     root.mkdir(parents=True, exist_ok=True)
     (root / "results").touch()
-    write_plans(root)
+    import_what_it_imports(lambda: write_plans(root))
     run_all(root, numbers, options.parallel)
     failed = tally(root, numbers)
     if options.keep is None:

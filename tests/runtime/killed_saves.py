@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import AutoparError
+from tests.warm import import_what_it_imports
 
 NUM_RANKS = 2
 DIED = 9
@@ -97,6 +98,7 @@ def fork_ranks(folder: Path, number: int) -> list[int]:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
+    import_what_it_imports(lambda: compiled_for(1))
     for at in range(100):
         codes = fork_ranks(root / str(at), at)
         if codes[0] != DIED:
