@@ -117,7 +117,8 @@ def plan_case(case: Case) -> dict[str, Any]:
     precision = check_precision("fp16" if case.preset.startswith("v100") else "bf16")
     config = LlamaConfig(
         num_hidden_layers=case.layers, hidden_size=case.width,
-        num_attention_heads=case.width // 128, num_key_value_heads=8, intermediate_size=int(3.5 * case.width), vocab_size=32000,
+        num_attention_heads=case.width // 128, num_key_value_heads=8,
+        intermediate_size=int(3.5 * case.width), vocab_size=32000,
         max_position_embeddings=case.columns, use_cache=False,
     )  # fmt: skip
     begun_s = time.process_time()

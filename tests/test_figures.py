@@ -12,7 +12,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from autopar import Plan
+import autopar
+from autopar import Force, Plan
 from autopar.base.errors import InputError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.movement.plan import MovementPlan, parse_plan
@@ -27,12 +28,15 @@ from autopar.plans.figures import (
     k_curve_data,
     plot_bars,
     plot_k_curve,
+    plot_memory_over_time,
     plot_strategy,
     strategy_data,
 )
 from autopar.plans.figures.offload import absences
+from autopar.plans.summary import needed_bytes
 from autopar.plans.timeline import predicted_timeline
 from autopar.schedules import Durations, reverse_first_k_gain
+from tests.models.zoo import build
 from tests.test_reports import offloaded, planned
 
 UNITS = (
@@ -52,6 +56,19 @@ def compiled_blocks() -> Plan:
         }
     ]  # fmt: skip
     return Plan.from_json(json.dumps(document))
+
+
+@functools.cache
+def many_microbatches() -> Plan:
+    """A plan with so many micro-batches that the curve of its memory leaves some out."""
+    model, make_batch = build("gpt2")
+    found = autopar.plan(
+        model, planned("FSDP").cluster, make_batch(0, batch=32), num_microbatches=8,
+        constraints=[Force("data_parallel")], mesh={"x": 4},
+    )  # fmt: skip
+    assert found.memory_curve is not None
+    assert found.memory_curve.num_left_out > 0
+    return found
 
 
 def bars_of(plan: Plan, name: str) -> tuple[Bars, list[list[float]]]:
@@ -95,6 +112,50 @@ def test_memory_is_that_of_the_report_by_category() -> None:
     (line,) = data.lines
     assert line.value == plan.cluster.usable_memory_bytes
     assert line.name.endswith(format_bytes(line.value))
+
+
+@pytest.mark.parametrize("case", ["free", "FSDP", "PP", "ZeRO-2", "recomputed", "early", "large m"])
+def test_memory_over_time_peaks_where_the_report_says(case: str) -> None:
+    plan = many_microbatches() if case == "large m" else planned(case)
+    data = figure_data(plan, "memory_over_time")
+    by_category = {
+        name.replace(" ", "_"): row[data.peak] for name, row in zip(data.categories, data.sizes)
+    }
+    extra = by_category.pop("fragmentation")
+    counted = plan.prediction.memory_bytes
+    assert {name: size for name, size in by_category.items() if size} == counted
+    assert data.places[data.peak] == plan.prediction.memory_peak_at
+    assert sum(counted.values()) + extra == needed_bytes(plan)
+    assert format_bytes(needed_bytes(plan)) in data.title
+    figure, axes = plot_memory_over_time(data)
+    size, edges = dict(UNITS)[axes.get_ylabel()], [0.0]
+    for area, row in zip(axes.collections, data.sizes):
+        edges.append(edges[-1] + row[data.peak] / size)
+        corners = {round(float(y), 9) for y in area.get_paths()[0].vertices[:, 1]}
+        assert {round(each, 9) for each in edges[-2:]} <= corners
+    assert axes.get_xlim()[1] == pytest.approx(
+        data.end_s / dict(UNITS)[axes.get_xlabel()[:2].strip()]
+    )
+    assert f"usable, {format_bytes(plan.cluster.usable_memory_bytes)}" in data.usable.name
+    assert [t.get_text() for t in figure.legends[0].get_texts()][: len(data.categories)] == list(
+        data.categories
+    )
+
+
+def test_the_time_of_the_memory_curve_is_that_of_the_computation() -> None:
+    plan = planned("recomputed")
+    p, data = plan.prediction, figure_data(plan, "memory_over_time")
+    assert data.end_s == pytest.approx(p.forward_s + p.backward_s + p.update_s)
+    assert list(data.starts_s) == sorted(data.starts_s)
+    assert data.starts_s[0] == 0
+
+
+def test_memory_over_time_with_offloading_is_within_the_budget() -> None:
+    plan = offloaded()
+    data = figure_data(plan, "memory_over_time")
+    assert max(map(data.total, range(len(data.places)))) == data.total(data.peak)
+    held = data.total(data.peak) - data.sizes[-1][data.peak]
+    assert held == sum(plan.prediction.memory_bytes.values())
 
 
 def test_a_capacity_is_a_line_unless_it_is_far_beyond_the_bars() -> None:

@@ -76,6 +76,11 @@ class Route:
     incoming: dict[int, tuple[Action, ...]]
     arrived: dict[Action, tuple[Action, ...]]
 
+    @property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches of which the device computes something."""
+        return len({action.microbatch for action in self.actions} - {None})
+
 
 def route_of(program: RankProgram, device: int) -> Route:
     """The tables of one device, by its position in the pipeline."""

@@ -27,7 +27,7 @@ from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_by
 from autopar.memory.reductions import ReductionMemory, ScatteredSums
 from autopar.memory.side_stream import SideStream
 from autopar.memory.steady_state import shortened
-from autopar.memory.tally import Tally
+from autopar.memory.tally import Moment, Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
 from autopar.schedules.action import Kind
 
@@ -41,7 +41,8 @@ class ProgramMemory:
 
     ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
     or holds back, and on CPUs libraries. ``gradient_bytes``: the most that gradients take at once.
-    ``at`` has the most bytes at each place, such as ``I`` with the name of a block.
+    ``at`` has the most bytes at each place, such as ``I`` with the name of a block, and ``moments``
+    all places in order, without ``num_left_out`` micro-batches that repeat those before them.
     """
 
     by_category: dict[str, int]
@@ -49,6 +50,8 @@ class ProgramMemory:
     device_bytes: int
     gradient_bytes: int
     at: Mapping[str, int] = field(default_factory=dict)
+    moments: tuple[Moment, ...] = ()
+    num_left_out: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -78,8 +81,13 @@ def device_memories(
     allocator = allocator_of(device)
     kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
     sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
-    routes = (shortened(route, program) for route in routes_of(program))
-    return tuple(_Play(program, r, kernels, sizes, optimizer, device).run() for r in routes)
+    found = []
+    for route in routes_of(program):
+        short = shortened(route, program)
+        played = _Play(program, short, kernels, sizes, optimizer, device).run()
+        left_out = route.num_microbatches - short.num_microbatches
+        found.append(replace(played, num_left_out=left_out))
+    return tuple(found)
 
 
 class _Play:
@@ -150,6 +158,7 @@ class _Play:
     def run(self) -> ProgramMemory:
         for action in self.route.actions:
             stage, microbatch = action.stage, action.microbatch
+            self.tally.begin_action()
             if self.early is None and action.kind is Kind.U and not self.optimizer.is_joint:
                 if action in self.route.late_updates:
                     self._update_late(stage)
@@ -171,9 +180,10 @@ class _Play:
                 for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
                     self.gradients.release((microbatch, value))  # sent to the stage before
         self.side.join()
+        self.tally.begin_action()
         for values in self._last_updates():
             self._update(values)
-        self.tally.peak[Category.WORKSPACE] += self.side.apart_bytes
+        self.tally.add_to_peak(self.side.apart_bytes)
         by_category = {str(c): v for c, v in sorted(self.tally.peak.items()) if v}
         return ProgramMemory(
             by_category=by_category,
@@ -181,6 +191,7 @@ class _Play:
             device_bytes=device_bytes(by_category, self.device),
             gradient_bytes=self.tally.gradient_bytes,
             at=self.tally.at,
+            moments=tuple(self.tally.moments),
         )
 
     # --- updates ---------------------------------------------------------------------------

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from autopar.cost_models.memory import Category
 
 
+class Moment(NamedTuple):
+    """The fullest moment of an action at one place, such as ``F`` with the name of a block: the
+    bytes of each category, with the workspace of what runs. Actions are numbered in their order."""
+
+    action: int
+    place: str
+    by_category: Mapping[Category, int]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.by_category.values())
+
+
 class Tally:
-    """Live bytes by category; `check` compares them with the peak, also that ``at`` each place."""
+    """Live bytes by category; `check` compares them with the peak, also that ``at`` each place.
+
+    ``moments`` are the step in order.
+    """
 
     def __init__(self) -> None:
         self.live: Counter[Category] = Counter()
         self.peak: Counter[Category] = Counter()
         self.peak_at = "start"
         self.at: dict[str, int] = {}
+        self.moments: list[Moment] = []
         self._peak_bytes = 0
+        self._peak_moment = 0
+        self._action = 0
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
         self.peak_of_main_bytes = 0
@@ -33,6 +54,31 @@ class Tally:
         self.peak_of_main_bytes = max(self.peak_of_main_bytes, of_main)
         if total > self.at.get(where, -1):
             self.at[where] = total
-        if total > self._peak_bytes:
-            self.peak, self.peak_at, self._peak_bytes = self.live.copy(), where, total
-            self.peak[Category.WORKSPACE] += working_bytes
+        found = self._noted(where, total, working_bytes)
+        if total > self._peak_bytes and found is not None:
+            self.peak, self.peak_at, self._peak_bytes = found, where, total
+            self._peak_moment = len(self.moments) - 1
+
+    def begin_action(self) -> None:
+        """The next action of the schedule begins."""
+        self._action += 1
+
+    def add_to_peak(self, workspace_bytes: int) -> None:
+        """Count further workspace at the peak."""
+        if workspace_bytes:
+            self.peak[Category.WORKSPACE] += workspace_bytes
+            last = self.moments[self._peak_moment]
+            self.moments[self._peak_moment] = last._replace(by_category=self.peak)
+
+    def _noted(self, where: str, total: int, working_bytes: int) -> Counter[Category] | None:
+        """The bytes of this moment, if it is the fullest so far of its action at its place."""
+        last = self.moments[-1] if self.moments else None
+        is_new = last is None or (last.action, last.place) != (self._action, where)
+        if not is_new and last is not None and total <= last.size_bytes:
+            return None
+        found = self.live.copy()
+        found[Category.WORKSPACE] += working_bytes
+        if not is_new:
+            self.moments.pop()
+        self.moments.append(Moment(self._action, where, found))
+        return found

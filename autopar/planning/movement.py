@@ -21,7 +21,9 @@ from autopar.ir.update import Update as When
 from autopar.lowering.route import routes_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
+from autopar.memory.tally import Moment
 from autopar.movement.execution import Movement, OpPlace, ProgramStep, Update
+from autopar.movement.lifetimes import StepLifetimes
 from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.movement.program import step_of_program
 from autopar.movement.residency import least_traffic
@@ -154,24 +156,40 @@ def memory_of(step: ProgramStep, plan: MovementPlan, device: DeviceSpec) -> Prog
     """The memory of a step under a movement plan, at the worst moment of any transfer speeds."""
     movable = step.movable()
     worst = worst_case_bytes(plan, movable)
+    moments = tuple(_moment(step, plan, movable, worst, op) for op in range(len(worst)))
     op = max(range(len(worst)), key=worst.__getitem__)
-    is_end = op == movable.num_ops
-    found: Counter[str] = Counter()
-    for index in resident(plan, movable, op):
-        found[movable.tensors[index].category] += movable.tensors[index].size_bytes
-    found[Category.WORKSPACE] += 0 if is_end else movable.workspace_bytes[op]
-    found[Category.COMMUNICATION] += worst[op] - found.total()  # in flight
-    by_category = {str(category): size for category, size in sorted(found.items()) if size}
+    peak = moments[op].by_category
+    by_category = {str(category): size for category, size in sorted(peak.items()) if size}
     gradients = [t for t in movable.tensors if t.category == Category.GRADIENTS]
     return ProgramMemory(
         by_category=by_category,
-        peak_at="the end of the step" if is_end else movable.ops[op],
+        peak_at="the end of the step" if op == movable.num_ops else movable.ops[op],
         device_bytes=device_bytes(by_category, device),
         gradient_bytes=max(
             sum(t.size_bytes for t in gradients if t.first <= each <= t.last)
             for each in range(movable.num_ops)
         ),
+        moments=moments,
     )
+
+
+def _moment(
+    step: ProgramStep, plan: MovementPlan, movable: StepLifetimes, worst: Sequence[int], op: int
+) -> Moment:
+    """What may be on the device while an operation runs, or at the end of the step."""
+    is_end = op == movable.num_ops
+    found: Counter[Category] = Counter()
+    for index in resident(plan, movable, op):
+        found[Category(movable.tensors[index].category)] += movable.tensors[index].size_bytes
+    found[Category.WORKSPACE] += 0 if is_end else movable.workspace_bytes[op]
+    found[Category.COMMUNICATION] += worst[op] - found.total()  # in flight
+    name = "the end of the step" if is_end else movable.ops[op]
+    place = None if is_end else step.places[op]
+    if isinstance(place, Update):
+        name = "update"
+    elif place is not None:
+        name = name.removesuffix(f"/{place.microbatch}")
+    return Moment(op, name, found)
 
 
 def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> list[float]:

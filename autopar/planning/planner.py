@@ -27,7 +27,7 @@ from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.baselines import Baselines
-from autopar.planning.constraints import Constraint
+from autopar.planning.constraints import Constraint, narrow
 from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
 from autopar.planning.peers import price_peers
@@ -36,7 +36,9 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
+from autopar.plans.memory_curve import memory_curve
 from autopar.plans.modules import module_plans, parameter_uses
+from autopar.plans.runner_up import runner_ups
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import time_parts
@@ -281,9 +283,10 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         schedule = SchedulePlan.of(staged.stages, staged.schedule, gap)
     strategy = best.strategy()
     strategy.verify()
+    modules, num = module_plans(best, strategy), best.num_microbatches
     plan = make_plan(
         strategy,
-        setting.prepared.cut(best.num_microbatches).captured,
+        setting.prepared.cut(num).captured,
         setting.cluster,
         prediction,
         search_report(
@@ -301,6 +304,11 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         best.recomputation,
         None if moved is None else moved.plan(),
         uses=parameter_uses(best, strategy),
-        modules=module_plans(best, strategy),
-    )
+        modules=modules,
+        runner_ups=runner_ups(best, narrow(best.priced, setting.constraints)),
+        curve=memory_curve(
+            fitted.memory, modules, best.recomputation, num_microbatches=num,
+            update_s=prediction.update_s,
+        ),
+    )  # fmt: skip
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

@@ -32,6 +32,7 @@ from autopar.plans.page import Page
 from autopar.plans.parts import (
     MODULE_TIMES,
     GraphPlan,
+    MemoryCurve,
     MeshPlan,
     ModulePlan,
     OffloadPlan,
@@ -40,6 +41,7 @@ from autopar.plans.parts import (
     PrecisionPlan,
     Prediction,
     RecomputationPlan,
+    RunnerUp,
     SearchReport,
     UpdatePlan,
 )
@@ -51,7 +53,7 @@ from autopar.plans.timeline import predicted_trace
 from autopar.rules import parse_choice
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 MAX_AXES = 16
 
 
@@ -108,9 +110,9 @@ class Plan(PlanFields, frozen=True):
     def figure(self, name: str) -> tuple[Any, Any]:
         """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
 
-        ``name``: strategy, step, memory, alternatives, timeline, activations, recomputation,
-        kernels or offload; `autopar.plans.figures` has their numbers. Raises InputError for
-        another, and where the plan has nothing of it.
+        ``name``: strategy, step, memory, memory_over_time, alternatives, timeline, activations,
+        recomputation, kernels or offload; `autopar.plans.figures` has their numbers. Raises
+        InputError for another, and where the plan has nothing of it.
         """
         from autopar.plans.figures.catalog import plan_figure  # imports matplotlib
 
@@ -186,6 +188,7 @@ def _check_plan(plan: Plan) -> None:
     _check_uses(plan)
     _check_recomputation(plan)
     _check_kernels(plan)
+    _check_reports(plan)
     if plan.offload is not None:
         _check_offload(plan, plan.offload)
 
@@ -224,6 +227,22 @@ def _check_uses(plan: Plan) -> None:
         for field in MODULE_TIMES:
             if not 0 <= getattr(module, field) < math.inf:
                 raise refused("it cannot be negative", path_of(("modules", position, field)))
+
+
+def _check_reports(plan: Plan) -> None:
+    """Raise PlanError unless runner-ups and the curve of memory can be shown."""
+    num_axes = len(plan.mesh.axis_names)
+    for position, each in enumerate(plan.runner_ups):
+        for field, choice in (("chosen", each.chosen), ("other", each.other)):
+            with at("runner_ups", position, field):
+                _check_words(choice.splits, num_axes)
+                for text in (choice.stored, choice.needs) if choice.stored else ():
+                    _check_words(text, num_axes)
+        for field in ("compute_s", "communication_s"):
+            if not math.isfinite(getattr(each, field)):
+                raise refused("it must be finite", path_of(("runner_ups", position, field)))
+    if plan.memory_curve is not None:
+        plan.memory_curve.read()
 
 
 def _check_recomputation(plan: Plan) -> None:
@@ -308,6 +327,8 @@ def make_plan(
     *,
     uses: dict[str, ParameterUse],
     modules: tuple[ModulePlan, ...],
+    runner_ups: tuple[RunnerUp, ...] = (),
+    curve: MemoryCurve | None = None,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -349,6 +370,8 @@ def make_plan(
         },
         uses=uses,
         modules=modules,
+        runner_ups=runner_ups,
+        memory_curve=curve,
         recomputation=RecomputationPlan.of(recomputation),
         offload=offload,
     )

@@ -1,13 +1,13 @@
 """The strategy of one module explained, and two plans compared.
 
-In: one or two plans. Out: a page. A plan keeps what was chosen, and the times of other strategies
-for the whole model, not for a module: the best alternative is one to the whole plan.
+In: one or two plans. Out: a page. A module's runner-up is its best other choice while all else
+stays as it is; the best alternative is another strategy for the whole model.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.base.documents import shown
 from autopar.base.errors import InputError
@@ -18,14 +18,23 @@ from autopar.plans.alternatives import NO_FIT, alternatives
 from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
-from autopar.plans.parallelism import kinds_of, strategy_name
-from autopar.plans.parts import MODULE_TIMES, ModulePlan, PlanFields
-from autopar.plans.summary import headline, needed_bytes, time_text
+from autopar.plans.parallelism import kinds_of, kinds_of_choice, strategy_name
+from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
+from autopar.plans.summary import LEAST_S, headline, needed_bytes, time_text
 
 MAX_ROWS = 40
-RUNNER_UP = (
-    "The plan keeps no prices of other choices for one module. To price one: autopar.plan(..., "
-    "constraints=[autopar.Pin(...)]), then plan.diff(other)."
+LEAST_SHARE = 1e-4
+"""A smaller share of a device's memory is not shown."""
+TIE = 1e-4
+"""A difference below this share of a step is called a tie."""
+BY_ITSELF = (
+    "Each module by itself: all outside of it stays as it is. The search's prices and its estimate "
+    "of memory."
+)
+NO_RUNNER_UP = "The plan keeps no other choice for it: none is possible, or it is too large."
+TO_PRICE = (
+    "To price another choice: autopar.plan(..., constraints=[autopar.Pin(...)]), then "
+    "plan.diff(other)."
 )
 
 
@@ -35,8 +44,10 @@ def explanation(plan: PlanFields, name: str) -> Page:
     Raises InputError for another name.
     """
     modules, parameters, ops = _named(plan, name)
-    tables = (_parameters(plan, parameters), _ops(plan, ops), _times(modules))
-    facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=(RUNNER_UP,))
+    others = _runner_ups(plan, name, modules, parameters, ops)
+    tables = (others, _parameters(plan, parameters), _ops(plan, ops), _times(modules))
+    notes = (TO_PRICE,) if others.rows else (NO_RUNNER_UP, TO_PRICE)
+    facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=notes)
     step = format_seconds(plan.prediction.step_time_s)
     return Page(
         headline=f"{name} in {strategy_name(plan)}, {step} a step",
@@ -136,6 +147,68 @@ def _times(modules: list[ModulePlan]) -> Section:
         rows=shown_rows,
         notes=notes,
     ).used_columns()
+
+
+def _runner_ups(
+    plan: PlanFields, name: str, modules: list[ModulePlan], parameters: list[str], ops: list[str]
+) -> Section:
+    """The best other choice of each module, the difference in a step, and why it was not taken."""
+    owners = {parameter.rpartition(".")[0] for parameter in parameters}
+    owners |= {module.name for module in plan.modules if not set(module.ops).isdisjoint(ops)}
+    rows, least_bytes = [], LEAST_SHARE * plan.cluster.usable_memory_bytes
+    for each in plan.runner_ups:
+        inside = [path for path in each.modules if lies_in(path, name)] if modules else []
+        inside = inside or [path for path in each.modules if path in owners]
+        if not inside:
+            continue
+        rows.append(
+            (
+                folded(inside),
+                choice_text(plan, each.chosen),
+                choice_text(plan, each.other),
+                signed(each.difference_s, format_seconds),
+                _change(each.compute_s, LEAST_S, format_seconds),
+                _change(each.communication_s, LEAST_S, format_seconds),
+                _change(each.memory_bytes, least_bytes, format_bytes),
+                why(plan, each),
+            )
+        )
+    rows.sort(key=lambda row: (row[0].count("."), row[0] != name))
+    shown_rows, notes = _cut(rows)
+    return Section(
+        title="the best other choice, and the difference of a step with it",
+        columns=(
+            "module", "chosen", "runner-up", "step", "compute", "commun.", "memory", "why not"
+        ),
+        rows=shown_rows,
+        notes=(*notes, BY_ITSELF),
+    ).used_columns()  # fmt: skip
+
+
+def choice_text(plan: PlanFields, choice: ModuleChoice) -> str:
+    """``batch, FSDP``: how the longest op is split, and the kind of the largest parameter."""
+    splits = " x ".join("whole" if word == "-" else word for word in choice.splits.split())
+    kinds = " x ".join(dict.fromkeys(kinds_of_choice(plan, choice)))
+    return f"{splits}, {kinds}" if kinds else splits
+
+
+def signed(number: float, text: Callable[[float], str]) -> str:
+    """``+1.20 ms``: a difference."""
+    return f"{'-' if number < 0 else '+'}{text(abs(number))}"
+
+
+def _change(number: float, least: float, text: Callable[[float], str]) -> str:
+    """A difference, or nothing for one that is too small to matter."""
+    return signed(number, text) if abs(number) >= least else ""
+
+
+def why(plan: PlanFields, each: RunnerUp) -> str:
+    """Why a runner-up was not chosen: ``slower``, ``does not fit``, or both as good."""
+    if needed_bytes(plan) + each.memory_bytes > plan.cluster.usable_memory_bytes:
+        return "does not fit"
+    if abs(each.difference_s) <= TIE * plan.prediction.step_time_s:
+        return "a tie"
+    return "slower" if each.difference_s > 0 else "faster by itself"
 
 
 def _facts(

@@ -154,6 +154,11 @@ class _Modules:
         return " ".join(words)
 
 
+def split_words(strategy: Strategy, op: Op) -> str:
+    """`split_word` for each mesh axis."""
+    return " ".join(split_word(strategy, op, axis) for axis in range(strategy.mesh.num_axes))
+
+
 def split_word(strategy: Strategy, op: Op, axis: int) -> str:
     """``batch``, ``sequence``, the name of another dimension, or ``-`` if nothing is split."""
     split = strategy.assignment.choices[op.index].splits[axis]

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from autopar.plans.parts import PlanFields
+from autopar.plans.parts import ModuleChoice, PlanFields
 
 DDP, FSDP, ZERO1, ZERO2, ZERO12 = "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-1/2"
 SEQUENCE, TENSOR, REPLICATED = "SP", "TP", "replicated"
@@ -49,17 +49,37 @@ Shares = tuple[Mapping[str, float], ...]
 
 def kinds_of(plan: PlanFields, name: str) -> tuple[str, ...]:
     """The kind of parallelism of a parameter along each mesh axis."""
-    stored, needed = plan.parameters[name].split(), plan.uses[name].needs.split()
-    return tuple(_kind(plan, name, s, n) for s, n in zip(stored, needed))
+    released, scattered = name in plan.released, name in plan.scattered
+    gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
+    return _kinds(plan.parameters[name], plan.uses[name].needs, gathered)
 
 
-def _kind(plan: PlanFields, name: str, stored: str, needed: str) -> str:
+def kinds_of_choice(plan: PlanFields, choice: ModuleChoice) -> tuple[str, ...]:
+    """The kind of parallelism of a module's largest parameter along each mesh axis.
+
+    It is released and scattered where the plan's parameters are.
+    """
+    released, scattered = bool(plan.released), bool(plan.scattered)
+    gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
+    return _kinds(choice.stored, choice.needs, gathered)
+
+
+def _kinds(stored: str, needs: str, gathered: str) -> tuple[str, ...]:
+    return tuple(_kind(s, n, gathered) for s, n in zip(stored.split(), needs.split()))
+
+
+def _gathered_as(plan: PlanFields, *, is_released: bool, is_scattered: bool) -> str:
+    """The kind of a parameter that is stored split and gathered for its use."""
+    if is_released:
+        return FSDP
+    if plan.schedule.num_microbatches == 1:
+        return ZERO12
+    return ZERO2 if is_scattered else ZERO1
+
+
+def _kind(stored: str, needed: str, gathered: str) -> str:
     if stored.startswith("S") and not needed.startswith(("S", "P")):
-        if name in plan.released:
-            return FSDP
-        if plan.schedule.num_microbatches == 1:
-            return ZERO12
-        return ZERO2 if name in plan.scattered else ZERO1
+        return gathered
     if stored == "R" and needed == "V":
         return DDP
     return REPLICATED if needed == "R" else TENSOR

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from autopar.base.documents import path_of
+from autopar.base.documents import path_of, shown
 from autopar.base.errors import InputError, MovementError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
@@ -17,6 +18,9 @@ from autopar.ir.update import Update
 from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
+
+_WHOLE = re.compile(r"[0-9]{1,18}")
+_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?")
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,6 +152,46 @@ class Prediction(_Struct, frozen=True):
     communication_is_noisy: bool = False
     update_source: str = "analytical"
     num_optimizer_states: int = 2
+
+
+class CurvePoint(NamedTuple):
+    """The bytes of each category from ``start_s`` on, at a place such as ``I`` and a block."""
+
+    start_s: float
+    size_bytes: tuple[int, ...]
+    place: str
+
+
+class MemoryCurve(_Struct, frozen=True):
+    """The memory of a device over a step, on the pipeline rank that needs most; see
+    `autopar.plans.memory_curve`.
+
+    Each of the ``points`` is a text, so that it is one line of JSON: the seconds of computation
+    since the start of the step, the bytes of each of the ``categories``, and the place. The step
+    ends at ``end_s``. ``num_left_out`` micro-batches, which repeat those before them, are left out.
+    """
+
+    categories: tuple[str, ...]
+    points: tuple[str, ...]
+    end_s: float
+    num_left_out: int = 0
+
+    def read(self) -> tuple[CurvePoint, ...]:
+        """The points in order; raises PlanError with the JSON path of one that is none."""
+        found: list[CurvePoint] = []
+        for position, text in enumerate(self.points):
+            start, *sizes = text.split(" ", len(self.categories) + 1)
+            place = sizes.pop() if len(sizes) > len(self.categories) else ""
+            earlier_s = found[-1].start_s if found else 0.0
+            is_read = _DECIMAL.fullmatch(start) and all(map(_WHOLE.fullmatch, sizes)) and place
+            if not is_read or not earlier_s <= float(start) <= self.end_s:
+                raise refused(
+                    f"{shown(text)} is no moment; write seconds that ascend, the bytes of the "
+                    f"{len(self.categories)} categories, and the place",
+                    path_of(("memory_curve", "points", position)),
+                )
+            found.append(CurvePoint(float(start), tuple(map(int, sizes)), place))
+        return tuple(found)
 
 
 class KnownStrategy(_Struct, frozen=True):
@@ -300,6 +344,40 @@ class ModulePlan(_Struct, frozen=True):
         return self.input_grad_s + self.weight_grad_s
 
 
+class ModuleChoice(_Struct, frozen=True):
+    """How a module may be parallelized: by its longest op and its largest parameter.
+
+    ``splits``: how the op is split along each mesh axis, as in `ModulePlan`. ``stored`` and
+    ``needs``: the placements of the parameter, empty without one.
+    """
+
+    splits: str
+    stored: str = ""
+    needs: str = ""
+
+
+class RunnerUp(_Struct, frozen=True):
+    """The best other choice of these modules, each by itself; see `autopar.plans.runner_up`.
+
+    ``op`` is the operator that splits otherwise. Differences are those of a step with the other
+    choice, for one of the modules: ``compute_s`` of its ops and updates, ``communication_s`` of all
+    redistributions of its values, and ``memory_bytes`` of a device, as estimated by the search.
+    """
+
+    modules: tuple[str, ...]
+    op: str
+    chosen: ModuleChoice
+    other: ModuleChoice
+    compute_s: float
+    communication_s: float
+    memory_bytes: int
+
+    @property
+    def difference_s(self) -> float:
+        """By how much longer a step would be."""
+        return self.compute_s + self.communication_s
+
+
 class PlanFields(_Struct, frozen=True):
     """The fields of `autopar.plans.document.Plan`.
 
@@ -310,7 +388,8 @@ class PlanFields(_Struct, frozen=True):
     accumulated and reduced once. ``recomputation`` lists only the blocks that recompute,
     ``kernels`` only those of which graphs are compiled or were considered. ``offload`` is None if
     nothing moves to the host. ``uses`` has an entry for every parameter, ``modules`` one for every
-    module of every block; reports read them, nothing is executed by them.
+    module of every block, ``runner_ups`` one for those with another choice; reports read them and
+    ``memory_curve``, nothing is executed by them.
     """
 
     schema_version: int
@@ -333,6 +412,8 @@ class PlanFields(_Struct, frozen=True):
     recomputation: tuple[RecomputationPlan, ...] = ()
     kernels: tuple[KernelPlan, ...] = ()
     offload: OffloadPlan | None = None
+    runner_ups: tuple[RunnerUp, ...] = ()
+    memory_curve: MemoryCurve | None = None
 
     @property
     def compiled(self) -> dict[str, tuple[str, ...]]:

@@ -64,6 +64,12 @@ def needed_bytes(plan: PlanFields) -> int:
     return device_bytes(plan.prediction.memory_bytes, plan.cluster.device)
 
 
+def beyond_tensors(plan: PlanFields) -> str:
+    """What a step takes beside its tensors."""
+    on_gpu = plan.prediction.resident_bytes is None
+    return "fragmentation" if on_gpu else "allocator and libraries"
+
+
 def summary_sections(plan: PlanFields) -> list[Section]:
     """The sections of the screen under the headline."""
     groups = block_groups(plan)

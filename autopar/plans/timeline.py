@@ -7,30 +7,44 @@ block of the plan, as in an edited one, have no times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.base.errors import InputError
+from autopar.ir.recomputation import Recomputation
 from autopar.plans.blocks import stages_of_blocks
-from autopar.plans.parts import PlanFields
+from autopar.plans.parts import ModulePlan, PlanFields
 from autopar.schedules import Durations, Schedule, Timeline, build, simulate, trace_json
+
+
+def block_seconds(
+    modules: Sequence[ModulePlan], recomputation: Recomputation, num_microbatches: int
+) -> dict[str, dict[str, float]]:
+    """The predicted seconds of each block's computation for one micro-batch, by its graph F, I, W;
+    what is recomputed is part of I."""
+    found: dict[str, dict[str, float]] = {}
+    for module in modules:
+        times = found.setdefault(module.block, {"F": 0.0, "I": 0.0, "W": 0.0})
+        times["F"] += module.forward_s / num_microbatches
+        times["I"] += module.input_grad_s / num_microbatches
+        times["W"] += module.weight_grad_s / num_microbatches
+    for block, times in found.items():
+        times["I"] += recomputation.time_s(block)
+    return found
 
 
 def stage_durations(plan: PlanFields) -> Durations | None:
     """Predicted seconds of each stage's computation for one micro-batch; None without prices."""
     if not plan.modules:
         return None
-    num, again = plan.schedule.num_microbatches, plan.recomputed
-    times = [[0.0] * plan.schedule.num_stages for _ in range(3)]
     stages = stages_of_blocks(plan)
     if not stages.keys() >= set(plan.schedule.first_blocks):
         return None
-    for module in plan.modules:
-        stage = stages[module.block]
-        parts = (module.forward_s, module.input_grad_s, module.weight_grad_s)
-        for each, seconds in zip(times, parts):
-            each[stage] += seconds / num
-    forward, inputs, weights = times
-    for block, stage in stages.items():
-        inputs[stage] += again.time_s(block)
-    return Durations(F=forward, I=inputs, W=weights)
+    times = {graph: [0.0] * plan.schedule.num_stages for graph in "FIW"}
+    blocks = block_seconds(plan.modules, plan.recomputed, plan.schedule.num_microbatches)
+    for block, seconds in blocks.items():
+        for graph, time_s in seconds.items():
+            times[graph][stages[block]] += time_s
+    return Durations(F=times["F"], I=times["I"], W=times["W"])
 
 
 def schedule_of(plan: PlanFields) -> Schedule:

@@ -7,6 +7,11 @@ from autopar.plans.bars import Bars, Line, Series, Unit
 from autopar.plans.figures.bar_plots import plot_bars
 from autopar.plans.figures.catalog import FIGURES, figure_data, page_figures, plan_figure
 from autopar.plans.figures.k_curve import KCurve, k_curve_data, plot_k_curve
+from autopar.plans.figures.memory_over_time import (
+    MemoryChart,
+    memory_over_time_data,
+    plot_memory_over_time,
+)
 from autopar.plans.figures.numbers import (
     alternatives_data,
     kernels_data,
@@ -31,6 +36,7 @@ __all__ = [
     "HeldChart",
     "KCurve",
     "Line",
+    "MemoryChart",
     "OffloadChart",
     "Series",
     "StrategyMap",
@@ -42,12 +48,14 @@ __all__ = [
     "k_curve_data",
     "kernels_data",
     "memory_data",
+    "memory_over_time_data",
     "offload_data",
     "page_figures",
     "plan_figure",
     "plot_bars",
     "plot_held",
     "plot_k_curve",
+    "plot_memory_over_time",
     "plot_offload",
     "plot_strategy",
     "plot_timeline",

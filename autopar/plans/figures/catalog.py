@@ -11,6 +11,7 @@ from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.plans.figures.bar_plots import plot_bars
 from autopar.plans.figures.drawing import FigureAndAxes, svg_of
+from autopar.plans.figures.memory_over_time import memory_over_time_data, plot_memory_over_time
 from autopar.plans.figures.numbers import (
     alternatives_data,
     kernels_data,
@@ -60,6 +61,9 @@ FIGURES: Mapping[str, Recipe] = {
     "strategy": Recipe(strategy_data, plot_strategy, "its mesh has no axes"),
     "step": Recipe(step_data, plot_bars),
     "memory": Recipe(memory_data, plot_bars),
+    "memory_over_time": Recipe(
+        memory_over_time_data, plot_memory_over_time, "it has no prices for its blocks"
+    ),
     "alternatives": Recipe(alternatives_data, plot_bars, "nothing else was considered"),
     "timeline": Recipe(_timeline, plot_timeline, "it has no prices for the blocks of its stages"),
     "activations": Recipe(_activations, plot_held, "it is no pipeline"),

@@ -12,7 +12,7 @@ from autopar.plans.bars import Bars, Line, Series, Unit
 from autopar.plans.blocks import folded
 from autopar.plans.parallelism import strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.summary import needed_bytes
+from autopar.plans.summary import beyond_tensors, needed_bytes
 
 MOST_ALTERNATIVES = 14
 PHASES = {"F": "forward", "I": "input gradients", "W": "weight gradients"}
@@ -52,8 +52,7 @@ def memory_data(plan: PlanFields) -> Bars:
     }
     extra = needed_bytes(plan) - sum(parts.values())
     if extra > 0:
-        on_gpu = plan.prediction.resident_bytes is None
-        parts["fragmentation" if on_gpu else "allocator and libraries"] = extra
+        parts[beyond_tensors(plan)] = extra
     where = f", at {plan.prediction.memory_peak_at}" if plan.prediction.memory_peak_at else ""
     return Bars(
         title=f"Memory of a device at its peak: {format_bytes(needed_bytes(plan))}{where}",
