@@ -37,7 +37,7 @@ from autopar.plans.summary import needed_bytes
 from autopar.plans.timeline import predicted_timeline
 from autopar.schedules import Durations, reverse_first_k_gain
 from tests.models.zoo import build
-from tests.test_reports import offloaded, planned
+from tests.test_reports import Read, offloaded, planned
 
 UNITS = (
     ("s", 1.0), ("ms", 1e-3), ("us", 1e-6),
@@ -303,6 +303,13 @@ def test_other_names_and_figures_that_a_plan_lacks_are_refused() -> None:
         plan.figure(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="'offload': nothing moves to the host; it has strategy"):
         plan.figure("offload")
+
+
+def test_a_notebook_shows_a_figure_without_pyplot() -> None:
+    figure, _ = planned("PP").figure("timeline")
+    page = Read(figure._repr_html_())
+    assert page.tags[0] == "svg"
+    assert figure.get_suptitle() in page.texts
 
 
 def test_figures_leave_no_global_state(tmp_path: Path) -> None:

@@ -35,9 +35,18 @@ MOST_CHARACTERS, TITLE_CHARACTERS = 44, 88
 FigureAndAxes = tuple[Figure, Axes]
 
 
+class NotebookFigure(Figure):
+    """A figure that a notebook shows without ``pyplot``, in the colors of its page."""
+
+    def _repr_html_(self) -> str:
+        return svg_of(self, self.get_suptitle())
+
+
 def new_figure(title: str, num_rows: float) -> FigureAndAxes:
     """A figure as high as a chart of so many rows, with one pair of axes."""
-    figure = Figure(figsize=(WIDTH_INCHES, 1.15 + ROW_INCHES * num_rows), layout="constrained")
+    figure = NotebookFigure(
+        figsize=(WIDTH_INCHES, 1.15 + ROW_INCHES * num_rows), layout="constrained"
+    )
     text = shortened(title, TITLE_CHARACTERS)
     figure.suptitle(text, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
     axes = figure.add_subplot()
