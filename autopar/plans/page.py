@@ -17,12 +17,16 @@ STYLE = """
 .autopar h2 { font-size: 1.2em; } .autopar h3 { font-size: 1em; margin: 1.1em 0 .2em; }
 .autopar table { border-collapse: collapse; margin: 0; }
 .autopar td, .autopar th { text-align: left; vertical-align: top; padding: .15em .8em .15em 0;
-  border-bottom: 1px solid rgb(128 128 128 / 35%); overflow-wrap: anywhere; background: none; }
-.autopar th { font-weight: 600; } .autopar .number { text-align: right; white-space: nowrap; }
+  border-bottom: 1px solid rgb(128 128 128 / 35%); background: none; }
+.autopar th { font-weight: 600; } .autopar .long { overflow-wrap: anywhere; }
+.autopar .number { text-align: right; white-space: nowrap; }
 .autopar p { margin: .3em 0; } .autopar figure { margin: .8em 0; }
 .autopar figcaption { font-weight: 600; } .autopar svg { max-width: 100%; height: auto; }
 .autopar details { margin-top: 1em; }
 """.strip()
+
+LONG_WORD = 24
+"""A cell with a word of more characters may break words, so that a table fits the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,8 @@ def _section(section: Section) -> str:
 def _row(cells: Sequence[str], are_numbers: Sequence[bool], tag: str) -> str:
     texts = []
     for cell, right in zip(cells, are_numbers):
-        kind = ' class="number"' if right else ""
+        is_long = max(map(len, cell.split()), default=0) > LONG_WORD
+        kind = ' class="number"' if right else ' class="long"' * is_long
         texts.append(f"<{tag}{kind}>{escaped(cell)}</{tag}>")
     return f"<tr>{''.join(texts)}</tr>"
 
