@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.cost_models import Cluster
+from autopar.schedules import Kind
 from autopar.schedules.generators.forms import forms
 
 NUM_CASES = int(os.environ.get("AUTOPAR_TEST_FORMS", "20"))
@@ -135,6 +137,28 @@ def test_a_named_schedule_keeps_its_order() -> None:
     assert found.schedule.name == "zb_h1"
     assert found.schedule.gap is None
     assert not any(name.startswith("searched") for name in found.search.pipelines)
+
+
+@pytest.mark.parametrize("name", ["chimera", "gems", "dualpipe"])
+def test_gradients_of_replicas_are_reduced_where_the_prices_say(name: str) -> None:
+    """The plan has the reductions, one for each copy of a stage, and is no slower than by hand."""
+    found = chain_plan(schedule=name, num_stages=4, num_microbatches=8)
+    schedule = found.schedule.pipeline()[1]  # type: ignore[index]
+    reductions = [
+        str(item) for steps in schedule.devices for item in steps if item.action.kind is Kind.G
+    ]
+    assert len(reductions) == 4 * schedule.shape.num_replicas == len(set(reductions))
+    bare = replace(
+        schedule,
+        shape=replace(schedule.shape, reduces=False),
+        devices=tuple(
+            tuple(item for item in steps if item.action.kind is not Kind.G)
+            for steps in schedule.devices
+        ),
+    )
+    by_hand = chain_plan(schedule=bare)
+    assert by_hand.schedule.pipeline()[1] == bare  # type: ignore[index]
+    assert found.prediction.step_time_s <= by_hand.prediction.step_time_s * (1 + 1e-9)
 
 
 def test_a_schedule_that_is_given_is_fixed() -> None:

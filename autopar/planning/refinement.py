@@ -33,9 +33,9 @@ def worth_refining(options: Sequence[Option]) -> list[Option]:
     """The fastest pipelines of different shapes; ``options`` are those that fit."""
     chosen: dict[tuple[object, PipelineShape], Option] = {}
     for option in sorted(options, key=lambda option: option.time_s):
-        if option.choice is None or option.staged is None:
+        if option.choice is None:
             continue
-        schedule = option.staged.schedule
+        schedule = option.choice.schedule
         key = option.combination, schedule.shape
         runs = schedule.shape.num_stages * schedule.shape.num_microbatches
         if key not in chosen and runs <= MAX_RUNS and is_plain(schedule):
@@ -51,8 +51,8 @@ def refined(
 
     The first is the option's own schedule if there is no better one in its memory.
     """
-    assert option.staged is not None
-    schedule = option.staged.schedule
+    assert option.choice is not None
+    schedule = option.choice.schedule
     num_stages = schedule.shape.num_stages
     own = option.held.activations * num_stages
     caps = {SEARCHED: own}
@@ -76,7 +76,7 @@ def refined(
         made = found.schedule
         if made is not schedule:
             made = replace(made, name=f"{name}, from {schedule.name}")
-        yield PipelineChoice(schedule=made, gap=found.gap)
+        yield PipelineChoice(schedule=made, gap=found.gap, places_sums=True)
 
 
 def _most_activations(option: Option, budget_bytes: float) -> float:

@@ -107,7 +107,7 @@ class Search:
         """Add options with better orders of the fastest pipelines, and note what is proved."""
         deadline_s = time.process_time() + self.setting.refine_limit_s
         for option in worth_refining([each for each in self.options if self.fits(each)]):
-            if time.process_time() > deadline_s or option.staged is None:
+            if time.process_time() > deadline_s or option.staged is None or option.choice is None:
                 return
             self.setting.progress(f"improve the order of {option}{self._so_far()}")
             costs = stage_costs(
@@ -116,7 +116,7 @@ class Search:
             )  # fmt: skip
             place = next(i for i, each in enumerate(self.options) if each is option)
             for choice in refined(option, *costs, self.setting.budget_bytes):
-                if choice.schedule is option.staged.schedule:
+                if choice.schedule is option.choice.schedule:
                     self.options[place] = replace(option, choice=choice)
                     continue
                 other = self.option(
@@ -463,12 +463,13 @@ class Search:
             made = [self.built(form)]
             if form.is_listed:
                 made.append(form.build(durations, links))
+            choices = [PipelineChoice(schedule=each, places_sums=True) for each in made]
             found = [
                 self.option(
-                    combination, candidates, PipelineChoice(schedule=each), recomputes=recompute,
+                    combination, candidates, each, recomputes=recompute,
                     bound_s=bound_s if self._has_leaner else None,
                 )
-                for each in made
+                for each in choices
             ]  # fmt: skip
         except AutoparError as error:
             self.reasons.setdefault(form.text, str(error))

@@ -38,13 +38,16 @@ class PipelineChoice:
     """A schedule, and the blocks at which stages begin if the user fixed them.
 
     With ``searches_k`` the schedule is reverse-first-k, whose k is chosen by its prices. ``gap``:
-    how far its order is from a lower bound, see `autopar.planning.refinement`.
+    how far its order is from a lower bound, see `autopar.planning.refinement`. ``places_sums``: the
+    gradients of its replicas are reduced where that takes least time at the prices; a schedule that
+    the user made reduces them as early as it can.
     """
 
     schedule: Schedule
     cuts: tuple[str, ...] | None = None
     searches_k: bool = False
     gap: float | None = None
+    places_sums: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -148,6 +151,7 @@ def space_of(
         schedule=_checked(made, num_devices),
         cuts=None if cuts is None else tuple(cuts),
         searches_k=schedule == "reverse_first_k",
+        places_sums=not isinstance(schedule, Schedule),
     )
     return Space(mesh=mesh, pipeline=choice, recompute=recompute)
 

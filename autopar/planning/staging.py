@@ -26,7 +26,16 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
 from autopar.pricing.node_memory import late_share
 from autopar.pricing.problem import Residence
-from autopar.schedules import Durations, Kind, Links, Schedule, Timeline, build, simulate
+from autopar.schedules import (
+    Durations,
+    Kind,
+    Links,
+    Schedule,
+    Timeline,
+    build,
+    simulate,
+    with_reductions,
+)
 from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.simulate.timeline import covered_by_device
 from autopar.search.stages import cut_chain
@@ -84,6 +93,10 @@ def stage(
         schedules = [
             build("reverse_first_k", num_stages=num_stages, num_microbatches=num, k=k)
             for k in range(num_stages + 1)
+        ]
+    if choice.places_sums:
+        schedules = [
+            with_placed_sums(candidate, stages, each, communication, crossing) for each in schedules
         ]
     found = [
         Staged(
@@ -230,6 +243,32 @@ def _durations(
         G=reduce_s,
         U=update_s,
     )
+
+
+def with_placed_sums(
+    candidate: Candidate,
+    stages: Stages,
+    schedule: Schedule,
+    communication: CommunicationModel,
+    crossing: Sequence[int],
+) -> Schedule:
+    """The schedule with the reductions of its replicas' gradients, placed by their prices.
+
+    Either as soon as they are complete, or so only where bubbles hide half of them (Chimera's eager
+    and eager-opt); of equally fast ones the latter, which competes less with computation.
+    """
+    shape = schedule.shape
+    if shape.num_replicas == 1 or shape.reduces:
+        return schedule
+    reducing = replace(schedule, shape=replace(shape, reduces=True))
+    stage_of = stages.of(candidate.priced.pricing.graph)
+    own = _own_costs(candidate, stage_of, reducing, candidate.times, communication)
+    durations = _durations(_blocks_by_stage(candidate, stages), tuple(own.reduce_s))
+    links, _ = _links(candidate, stages, communication, crossing)
+    found = [
+        with_reductions(schedule, durations, links, hidden_share=share) for share in (0.5, 0.0)
+    ]
+    return min(found, key=lambda each: simulate(each, durations, links).makespan_s)
 
 
 # --- the step -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Each row either runs or has a reason why it does not fit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ class Row:
     change: Callable[[Schedule], Schedule] | None = None
     on_one_device: bool = False
 
+    @functools.cache  # noqa: B019  (rows live as long as the module)
     def build(self, num_devices: int, num_microbatches: int) -> Schedule:
         options = dict(self.options)
         if self.num_devices:
