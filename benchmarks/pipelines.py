@@ -1,16 +1,17 @@
 """Pipelines compared with torch.distributed.pipelining: same stages and micro-batches.
 
-    python benchmarks/pipelines.py [--rounds 12]
+    python benchmarks/pipelines.py [--processes 4] [--rounds 12]
 
-Two processes hold each contender's own copy of one model, a chain of transformer layers, and its
-optimizer. Each round runs one step of each contender, in a new order, after a barrier; a step's
-time is that of the slower process. Before anything is timed, both must have computed the same
-losses. Prints and writes to benchmarks/results/pipelines.json medians, and ours over torch's for
-each schedule, also by round. It also reports the bubble of each of our schedules, the share of both
-devices' time between the first and the last action in which they neither compute nor handle a
-message, and that of the simulated schedule: with every action's own time in that step, and with one
-time for all actions of a kind and stage, their median. Both simulations know the latency of a
-message.
+Two or four processes hold each contender's own copy of one model, a chain of transformer layers,
+and its optimizer. Each round runs one step of each contender, in a new order, after a barrier; a
+step's time is that of the slowest process. Before anything is timed, all must have computed the
+losses of eager PyTorch. Prints and writes to benchmarks/results/pipelines.json medians, and ours
+over torch's for each schedule that torch has, also by round. It also reports the bubble of each of
+our schedules, the share of all devices' time between the first and the last action in which they
+neither compute nor handle a message, and that of the simulated schedule: with every action's own
+time in that step, and with one time for all actions of a kind and stage, their median. Both
+simulations know the latency of a message. On fewer cores than processes, processes wait for each
+other's cores, which counts as time of their actions.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,45 @@ from setting import num_cores, setting
 from torch import Tensor, nn
 
 from autopar.comm.transports.shared_memory import SharedMemoryMessages
-from autopar.schedules import Action, Durations, Kind, Links, simulate
+from autopar.schedules import Action, Durations, Kind, Links, Schedule, build, simulate
 from autopar.schedules.action import SEND_KINDS
+from autopar.schedules.generators.build import ANY_STAGES
 
 RESULT = Path(__file__).parent / "results" / "pipelines.json"
 NUM_LAYERS, WIDTH, HEADS, LENGTH, BATCH, NUM_MICROBATCHES = 8, 256, 4, 64, 16, 8
-# Our name, torch's class, stages on each of two devices, whether they form a V.
-SCHEDULES = {
-    "1f1b": ("Schedule1F1B", 1, False),
-    "interleaved": ("ScheduleInterleaved1F1B", 2, False),
-    "zb_v": ("ScheduleZBVZeroBubble", 2, True),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A schedule of ours, and torch's class for it, if it has one.
+
+    ``stages`` are those of a device, which form a V where ``is_v``.
+    """
+
+    schedule: str
+    options: dict[str, Any] = field(default_factory=dict)
+    torch_class: str | None = None
+    stages: int = 1
+    is_v: bool = False
+
+    def build(self, num_devices: int) -> Schedule:
+        dealt = {"num_devices": num_devices} if self.schedule in ANY_STAGES else {}
+        return build(
+            self.schedule, num_stages=self.stages * num_devices,
+            num_microbatches=NUM_MICROBATCHES, **self.options, **dealt,
+        )  # fmt: skip
+
+
+CONTENDERS = {
+    "gpipe": Contender(schedule="gpipe", torch_class="ScheduleGPipe"),
+    "1f1b": Contender(schedule="1f1b", torch_class="Schedule1F1B"),
+    "interleaved": Contender(
+        schedule="interleaved", torch_class="ScheduleInterleaved1F1B", stages=2
+    ),
+    "zb_v": Contender(schedule="zb_v", torch_class="ScheduleZBVZeroBubble", stages=2, is_v=True),
+    "chimera": Contender(schedule="chimera"),
+    "chimera, merged": Contender(schedule="chimera", options={"concatenation": "merged"}),
+    "fast_forward": Contender(schedule="fast_forward", stages=2),
 }
 COMPUTING = (Kind.F, Kind.I, Kind.W, Kind.B)
 make_optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
@@ -84,6 +115,7 @@ class Chain(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--processes", type=int, choices=(2, 4), default=2)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.out:
@@ -92,23 +124,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", __file__, "--rounds", str(arguments.rounds)]
-        threads = str(max(1, num_cores() // 2))
+        num = arguments.processes
+        command += ["--nproc-per-node", str(num), __file__, "--rounds", str(arguments.rounds)]
+        threads = str(max(1, num_cores() // num))
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
         subprocess.run([*command, "--out", str(out)], env=environment, check=True, timeout=1800)
-        write(json.loads(out.read_text()))
+        write(num, json.loads(out.read_text()))
 
 
 def worker(rounds: int, out: Path) -> None:
     dist.init_process_group("gloo")
+    expected = eager_losses()
     contenders: dict[str, Step] = {}
-    for name in SCHEDULES:
-        ours, theirs = our_step(name), torch_step(name)
-        losses = [[step() for _ in range(3)] for step in (ours, theirs)]
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
-        contenders[name], contenders[f"torch {name}"] = ours, theirs
+    for name, each in CONTENDERS.items():
+        contenders[name] = our_step(each)
+        if each.torch_class is not None:
+            contenders[f"torch {name}"] = torch_step(each)
+    for step in contenders.values():
+        losses = [step() for _ in expected]
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     times = timed(contenders, rounds)
-    bubbles = {name: bubble(contenders[name]) for name in SCHEDULES}
+    bubbles = {name: bubble(contenders[name]) for name in CONTENDERS}
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"times": times, "bubbles": bubbles}))
     dist.barrier()
@@ -123,15 +159,27 @@ def fresh() -> tuple[Chain, Tensor, Tensor]:
     return model, x, y
 
 
-def our_step(name: str) -> Step:
+def eager_losses(num_steps: int = 3) -> list[float]:
+    model, x, y = fresh()
+    optimizer, losses = make_optimizer(model.parameters()), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def our_step(contender: Contender) -> Step:
     import autopar
 
     model, x, y = fresh()
-    num_stages = 2 * SCHEDULES[name][1]
-    size = NUM_LAYERS // num_stages
+    num_devices = dist.get_world_size()
+    size = NUM_LAYERS // (contender.stages * num_devices)
     compiled = autopar.compile(
-        model, 2, example_inputs=(x, y), optimizer=make_optimizer, profile_limit_s=0,
-        schedule=name, num_microbatches=NUM_MICROBATCHES,
+        model, num_devices, example_inputs=(x, y), optimizer=make_optimizer, profile_limit_s=0,
+        schedule=contender.build(num_devices),
         cuts=[f"layers.{first}" for first in range(size, NUM_LAYERS, size)],
     )  # fmt: skip
     return OurStep(compiled, (x, y))
@@ -215,14 +263,14 @@ def message_s(num: int = 50) -> float:
 
     This is the latency without the handling of bytes, which is part of the actions' times.
     """
-    messages, peer = SharedMemoryMessages.open(dist.group.WORLD), 1 - dist.get_rank()
+    messages, peer = SharedMemoryMessages.open(dist.group.WORLD), dist.get_rank() ^ 1
     assert messages is not None
     tensor, taken = torch.zeros(1), []
     for _ in range(num):
         time.sleep(0.005)  # as long as an action, so that the waiting process sleeps
         dist.barrier()
         start_s = time.perf_counter()
-        for sends in (dist.get_rank() == 0, dist.get_rank() == 1):
+        for sends in (dist.get_rank() < peer, dist.get_rank() > peer):
             if sends:
                 messages.send(peer, [tensor])
             else:
@@ -232,18 +280,19 @@ def message_s(num: int = 50) -> float:
     return statistics.median(taken)
 
 
-def torch_step(name: str) -> Step:
-    """torch's schedule over the same stages, with its loss on both ranks."""
+def torch_step(contender: Contender) -> Step:
+    """torch's schedule over the same stages, with its loss on all ranks."""
     from torch.distributed import pipelining
 
     model, x, y = fresh()
-    class_name, per_device, is_v = SCHEDULES[name]
-    num_stages, rank = 2 * per_device, dist.get_rank()
+    num_devices, rank, per_device = dist.get_world_size(), dist.get_rank(), contender.stages
+    num_stages = per_device * num_devices
     size = NUM_LAYERS // num_stages
-    own = [rank] if per_device == 1 else [rank, 3 - rank if is_v else 2 + rank]
+    second = num_stages - 1 - rank if contender.is_v else num_devices + rank
+    own = [rank, second][:per_device]
     parts = {s: nn.Sequential(*model.layers[s * size : (s + 1) * size]) for s in own}
     stages = [pipelining.PipelineStage(parts[s], s, num_stages, torch.device("cpu")) for s in own]
-    schedule = getattr(pipelining, class_name)(
+    schedule = getattr(pipelining, str(contender.torch_class))(
         stages[0] if per_device == 1 else stages, NUM_MICROBATCHES, loss_fn=F.mse_loss
     )
     optimizer = make_optimizer([p for part in parts.values() for p in part.parameters()])
@@ -263,26 +312,34 @@ def torch_step(name: str) -> Step:
     return step
 
 
-def write(found: dict[str, Any]) -> None:
+def write(num_processes: int, found: dict[str, Any]) -> None:
+    """Add the rows of a number of processes, and keep those of the other."""
     times: dict[str, list[float]] = found["times"]
-    rows = {}
-    for name in SCHEDULES:
-        ours, theirs = times[name], times[f"torch {name}"]
-        rows[name] = {
-            "ours_s": round(statistics.median(ours), 4),
-            "torch_s": round(statistics.median(theirs), 4),
-            "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
-            "median_of_rounds": round(statistics.median(a / b for a, b in zip(ours, theirs)), 3),
-        }
+    rows: dict[str, Any] = {}
+    for name in CONTENDERS:
+        rows[name] = {"ours_s": round(statistics.median(times[name]), 4)}
+        theirs = times.get(f"torch {name}")
+        if theirs is not None:
+            ratios = [a / b for a, b in zip(times[name], theirs)]
+            rows[name] |= {
+                "torch_s": round(statistics.median(theirs), 4),
+                "of_medians": round(statistics.median(times[name]) / statistics.median(theirs), 3),
+                "median_of_rounds": round(statistics.median(ratios), 3),
+            }
         print(f"{name}: {rows[name]}")
         print(f"    bubble: {found['bubbles'][name]}", flush=True)
-    document = {
-        **setting("torch"),
+    document: dict[str, Any] = {"by_processes": {}}
+    if RESULT.exists():
+        document |= json.loads(RESULT.read_text())
+    document |= {
         "model": f"{NUM_LAYERS} layers of {WIDTH}, {BATCH} sequences of {LENGTH}, "
         f"{NUM_MICROBATCHES} micro-batches",
         "target": "1.00 or less of torch.distributed.pipelining",
-        "schedules": rows,
         "target_of_bubbles": "simulated within 10% of measured",
+    }
+    document["by_processes"][str(num_processes)] = {
+        **setting("torch"),
+        "schedules": rows,
         "bubbles": found["bubbles"],
         "times_s": {name: [round(t, 4) for t in each] for name, each in times.items()},
     }
