@@ -30,10 +30,10 @@ SEARCHED = "searched"
 
 
 def worth_refining(options: Sequence[Option]) -> list[Option]:
-    """The fastest pipelines of different shapes; ``options`` are those that fit."""
+    """The fastest simulated pipelines of different shapes; ``options`` are those that fit."""
     chosen: dict[tuple[object, PipelineShape], Option] = {}
     for option in sorted(options, key=lambda option: option.time_s):
-        if option.choice is None:
+        if option.choice is None or option.staged is None:
             continue
         schedule = option.choice.schedule
         key = option.combination, schedule.shape

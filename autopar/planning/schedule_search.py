@@ -107,8 +107,10 @@ class Search:
         """Add options with better orders of the fastest pipelines, and note what is proved."""
         deadline_s = time.process_time() + self.setting.refine_limit_s
         for option in worth_refining([each for each in self.options if self.fits(each)]):
-            if time.process_time() > deadline_s or option.staged is None or option.choice is None:
-                return
+            if time.process_time() > deadline_s:
+                break
+            assert option.staged is not None
+            assert option.choice is not None
             self.setting.progress(f"improve the order of {option}{self._so_far()}")
             costs = stage_costs(
                 option.best, option.staged.stages, self.setting.communication,
