@@ -101,14 +101,16 @@ def plan(
     * ``num_microbatches``: split the batch into this many equal micro-batches, computed in sequence
       with one update at the end. The result is that of the whole batch; activations take the memory
       of one micro-batch. By default searched for a pipeline, and where the memory takes the whole
-      batch at once only with a loss of time, or not at all; otherwise 1.
+      batch at once only with a loss of time, or not at all; otherwise 1, which also forbids
+      pipelines that were not asked for.
     * ``num_stages``, ``schedule``: train as a pipeline of this many stages of contiguous blocks
       under a schedule: a name that `autopar.schedules.generators.build` knows (by default
       ``"1f1b"``), or a `Schedule` made by it. The schedule fixes the number of pipeline ranks,
       which share the cluster's devices evenly. With the name of a pipeline schedule, those of
       stages, micro-batches and mesh that are not given are searched together with the sharding;
       with ``"auto"`` the schedule is searched too, as is whether to use a pipeline at all; see
-      `autopar.planning.planner`. ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by
+      `autopar.planning.planner`. By default it is searched on several nodes, where the memory costs
+      time or communication is exposed. ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by
       prices) are not pipelines: every device has all stages, and the reductions of their gradients
       overlap with the next step.
     * ``cuts``: the first blocks or modules of the second and later stages; by default the stages

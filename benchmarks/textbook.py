@@ -25,7 +25,7 @@ from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "textbook.json"
 HELD_OUT = range(20, 40)
-PRESETS = ("a100-80", "h100-sxm", "v100-sxm")
+PRESETS = ("a100-80", "h100-sxm", "v100")
 PLAN_LIMIT_S = 60.0
 
 

@@ -1,4 +1,5 @@
-"""Micro-batches are searched where the memory takes the whole batch at once at a loss, or not."""
+"""Micro-batches are searched where the memory takes the whole batch at once at a loss, or not, and
+pipelines where communication between nodes is exposed."""
 
 from __future__ import annotations
 
@@ -44,6 +45,45 @@ def planned(cluster: str, **options: Any) -> Plan:
     with torch.device("meta"):
         model, x = Deep(), torch.empty(NUM_ROWS, 1024, 256)
     return autopar.plan(model, CLUSTERS[cluster], (x,), **options)
+
+
+def planned_wide(nodes: int, **options: Any) -> Plan:
+    """Large parameters and few rows, so that moving gradients between nodes takes longest."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
+                for _ in range(8)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    cluster = Cluster.preset("v100", nodes=nodes, devices_per_node=2)
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(256, 2048)
+    return autopar.plan(model, cluster, (x,), **options)
+
+
+def test_pipelines_are_searched_between_nodes() -> None:
+    found = planned_wide(4)
+    assert found.is_pipeline
+    assert found.prediction.step_time_s == pytest.approx(
+        planned_wide(4, schedule="auto").prediction.step_time_s
+    )
+    without = planned_wide(4, num_microbatches=1)
+    assert found.prediction.step_time_s < without.prediction.step_time_s
+    assert not planned_wide(4, mesh={"dp": 8}).is_pipeline
+
+
+def test_no_pipelines_are_searched_within_a_node() -> None:
+    found = planned_wide(1)
+    assert not found.is_pipeline
+    assert not found.search.pipelines
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from autopar.planning.staging import (
     residence_of,
     stage,
 )
+from autopar.plans.strategy_names import NOT_EAGER
 from autopar.pricing.candidate import Candidate
 from autopar.schedules import Durations, Links, Schedule, build
 from autopar.schedules.simulate.asynchronous import Asynchronous, pipedream, pipedream_2bw
@@ -105,7 +106,7 @@ def _asynchronous(
 def staleness_text(found: Asynchronous) -> str:
     """What a pipeline without a flush computes instead of eager's step."""
     updates = f"{found.staleness} update{'s' * (found.staleness != 1)}"
-    return f"not eager's result: on weights up to {updates} old"
+    return f"{NOT_EAGER}: on weights up to {updates} old"
 
 
 def _weight_bytes(candidate: Candidate) -> float:

@@ -20,6 +20,7 @@ from autopar.plans.layout import Section
 from autopar.plans.page import Page
 from autopar.plans.parallelism import kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
+from autopar.plans.strategy_names import NOT_EAGER
 from autopar.plans.summary import LEAST_S, headline, needed_bytes, time_text
 
 MAX_ROWS = 40
@@ -245,8 +246,10 @@ def _facts(
 
 
 def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
-    """The fastest alternative to the whole plan that fits, and how much slower it is."""
-    fitting = [each for each in alternatives(plan) if each.note != NO_FIT]
+    """The fastest alternative to the whole plan that fits and trains as eager, and how much slower
+    it is."""
+    listed = alternatives(plan)
+    fitting = [a for a in listed if a.note != NO_FIT and not a.note.startswith(NOT_EAGER)]
     if not fitting:
         return ()
     first, step_s = fitting[0], plan.prediction.step_time_s

@@ -15,3 +15,7 @@ ALONG_TENSORS = (TENSOR, MEGATRON, MEGATRON_SEQUENCE)
 def name_of(data: str, tensor: str = "") -> str:
     """``ZeRO-3 x Megatron``, or the one name that is not empty."""
     return " x ".join(part for part in (data, tensor) if part)
+
+
+NOT_EAGER = "not eager's result"
+"""How the note of a baseline begins that trains on old weights."""
