@@ -110,9 +110,9 @@ def plan(
       stages, micro-batches and mesh that are not given are searched together with the sharding;
       with ``"auto"`` the schedule is searched too, as is whether to use a pipeline at all; see
       `autopar.planning.planner`. By default it is searched on several nodes, where the memory costs
-      time or communication is exposed. ``"conventional"`` and ``"reverse_first_k"`` (whose k is chosen by
-      prices) are not pipelines: every device has all stages, and the reductions of their gradients
-      overlap with the next step.
+      time or communication is exposed. ``"conventional"`` and ``"reverse_first_k"`` (whose k is
+      chosen by prices) are not pipelines: every device has all stages, and the reductions of their
+      gradients overlap with the next step.
     * ``cuts``: the first blocks or modules of the second and later stages; by default the stages
       are cut so that the slowest is as fast as possible.
     * ``recompute``: which activations are recomputed in the backward pass instead of kept, block by

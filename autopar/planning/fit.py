@@ -67,11 +67,15 @@ CAUTION = 0.98
 
 
 class Fit:
-    """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded."""
+    """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded.
 
-    def __init__(self, search: Search, *, moves: bool) -> None:
+    Options that take ``cutoff_s`` or longer are of no use.
+    """
+
+    def __init__(self, search: Search, *, moves: bool, cutoff_s: float = math.inf) -> None:
         self.search = search
         self.moves = moves
+        self.cutoff_s = cutoff_s
         self.setting = search.setting
         self.is_open = search.space.is_open
         self.max_trials = OPEN_TRIALS if self.is_open else POINT_TRIALS
@@ -96,6 +100,8 @@ class Fit:
         """The fastest option that fits; raises ConstraintError if none does."""
         while self.heap:
             *_, option = heapq.heappop(self.heap)
+            if option.time_s >= self.cutoff_s:
+                continue
             if time.process_time() > self.deadline_s:
                 if self.num_late == MAX_LATE:
                     self._refuse(

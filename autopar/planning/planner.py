@@ -168,7 +168,7 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     found: list[tuple[Search, Fitted]] = []
 
     def attempt(search: Search, *, moves: bool) -> None:
-        fits.append(Fit(search, moves=moves))
+        fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found)))
         found.extend(_tried(fits[-1]))
 
     is_last = space.leaves_microbatches and not search.may_fit(search.options[0])
@@ -187,6 +187,10 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     if not found:
         raise _failure(fits)
     return min(found, key=lambda each: each[1].option.time_s)
+
+
+def _fastest_s(found: Sequence[tuple[Search, Fitted]]) -> float:
+    return min((fitted.option.time_s for _, fitted in found), default=math.inf)
 
 
 def _tried(fit: Fit) -> list[tuple[Search, Fitted]]:
@@ -211,24 +215,29 @@ def _without_pipeline(
     search: Search, found: Sequence[tuple[Search, Fitted]]
 ) -> list[tuple[Search, Fitted]]:
     """The fastest plan without a pipeline that fits; none unless an open space has options without
-    one that are faster by estimate than what it ``found``.
+    one that are faster by estimate than what it ``found``, or had no time for the whole batch.
 
     Such options did not fit as they were. The search of an open space shrinks each a few times
     only, that of a single point goes on until a sharding fits.
     """
     setting, space = search.setting, search.space
-    time_s = min((fitted.option.time_s for _, fitted in found), default=math.inf)
+    time_s = _fastest_s(found)
     faster = [each for each in search.options if each.choice is None and each.time_s < time_s]
-    if not faster:
+    if faster:
+        num = min(faster, key=lambda option: option.time_s).combination.num_microbatches
+    elif space.is_free and (1, 1) not in search.unrestricted and search.bound_s < time_s:
+        num = 1
+    else:
         return []
-    num = min(faster, key=lambda option: option.time_s).combination.num_microbatches
     setting.progress(f"search without a pipeline, {num} micro-batches")
     point = replace(space, is_open=False, num_microbatches=num)
     try:
         alone = Search(replace(setting, space=point)).run()
-        return [(search, Fit(alone, moves=bool(space.offload)).best())]
+        fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s).best()
     except ConstraintError:
         return []
+    search.unrestricted.setdefault((1, num), alone.unrestricted[1, num])
+    return [(search, fitted)]
 
 
 def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
@@ -249,7 +258,7 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
         return None
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
-        return Search(setting.opened(opened)).run()
+        return Search(setting.opened(opened), _fastest_s(found)).run()
     except ConstraintError:
         return None
 

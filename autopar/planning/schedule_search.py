@@ -65,16 +65,19 @@ MARGIN = 0.8
 
 
 class Search:
-    """Searches and prices all options; see the module's docstring."""
+    """Searches and prices all options; see the module's docstring.
 
-    def __init__(self, setting: Setting) -> None:
+    ``best_s``: a step that an open space has to beat.
+    """
+
+    def __init__(self, setting: Setting, best_s: float = math.inf) -> None:
         self.setting = setting
         self.space = setting.space
         self.built = functools.cache(Form.build)
         self.costs: dict[tuple[PricedGraph, Solution, int, int], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
-        self.best_s = math.inf
+        self.best_s = best_s
         self.droppable = functools.cache(droppable)
         self.with_form = functools.cache(with_form)
         self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
@@ -336,7 +339,7 @@ class Search:
             if leaner and not any(map(self.fits, leaner)):
                 tight.append(min(leaner, key=lambda option: option.time_s))
             self._within_memory(combination, tight)
-        if options and len(self.options) == num_known:
+        if options and len(self.options) == num_known and math.isinf(self.best_s):
             least = min([*options, *leaner], key=lambda option: option.needed_bytes)
             self._noted(least, least.origin, recomputes=least.recomputes)
 

@@ -83,6 +83,11 @@ class Space:
         return self.schedule is not None or self.num_stages not in (None, 1)
 
     @property
+    def is_free(self) -> bool:
+        """Whether the whole batch at once without a pipeline is a plan of an open space."""
+        return self.is_open and not self.is_pipeline and self.num_microbatches is None
+
+    @property
     def has_pipelines(self) -> bool:
         """Whether some plan of the space is a pipeline."""
         return (self.is_open and self.num_stages != 1) or self.pipeline is not None
