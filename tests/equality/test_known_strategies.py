@@ -8,11 +8,9 @@ import math
 import pytest
 
 from autopar.cost_models import Cluster
-from autopar.lowering.program import lower
 from autopar.planning.constraints import Constraint, Force
-from autopar.planning.planner import make_planned
+from autopar.planning.planner import Planned, make_planned
 from autopar.planning.space import Space
-from autopar.sharding.strategy import Strategy
 from tests.equality.case import Case
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS
 
@@ -41,11 +39,11 @@ def case_of(name: str) -> Case:
     return Case(name)
 
 
-def planned_strategy(name: str, strategy: str) -> Strategy:
+def planned(name: str, strategy: str) -> Planned:
     mesh, constraints = STRATEGIES[strategy]
     cluster = Cluster.preset("cpu", nodes=1, devices_per_node=math.prod(mesh.values()))
     captured = case_of(name).captured
-    return make_planned(captured, cluster, Space(mesh=mesh), constraints=constraints).strategy
+    return make_planned(captured, cluster, Space(mesh=mesh), constraints=constraints)
 
 
 def divides(name: str, strategy: str) -> bool:
@@ -69,4 +67,4 @@ def pairs() -> list[tuple[str, str]]:
     ],
 )
 def test_equals_eager(name: str, strategy: str) -> None:
-    case_of(name).check(lower(planned_strategy(name, strategy)))
+    case_of(name).check(planned(name, strategy).program)

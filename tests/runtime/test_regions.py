@@ -31,7 +31,7 @@ from autopar.plans.document import Plan
 from autopar.runtime.machine.regions import MAX_VARIANTS, RegionFunction
 from autopar.runtime.measure.kernel_choice import MARGIN, with_kernels
 from autopar.runtime.measure.region_times import RegionCall, region_times
-from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned_strategy
+from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned
 from tests.models.zoo import MODELS, MORE_MODELS
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of
@@ -51,7 +51,7 @@ def all_compiled(program: RankProgram) -> RankProgram:
 
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_compiled_blocks_equal_eager_pytorch(name: str, strategy: str, groups: Groups) -> None:
-    case, program = case_of(name), all_compiled(lower(planned_strategy(name, strategy)))
+    case, program = case_of(name), all_compiled(lower(planned(name, strategy).strategy))
     assert any(kernel.compiled for kernel in program.kernels)
     group = groups(program.mesh.num_devices)
     runner = runner_of(group, case.captured, program, case.model, optimizer=case.optimizer)
@@ -63,7 +63,7 @@ def test_compiled_blocks_equal_eager_pytorch(name: str, strategy: str, groups: G
 def test_regions_leave_out_what_must_run_as_it_is(name: str) -> None:
     """Each call is in at most one region, none of which has a collective, a random op other than a
     dropout, or an op that reads at indices; and what a region reads precedes it."""
-    program = lower(planned_strategy(name, "searched on 2"))
+    program = lower(planned(name, "searched on 2").strategy)
     for kernel in program.kernels:
         for _, module in graphs_of(kernel):
             regions = regions_of(module, on_cpu=True)
@@ -222,7 +222,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
         compiled_model("compild")
     with pytest.raises(InputError, match="kernels='compiled' given with plan="):
         compiled_model("compiled", plan="plan.json")
-    program = lower(planned_strategy("mlp", "searched on 2"))
+    program = lower(planned("mlp", "searched on 2").strategy)
     with pytest.raises(PlanError, match=r"'layers\.9' is no block of the program"):
         with_compiled(program, {"layers.9": "F"})
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
 from autopar.sharding.strategy import Strategy
-from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned_strategy
+from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS
 from tests.oracles import random_assignment
 from tests.runtime.conftest import Groups
@@ -71,4 +71,4 @@ def pairs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "strategy"), pairs())
 def test_searched_and_known_strategies(name: str, strategy: str, groups: Groups) -> None:
-    check(name, groups, planned_strategy(name, strategy))
+    check(name, groups, planned(name, strategy).strategy)
