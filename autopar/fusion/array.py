@@ -338,6 +338,15 @@ class Array(Closing):
         """A text with the fused ops, the plan, and measurements so far."""
         return f"{self.fused.describe()}\n{self._compiled.report()}"
 
+    def figure(self) -> tuple[Any, Any]:
+        """What is fused, by op and model: a figure and its axes, of matplotlib.
+
+        ``autopar.fusion.figure.fusion_data(array.fused)`` are its numbers.
+        """
+        from autopar.fusion.figure import fusion_data, plot_fusion  # imports matplotlib
+
+        return plot_fusion(fusion_data(self.fused))
+
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""
         self._compiled.close()
