@@ -18,14 +18,14 @@ from autopar.pricing.problem import Residence
 from autopar.schedules import Durations, Links, Memory, PipelineShape
 from autopar.schedules.generators.refine import Costs, is_plain, refine
 
-MAX_REFINED, NEAR = 3, 1.25
+MAX_REFINED, NEAR = 2, 1.25
 """So many pipelines are refined, if they take up to so many times the fastest one's time."""
 MAX_RUNS = 384
 """Limit on stages times micro-batches of a schedule that is refined."""
 MAX_EXACT_RUNS, EXACT_S = 64, 2.0
 """Limit on those that CP-SAT gets, and its seconds for each."""
-MOST_WORK = 1_000_000
-"""Limit on moves times actions of a local search: about a second."""
+MOST_WORK = 300_000
+"""Limit on moves times actions of a local search: a few tenths of a second."""
 SEARCHED = "searched"
 
 

@@ -119,6 +119,9 @@ class Search:
                 option.best, option.staged.stages, self.setting.communication,
                 self.crossing(option.best),
             )  # fmt: skip
+            shape = option.choice.schedule.shape
+            if self.setting.num_passes * lower_bound_s(shape, costs[0]) >= self.best_s:
+                continue  # no order is faster than the best so far
             place = next(i for i, each in enumerate(self.options) if each is option)
             for choice in refined(option, *costs, self.setting.budget_bytes):
                 if choice.schedule is option.choice.schedule:

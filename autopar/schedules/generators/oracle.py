@@ -12,8 +12,8 @@ by the tests. The model:
 - micro-batches are interchangeable, so within a stage they run in order, without loss.
 
 Seconds are scaled to integers: by their greatest common divisor if the longest action is at most
-``resolution`` times it, so that round numbers stay exact, else rounded to the ``resolution``-th
-part of the longest action. The returned bound accounts for the rounding.
+``resolution`` times it, so that round numbers stay exact, else rounded down to the
+``resolution``-th part of the longest action, so that the bound holds for the exact seconds too.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,8 @@ from autopar.schedules.simulate.durations import Durations, Links, Memory, is_nu
 from autopar.schedules.simulate.simulator import simulate
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
+_EXACT = 1e-6
+"""Part of a unit up to which a number of units is whole, as computed in floating point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +68,20 @@ class _Model:
             for m in range(shape.num_microbatches)
         }
         self.unit_s = _unit_s([*table[Kind.F], *table[Kind.I], *table[Kind.W]], resolution)
-        self.length = {action: round(value / self.unit_s) for action, value in seconds.items()}
+        self.length = {action: self._units(value) for action, value in seconds.items()}
         transfer = transfer_s(shape, links)
-        self.rounding_s = sum(
-            abs(value - self.length[action] * self.unit_s) for action, value in seconds.items()
-        )
         self.edges: list[tuple[Action, Action, int]] = []
         for before, after in data_edges(shape, split=True):
             source, target = self.device(before), self.device(after)
-            exact_s = transfer(before, source, target)
-            delay = round(exact_s / self.unit_s)
-            self.rounding_s += abs(exact_s - delay * self.unit_s)
-            self.edges.append((before, after, delay))
+            self.edges.append((before, after, self._units(transfer(before, source, target))))
         horizon = sum(self.length.values()) + sum(delay for _, _, delay in self.edges)
         new = self.model.new_int_var
         self.start = {action: new(0, horizon, f"{action}") for action in self.length}
         self.makespan = new(0, horizon, "makespan")
         self._order(horizon)
+
+    def _units(self, time_s: float) -> int:
+        return floor(time_s / self.unit_s + _EXACT)
 
     def device(self, action: Action) -> int:
         return self.shape.placement[action.replica][action.stage]
@@ -186,7 +185,7 @@ def optimal_schedule(
     max_bytes: Sequence[float] | None = None,
     time_limit_s: float = 30.0,
     num_workers: int = 2,
-    resolution: int = 1000,
+    resolution: int = 100_000,
     start_from: Schedule | None = None,
     seed: int = 0,
 ) -> OracleResult:
@@ -212,7 +211,7 @@ def optimal_schedule(
             f"no schedule fits max_bytes={list(max_bytes or ())}: allow at least one activation "
             "for each stage of a device"
         )
-    bound_s = max(0.0, solver.best_objective_bound * built.unit_s - built.rounding_s)
+    bound_s = max(0.0, solver.best_objective_bound * built.unit_s)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return OracleResult(
             schedule=None, makespan_s=float("inf"), lower_bound_s=bound_s, optimal=False
