@@ -34,6 +34,7 @@ from autopar.cost_models.gpu_curves import (
     Spread,
     TrafficCurve,
     convolution_s,
+    joined_s,
     product_s,
     traffic_s,
 )
@@ -92,14 +93,19 @@ CHIPS = {
     "MI300X": ChipFacts(names=("AMD Instinct MI300X",), nanometres=5, watts=750, tera=163.4),
 }  # fmt: skip
 
-HALF_PEAKS = {  # device of the half-precision rows: name, dense rate, bytes/s, multiprocessors
-    "A100": ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9, 108),
-    "A40": ("NVIDIA A40", 149.7e12, 696e9, 84),
-    "H100": ("NVIDIA H100 80GB HBM3", 989.4e12, 3350e9, 132),
+HALF_PEAKS = {  # chip of the half-precision rows: dense rate, bytes/s, multiprocessors
+    "A100": (312e12, 2039e9, 108),
+    "A40": (149.7e12, 696e9, 84),
+    "H100": (989.4e12, 3350e9, 132),
 }
 
 # Devices whose multiprocessors are counted differently in the list than by their makers.
 UNITS = {"Tesla P4": 20, "NVIDIA L4": 58}
+
+# Special functions a second: sixteen a clock and multiprocessor, at the boost clock. The gated
+# activation (an exponential and a division in float32) takes 13 of them for each element.
+SPECIAL_PER_S = {"A100": 108 * 16 * 1.41e9, "A40": 84 * 16 * 1.74e9, "H100": 132 * 16 * 1.98e9}
+GATED_SPECIAL = 13
 
 # How often a kernel reads or writes as many bytes as its result has.
 PASSES = {
@@ -112,8 +118,10 @@ _FAMILY = {
     "norm": "normalization", "softmax": "softmax",
 }  # fmt: skip
 
-PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0, 0.05])
-TRAFFIC_START = np.array([1.7, -10.3, -1.5])
+PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0, 0.05, -2.0, 0.1, -2.0])
+TRAFFIC_START = np.array([1.7, -10.3, 0.0])
+SMALL_WATTS = 100
+"""Boards with less power than this slow down under lasting work."""
 
 
 def read(folder: Path, name: str) -> list[Row]:
@@ -136,8 +144,8 @@ def devices(folder: Path) -> dict[str, DeviceSpec]:
             found[facts["Device"]] = _device(
                 facts["Device"], facts["SingleFLOPs"] * 1e9, facts["Mem_Bw"] * 1e9, units
             )
-    for chip, facts in HALF_PEAKS.items():
-        found[chip] = _device(*facts)
+    for chip, figures in HALF_PEAKS.items():
+        found[chip] = _device(chip, *figures)
     return found
 
 
@@ -152,11 +160,11 @@ def _part(x: float) -> float:
     return float(1 / (1 + np.exp(-x)))
 
 
-def curve_of(family: str, x: Params) -> ProductCurve | TrafficCurve:
-    """The curve that a fit's unbounded numbers parametrize."""
+def curve_of(family: str, x: Params, *, slows: bool = False) -> ProductCurve | TrafficCurve:
+    """The curve that a fit's unbounded numbers parametrize; ``slows``: see `slows_down`."""
     if family in ("pointwise", "normalization", "softmax"):
-        again = 0.0 if family == "pointwise" else float(np.exp(x[2]))
-        return TrafficCurve(memory=_part(x[0]), fixed_s=float(np.exp(x[1])), again=again)
+        overlap = 1 + float(np.exp(x[2]))
+        return TrafficCurve(memory=_part(x[0]), fixed_s=float(np.exp(x[1])), overlap=overlap)
     # Few convolutions are so small that the fixed time shows; it must not absorb other effects.
     fixed_s = min(float(np.exp(x[4])), MAX_FIXED_S)
     return ProductCurve(
@@ -164,6 +172,9 @@ def curve_of(family: str, x: Params) -> ProductCurve | TrafficCurve:
         start_up=float(np.exp(x[3])), fixed_s=fixed_s,
         winograd=_part(x[5]) if family == "convolution" else 0.0,
         ragged=1.0 if family == "convolution" else min(1.0, float(np.exp(-x[6]))),
+        wide=float(np.exp(x[7])) if family == "linear" else 0.0,
+        narrow=min(1.0, float(np.exp(-x[8]))) if family == "batched" else 1.0,
+        slowed=float(np.exp(x[9])) if slows else 0.0,
     )  # fmt: skip
 
 
@@ -177,9 +188,13 @@ def predicted_s(rows: Sequence[Row], device: DeviceSpec, family: str, curve: Any
 
     if isinstance(curve, TrafficCurve):
         passes = np.array([PASSES[row["op"]] for row in rows], dtype=float)
-        return curve.fixed_s + traffic_s(
-            item_bytes * passes * column("B") * column("H"), device, curve
-        )
+        elements = column("B") * column("H")
+        time_s = traffic_s(item_bytes * passes * elements, device, curve)
+        if device.name in SPECIAL_PER_S:
+            gated = np.array([row["op"] == "gated_activation" for row in rows])
+            special_s = elements * GATED_SPECIAL / SPECIAL_PER_S[device.name]
+            time_s = np.where(gated, np.maximum(time_s, special_s), time_s)
+        return joined_s(time_s, curve.fixed_s, curve.overlap)
     common: Any = {"item_bytes": item_bytes, "peak": peak, "device": device, "curve": curve}
     if family == "convolution":
         side = (column("H") + 2 * column("pad") - column("k")) // column("stride") + 1
@@ -214,15 +229,37 @@ def fit(rows: Sequence[Row], family: str, known: dict[str, DeviceSpec]) -> Param
     if rows[0]["dtype"] == "float16":
         start[1 if traffic else 4] = -12.5
     measured = times(rows)
+    slows = slows_down(chip_name(rows[0]["device"]))
 
-    def residuals(x: Params) -> Params:
-        off = np.log(predictions(rows, family, curve_of(family, x), known) / measured)
-        return np.concatenate([off, HOLD * (x - start)])
+    free = free_parameters(family, slows=slows)
+
+    def whole(part: Params) -> Params:
+        x = start.copy()
+        x[free] = part
+        return x
+
+    def residuals(part: Params) -> Params:
+        curve = curve_of(family, whole(part), slows=slows)
+        off = np.log(predictions(rows, family, curve, known) / measured)
+        return np.concatenate([off, HOLD * (part - start[free])])
 
     found = least_squares(
-        residuals, start, loss="soft_l1", f_scale=0.1, max_nfev=40, diff_step=1e-3
+        residuals, start[free], loss="soft_l1", f_scale=0.1, max_nfev=40, diff_step=1e-3
     )
-    return np.asarray(found.x)
+    return whole(found.x)
+
+
+def free_parameters(family: str, *, slows: bool) -> list[int]:
+    """The parameters that a family's curve has."""
+    own = {"linear": [6, 7], "batched": [6, 8], "convolution": [5]}
+    if family not in own:
+        return [0, 1, 2]
+    return [0, 1, 2, 3, 4, *own[family], *([9] if slows else [])]
+
+
+def slows_down(chip: str) -> bool:
+    """Whether the board's power is too little for its clock under lasting work."""
+    return CHIPS[chip].watts < SMALL_WATTS
 
 
 def chip_name(device: str) -> str:
@@ -233,7 +270,8 @@ def energy_part(chip: str, fits: dict[str, Params]) -> float:
     """The fraction of float32 peak that the board's power allows, by the other chips' energies."""
 
     def energy(name: str) -> float:  # picojoules per operation at the rate reached
-        return CHIPS[name].watts / (CHIPS[name].tera * _part(fits[name][0]))
+        rate = CHIPS[name].tera * _part(fits[name][0])
+        return CHIPS[name].watts / rate * (1 + np.exp(fits[name][9]) * slows_down(name))
 
     others = [name for name in fits if name != chip and name in CHIPS]
     processes = sorted({CHIPS[name].nanometres for name in others})
@@ -252,6 +290,10 @@ def expected(chip: str, family: str, precision: str, fits: dict[str, Params]) ->
         middle[6] = 0.0  # a property of each library's kernels, not of chips
     if precision == "float32" and family in ("linear", "batched", "convolution"):
         part = energy_part(chip, fits)
+        slowed = [x[9] for name, x in fits.items() if name != chip and slows_down(name)]
+        if slows_down(chip) and slowed:
+            middle[9] = np.median(slowed)
+            part = min(0.92, part * (1 + np.exp(middle[9])))
         middle[0] = np.log(part / (1 - part))
     return np.asarray(middle)
 
@@ -267,7 +309,8 @@ def unseen(rows: list[Row], family: str, known: dict[str, DeviceSpec]) -> Any:
     for fold in range(NUM_FOLDS):
         held = order[fold::NUM_FOLDS]
         others = [rows[i] for i in np.setdiff1d(order, held)]
-        curve = curve_of(family, fit(others, family, known))
+        slows = slows_down(chip_name(rows[0]["device"]))
+        curve = curve_of(family, fit(others, family, known), slows=slows)
         kept = [rows[i] for i in held]
         off[held] = errors(kept, predictions(kept, family, curve, known))
     return off
@@ -304,7 +347,8 @@ def judge(rows: list[Row], family: str, precision: str, known: dict[str, DeviceS
         for device in dict.fromkeys(row["device"] for row in of):
             by_device[device] = off[[row["device"] == device for row in of]]
         others = {name: x for name, x in fits.items() if name != chip}
-        curve = curve_of(family, expected(chip, family, precision, others))
+        parameters = expected(chip, family, precision, others)
+        curve = curve_of(family, parameters, slows=slows_down(chip))
         left_out[chip] = errors(of, predictions(of, family, curve, known))
     return Result(fits=fits, by_device=by_device, left_out=left_out)
 
@@ -318,9 +362,9 @@ def curves(chip: str, results: dict[tuple[str, str], Result], precision: str) ->
             continue
         x = result.fits.get(chip)
         fitted |= x is not None
-        found[family] = _rounded(
-            curve_of(family, expected(chip, family, precision, result.fits) if x is None else x)
-        )
+        if x is None:
+            x = expected(chip, family, precision, result.fits)
+        found[family] = _rounded(curve_of(family, x, slows=slows_down(chip)))
     for family in ("batched", "softmax"):  # not among the half-precision rows
         found.setdefault(family, found["linear" if family == "batched" else "normalization"])
     return Curves(source="fitted" if fitted else "predicted", **found)

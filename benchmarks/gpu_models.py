@@ -41,13 +41,8 @@ def logits_sum(output: Any, *_: Any) -> torch.Tensor:
     return found
 
 
-def model_of(config: dict[str, Any], sequence: int, mode: str) -> torch.nn.Module:
-    """The model of a configuration, on the meta device, with eager attention.
-
-    Dropout is left out of inference, where eager PyTorch launches nothing for it.
-    """
-    if mode == "inf":
-        config = {k: 0.0 if "drop" in k or "_prob" in k else v for k, v in config.items()}
+def model_of(config: dict[str, Any], sequence: int) -> torch.nn.Module:
+    """The model of a configuration, on the meta device, with eager attention."""
     name = config["architectures"][0]
     kind = getattr(transformers, name)
     known = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
@@ -65,7 +60,7 @@ def model_of(config: dict[str, Any], sequence: int, mode: str) -> torch.nn.Modul
 def predicted(folder: Path, name: str, preset: str, mode: str, sequence: int, batch: int) -> float:
     """Predicted seconds of the forward pass, or of both passes, for the plan on one device."""
     config = json.loads((folder / "model_configs.json").read_text())[name]
-    model = model_of(config, sequence, mode).train(mode == "train")
+    model = model_of(config, sequence).train(mode == "train")
     cluster = autopar.Cluster.preset(preset, devices_per_node=1)
     device = structs.replace(cluster.device, memory_bytes=MEMORY_BYTES)
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")

@@ -23,6 +23,7 @@ from autopar.cost_models.gpu_curves import (
     chip_of,
     convolution_s,
     curve_file,
+    joined_s,
     product_s,
     traffic_s,
 )
@@ -203,17 +204,19 @@ def _curve_s(
     curves = table.curves.float16 if is_half else table.curves.float32
     bound_s = work.size_bytes / device.memory_bandwidth_bytes_per_s
     if family in (Family.MATMUL, Family.CONVOLUTION) and work.matrix and work.matrix.flops:
-        gain = 2.25 if work.matrix.winograd_m and not on_tensor_cores else 1.0
+        gain = 4.0 if work.matrix.winograd_m and not on_tensor_cores else 1.0
         bound_s = max(bound_s, work.flops / (peak * gain))
         time_s, fixed_s = _product_s(work, family, peak, device, curves, dtype, on_tensor_cores)
+        overlap = 1.0
     elif family in (Family.POINTWISE, Family.NORMALIZATION, Family.SOFTMAX):
         curve = getattr(curves, family.value)
         arithmetic_s = work.flops / (peak * table.of(family).compute)
         time_s = max(float(traffic_s(work.size_bytes, device, curve)), arithmetic_s)
-        fixed_s = curve.fixed_s
+        fixed_s, overlap = curve.fixed_s, curve.overlap
     else:
         return _roofline_s(work, family, peak, device, table, curves.pointwise.fixed_s)
-    return work.num_kernels * max(device.kernel_launch_s, fixed_s) + max(time_s, bound_s)
+    fixed_s = work.num_kernels * max(device.kernel_launch_s, fixed_s)
+    return float(joined_s(max(time_s, bound_s), fixed_s, overlap))
 
 
 def _product_s(

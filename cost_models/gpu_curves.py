@@ -3,8 +3,9 @@
 A matrix product is computed in tiles by blocks; the tile and the number of parts that the inner
 dimension is split into are the fastest of those that libraries have. Each block runs for as long as
 its inner dimension and a start-up lasts; what the blocks read goes through the second-level cache.
-A 3x3 convolution is the same product, or Winograd's, with 2.25 times fewer multiplications.
-Everything else moves bytes, some of them more than once. Each kernel also has a fixed time.
+A 3x3 convolution is the same product undivided, or Winograd's: in one kernel with 2.25 times
+fewer multiplications, or in several with 4 times fewer, which write and read what they exchange.
+Everything else moves bytes. Each kernel also has a fixed time, some of it beside the rest.
 
 No curve goes below the device's peaks. None falls with size, but for products from a side that is
 no multiple of 8 to one that is, on chips where that was measured. The functions take numbers or
@@ -22,16 +23,20 @@ import numpy as np
 
 from autopar.cost_models.hardware import DeviceSpec
 
-_TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (16, 16))
+_TILES = (
+    (128, 128), (128, 64), (128, 32), (128, 16), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32),
+    (16, 16),
+)  # fmt: skip
 _SPLITS = (1, 2, 4, 8, 16, 32)
 _CONFIGS = np.array([(m, n, s) for m, n in _TILES for s in _SPLITS], dtype=float).T
+_UNDIVIDED = _CONFIGS[:, _CONFIGS[2] == 1]
 # Libraries choose among tiles for the last wave; assumed to win back half of its idle units. Fits
 # of products with 0 to 1 differ by 0.2 percentage points of median error on unseen shapes.
 _WAVE = 0.5
-# Power mean of arithmetic and traffic: 1 is one after the other, infinity the larger alone. Fits
-# with 2, 4 and 8 err alike on unseen shapes, with 1 by up to 2 percentage points more.
-_OVERLAP = 4.0
 _ACCUMULATOR_BYTES = 4
+_WIDE_COLUMNS = 16384
+# Boards of 75 W hold their clock for some milliseconds of work; fits with 5 and 20 ms err alike.
+_LASTING_S = 1e-2
 
 
 class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,9 +44,12 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     ``compute`` and ``memory`` are the parts of the peaks that large products reach. ``cache`` is
     the rate at which blocks read their operands, over the memory's. ``start_up`` is the inner
-    dimension that a block's start and end cost. ``fixed_s`` is what any call takes. ``winograd`` is
-    the part of the peak that Winograd's products reach (0: there are none). Products with a side
-    that is no multiple of 8 reach the part ``ragged`` of ``compute``.
+    dimension that a block's start and end cost. ``fixed_s`` is what any call takes.
+
+    ``winograd`` is the part of the peak that Winograd's products reach (0: there are none).
+    Products with a side that is no multiple of 8 reach the part ``ragged`` of ``compute``, tiles of
+    fewer than 128 rows the part ``narrow``. Those of far more than 16,384 columns take longer by
+    the part ``wide``, those that last much longer than 10 ms by the part ``slowed``.
     """
 
     compute: float
@@ -51,17 +59,21 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     fixed_s: float
     winograd: float = 0.0
     ragged: float = 1.0
+    narrow: float = 1.0
+    wide: float = 0.0
+    slowed: float = 0.0
 
 
 class TrafficCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Kernels that are bound by memory: the part of the bandwidth that large ones reach.
 
-    ``again`` is the part of the bytes that is moved a second time, as it has left the cache.
+    ``fixed_s`` is what any call takes; ``overlap`` is the exponent of the power mean that joins it
+    with the rest (1: one after the other).
     """
 
     memory: float
     fixed_s: float
-    again: float = 0.0
+    overlap: float = 1.0
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,22 +140,34 @@ def chip_of(name: str) -> Chip:
     return next((chip for chip in found.chips.values() if name in chip.names), found.other)
 
 
+def joined_s(time_s: Any, fixed_s: float, overlap: float) -> Any:
+    """Seconds of a kernel: its fixed time and the rest, joined by a power mean."""
+    if overlap == 1 or not fixed_s:
+        return time_s + fixed_s
+    largest = np.maximum(time_s, fixed_s)
+    parts = (time_s / largest) ** overlap + (fixed_s / largest) ** overlap
+    return largest * parts ** (1 / overlap)
+
+
 def product_s(
     m: Any, n: Any, k: Any, batch: Any, *, item_bytes: int, peak: float, device: DeviceSpec,
-    curve: ProductCurve, compute: float,
+    curve: ProductCurve, compute: float, divided: bool = True,
 ) -> Any:  # fmt: skip
     """Seconds of ``batch`` products m x k by k x n without the fixed time, at a part ``compute``.
 
-    Sizes are numbers or arrays of one shape.
+    Sizes are numbers or arrays of one shape. ``divided``: the inner dimension may be split.
     """
     m, n, k, batch = (np.asarray(size, dtype=float)[..., None] for size in (m, n, k, batch))
-    tile_m, tile_n, splits = _CONFIGS
+    tile_m, tile_n, splits = _CONFIGS if divided else _UNDIVIDED
     blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * splits
     depth = k / splits
     waves = blocks / device.num_units
     lasting = np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
     is_ragged = (m % 8 > 0) | (n % 8 > 0)
-    unit_rate = peak * compute * np.where(is_ragged, curve.ragged, 1.0) / device.num_units
+    part = compute * np.where(is_ragged, curve.ragged, 1.0)
+    is_wide = n**4 / (n**4 + _WIDE_COLUMNS**4)
+    part = part * np.where(tile_m < 128, curve.narrow, 1.0) / (1 + curve.wide * is_wide)
+    unit_rate = peak * part / device.num_units
     compute_s = lasting * 2 * tile_m * tile_n * (depth + curve.start_up) / unit_rate
     bandwidth = device.memory_bandwidth_bytes_per_s
     partial_bytes = np.where(splits > 1, 2 * splits * batch * m * n * _ACCUMULATOR_BYTES, 0.0)
@@ -151,9 +175,17 @@ def product_s(
     memory_s = moved / (bandwidth * curve.memory)
     read = blocks * (tile_m + tile_n) * depth * item_bytes
     cache_s = read / (bandwidth * curve.cache)
-    largest = np.maximum(np.maximum(compute_s, memory_s), cache_s)
-    parts = sum((part / largest) ** _OVERLAP for part in (compute_s, memory_s, cache_s))
-    return (largest * parts ** (1 / _OVERLAP)).min(axis=-1)
+    time_s = _beside(compute_s, memory_s, cache_s).min(axis=-1)
+    return time_s * (1 + curve.slowed * time_s / (time_s + _LASTING_S))
+
+
+def _beside(*parts_s: Any) -> Any:
+    """Seconds of parts that overlap for the most part: their power mean of exponent 4.
+
+    Exponent 1 is one after the other, infinity the larger alone. Fits with 2, 4 and 8 err alike on
+    unseen shapes, with 1 by up to 2 percentage points more.
+    """
+    return np.sqrt(np.sqrt(sum(np.square(np.square(part)) for part in parts_s)))
 
 
 def convolution_s(
@@ -164,23 +196,23 @@ def convolution_s(
 
     ``winograd_m`` counts the outputs in whole tiles of 2 x 2 (0: no 3 x 3 kernel of stride 1).
     """
-    common: Any = {"item_bytes": item_bytes, "device": device, "curve": curve}
+    common: Any = {"item_bytes": item_bytes, "device": device, "curve": curve, "divided": False}
     direct_s = product_s(m, n, k, batch, peak=peak, compute=curve.compute, **common)
     if not (np.any(winograd_m) and curve.winograd):
         return direct_s
+    common |= {"peak": peak, "compute": curve.winograd}
     tiles, channels = np.asarray(winograd_m, dtype=float) / 4, np.asarray(k, dtype=float) / 9
-    # Sixteen products over the input channels, one for each place in a 4 x 4 tile.
-    products_s = product_s(
-        tiles, n, channels, 16 * np.asarray(batch), peak=peak, compute=curve.winograd, **common
-    )
-    # Inputs, outputs and weights are written and read once more, in tiles of 4 x 4.
-    numbers = batch * 16 * (tiles * (channels + n) + channels * n)
-    bandwidth = device.memory_bandwidth_bytes_per_s * curve.memory
-    faster_s = products_s + 2 * item_bytes * numbers / bandwidth
-    return np.minimum(direct_s, faster_s)
+    batch = np.asarray(batch, dtype=float)
+    # Outputs of 2 x 2 come from a product over the channels for each of 4 x 4 places, all in one
+    # kernel; those of 4 x 4 from products for 6 x 6 places in kernels of their own.
+    fused_s = product_s(tiles, n, channels, 16 * batch, **common)
+    large = np.ceil(tiles / 4)
+    numbers = batch * 36 * (large * (channels + n) + channels * n)
+    moved_s = 2 * item_bytes * numbers / (device.memory_bandwidth_bytes_per_s * curve.memory)
+    parted_s = product_s(large, n, channels, 36 * batch, **common) + moved_s
+    return np.minimum(direct_s, np.minimum(fused_s, parted_s))
 
 
 def traffic_s(size_bytes: Any, device: DeviceSpec, curve: TrafficCurve) -> Any:
     """Seconds of a kernel that moves ``size_bytes``, without the fixed time."""
-    moved = size_bytes * (1 + curve.again)
-    return moved / (device.memory_bandwidth_bytes_per_s * curve.memory)
+    return size_bytes / (device.memory_bandwidth_bytes_per_s * curve.memory)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models import Cluster, OpCall, RooflineModel, TensorSpec, bytes_moved, flops
-from autopar.cost_models.gpu_curves import chip_of, curve_file
+from autopar.cost_models.gpu_curves import chip_of, curve_file, joined_s, product_s
 from autopar.cost_models.presets import PRESET_NAMES
 
 CUDA_PRESETS = [name for name in PRESET_NAMES if name != "cpu"]
@@ -83,6 +83,26 @@ def test_kernels_bound_by_memory_grow_with_size_and_stay_under_its_rate(
     rate = Cluster.preset(preset).device.memory_bandwidth_bytes_per_s
     assert time_s >= bytes_moved(call) / rate
     assert _price(preset, _rows(name, rows, columns + more, dtype)) >= time_s * (1 - 1e-9)
+
+
+@given(st.floats(1e-9, 1), st.floats(0, 1), st.floats(0, 1e-3), st.floats(1, 4))
+def test_a_fixed_time_passes_beside_the_rest_in_part(time_s, more_s, fixed_s, overlap):
+    once = joined_s(time_s, fixed_s, overlap)
+    assert max(time_s, fixed_s) * (1 - 1e-9) <= once <= (time_s + fixed_s) * (1 + 1e-9)
+    assert joined_s(time_s + more_s, fixed_s, overlap) >= once * (1 - 1e-9)
+    assert joined_s(time_s, 0.0, overlap) == time_s
+
+
+def test_only_boards_of_little_power_slow_down_under_lasting_work():
+    slowed = {name for name, chip in curve_file().chips.items() if chip.float32.linear.slowed > 0}
+    assert slowed == {"P4", "T4", "L4"}
+    device, curve = Cluster.preset("t4").device, chip_of("Tesla T4").float32.linear
+    sizes = [[m, 4096, 4096, 1] for m in (512, 65536)]
+    short_s, long_s = (
+        product_s(*size, item_bytes=4, peak=8.1e12, device=device, curve=curve, compute=0.5)
+        for size in sizes
+    )
+    assert long_s / short_s > 128
 
 
 @pytest.mark.parametrize("name", CUDA_PRESETS)
