@@ -163,10 +163,14 @@ def product_s(
     depth = k / splits
     waves = blocks / device.num_units
     lasting = np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
-    is_ragged = (m % 8 > 0) | (n % 8 > 0)
-    part = compute * np.where(is_ragged, curve.ragged, 1.0)
-    is_wide = n**4 / (n**4 + _WIDE_COLUMNS**4)
-    part = part * np.where(tile_m < 128, curve.narrow, 1.0) / (1 + curve.wide * is_wide)
+    part: Any = compute
+    if curve.ragged < 1:
+        part = part * np.where((m % 8 > 0) | (n % 8 > 0), curve.ragged, 1.0)
+    if curve.narrow < 1:
+        part = part * np.where(tile_m < 128, curve.narrow, 1.0)
+    if curve.wide:
+        width = np.square(np.square(n / _WIDE_COLUMNS))
+        part = part / (1 + curve.wide * width / (1 + width))
     unit_rate = peak * part / device.num_units
     compute_s = lasting * 2 * tile_m * tile_n * (depth + curve.start_up) / unit_rate
     bandwidth = device.memory_bandwidth_bytes_per_s
@@ -176,7 +180,9 @@ def product_s(
     read = blocks * (tile_m + tile_n) * depth * item_bytes
     cache_s = read / (bandwidth * curve.cache)
     time_s = _beside(compute_s, memory_s, cache_s).min(axis=-1)
-    return time_s * (1 + curve.slowed * time_s / (time_s + _LASTING_S))
+    if curve.slowed:
+        time_s = time_s * (1 + curve.slowed * time_s / (time_s + _LASTING_S))
+    return time_s
 
 
 def _beside(*parts_s: Any) -> Any:
