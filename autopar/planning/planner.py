@@ -225,7 +225,7 @@ def _without_pipeline(
     faster = [each for each in search.options if each.choice is None and each.time_s < time_s]
     if faster:
         num = min(faster, key=lambda option: option.time_s).combination.num_microbatches
-    elif space.is_free and (1, 1) not in search.unrestricted and search.bound_s < time_s:
+    elif _is_untried(search) and search.bound_s < time_s:
         num = 1
     else:
         return []
@@ -238,6 +238,12 @@ def _without_pipeline(
         return []
     search.unrestricted.setdefault((1, num), alone.unrestricted[1, num])
     return [(search, fitted)]
+
+
+def _is_untried(search: Search) -> bool:
+    """Whether an open search had no time for the whole batch at once without a pipeline."""
+    is_possible = search.space.is_free and 1 in search.combinations.device_counts()
+    return is_possible and (1, 1) not in search.unrestricted
 
 
 def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
