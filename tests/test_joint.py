@@ -228,6 +228,28 @@ def test_blocks_recompute_where_the_memory_does_not_suffice_otherwise() -> None:
         planned(constraints=budget, recompute="none", offload=False, **fixed)
 
 
+@pytest.mark.parametrize("share", [1.02, 1.5])
+def test_what_fits_only_as_it_is_recomputed_is_simulated(share: float) -> None:
+    """All activations would take several times the memory."""
+    with torch.device("meta"):
+        parts = [[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)] for _ in range(4)]
+        model, x = (
+            nn.Sequential(*(nn.Sequential(*part) for part in parts)),
+            torch.empty(16, 512, 64),
+        )
+    planned = functools.partial(
+        autopar.plan, model, CLUSTER, (x,), loss_fn=lambda out: out.mean(),
+        num_stages=2, num_microbatches=4, mesh={"x": 1}, recompute="full", update="at_end",
+        offload=False,
+    )  # fmt: skip
+    alone = planned(schedule="1f1b")
+    budget = autopar.MemoryBudget(int(share * sum(alone.prediction.memory_bytes.values())))
+    found = planned(schedule="auto", constraints=budget)
+    assert sum(found.prediction.memory_bytes.values()) <= budget.size_bytes
+    assert found.prediction.step_time_s <= alone.prediction.step_time_s * (1 + 1e-9)
+    assert found.prediction.step_time_s == pytest.approx(min(found.search.pipelines.values()))
+
+
 def test_a_number_of_stages_that_no_schedule_has_is_told() -> None:
     with pytest.raises(ConstraintError, match="no schedule of 3 stages fits 2 pipeline ranks"):
         planned(num_stages=3)

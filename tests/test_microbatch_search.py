@@ -16,7 +16,9 @@ from autopar.cost_models import ComputeModel, RooflineModel
 from autopar.cost_models.calls import TensorSpec
 from autopar.frontend.capture import capture
 from autopar.passes.prepare import prepare
-from autopar.planning.planner import make_planned
+from autopar.planning.planner import make_planned, make_setting
+from autopar.planning.recompute_request import Recompute
+from autopar.planning.schedule_search import Search
 from autopar.planning.space import Space
 from autopar.planning.worth_measuring import calls_worth_measuring
 from tests.models.zoo import build
@@ -141,6 +143,18 @@ def test_a_model_that_needs_the_whole_batch_is_not_cut() -> None:
     tight = plan(constraints=MemoryBudget((needed + least) // 2))
     assert tight.schedule.num_microbatches == 1
     assert tight.recomputation
+
+
+def test_a_fixed_recomputation_counts_where_the_whole_batch_may_fit() -> None:
+    with torch.device("meta"):
+        model = prepare(capture(Deep(), (torch.empty(NUM_ROWS, 1024, 256),)))
+    for recompute, may_fit in (("full", True), ("none", False)):
+        setting = make_setting(
+            model, CLUSTERS["one"], Space(recompute=Recompute.of(recompute)),
+            constraints=MemoryBudget(int(0.75 * needed_bytes("one"))),
+        )  # fmt: skip
+        search = Search(setting).run()
+        assert search.may_fit(search.options[0]) == may_fit
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -22,7 +22,7 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, Residence
 
 NEARLY = 1.25
-"""Pipelines estimated to take up to so many times the memory may turn out to fit."""
+"""What is estimated to take up to so many times the memory may turn out to fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,7 @@ class Option:
     @property
     def needed_bytes(self) -> float:
         """Estimated memory with what it is estimated to recompute, if that is searched."""
-        if self.saved_bytes is None:
-            return self.estimated_bytes
-        return self.best.estimated_bytes(self.held) - self.saved_bytes
+        return needed_bytes(self.best, self.held, self.residence, self.saved_bytes)
 
     def __str__(self) -> str:
         recomputed = ", recomputed" * self.recomputes
@@ -108,6 +106,15 @@ class Fitted:
     baselines: Baselines
     update: UpdatePlan
     movement: Moved | None = None
+
+
+def needed_bytes(
+    candidate: Candidate, held: Residence, residence: Residence, saved_bytes: float | None
+) -> float:
+    """Estimated memory of a candidate of an `Option` with these fields."""
+    if saved_bytes is None:
+        return candidate.estimated_bytes(residence)
+    return candidate.estimated_bytes(held) - saved_bytes
 
 
 def with_form(

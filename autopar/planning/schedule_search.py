@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.base.errors import AutoparError
@@ -29,7 +29,7 @@ from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
-from autopar.planning.option import NEARLY, Option, dominating, with_form
+from autopar.planning.option import NEARLY, Option, dominating, needed_bytes, with_form
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.recompute_request import Request
 from autopar.planning.refinement import refined, worth_refining
@@ -174,7 +174,10 @@ class Search:
             found = list(saved)
             residence = recomputed_residence(residence, found[0].priced.pricing.graph)
         staged: dict[Candidate, Staged] = {}
-        is_bounded = bound_s is not None and self._by_far_too_large(found, held, saved)
+        is_bounded = bound_s is not None and all(
+            needed_bytes(each, held, residence, saved[each]) > NEARLY * self.setting.budget_bytes
+            for each in found
+        )
         if choice is None or is_bounded:
             best = cheapest(found)
         else:
@@ -192,16 +195,6 @@ class Search:
             staged=staged.get(best), trial=trial, held=held, residence=residence,
             recomputes=recomputes, time_s=time_s, saved_bytes=saved[best],
         )  # fmt: skip
-
-    def _by_far_too_large(
-        self,
-        found: Sequence[Candidate],
-        held: Residence,
-        saved: Mapping[Candidate, float | None],
-    ) -> bool:
-        """Whether all candidates, less the bytes ``saved``, need far more memory than there is."""
-        needed = (each.estimated_bytes(held) - (saved[each] or 0.0) for each in found)
-        return min(needed) > NEARLY * self.setting.budget_bytes
 
     def crossing(self, candidate: Candidate) -> Sequence[int]:
         """The candidate's `crossing_bytes`, which depend on its solution alone."""
@@ -253,7 +246,7 @@ class Search:
         for candidate in option.origin:
             for form in forms if candidate.is_found else ():
                 leaner = self.with_form(candidate, **form)
-                needed = leaner.estimated_bytes(option.held)
+                needed = leaner.estimated_bytes(option.residence)
                 if self.may_recompute(option):
                     needed -= self._recomputed(leaner, option.held)[1] or 0.0
                 if needed <= NEARLY * self.setting.budget_bytes:
