@@ -17,6 +17,7 @@ from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
 from autopar.planning.combinations import Combinations
 from autopar.planning.planner import make_setting
+from autopar.planning.schedule_search import Search
 from autopar.planning.sharding_search import search_meshes
 from autopar.planning.space import Space
 from autopar.plans.document import Plan
@@ -73,6 +74,15 @@ def test_a_search_without_time_has_the_first_option(capsys: pytest.CaptureFixtur
     assert any(why == "not tried: the search reached its time limit of 0 s" for why in reasons)
     planned(progress=True)
     assert "; best so far " in capsys.readouterr().err
+
+
+def test_a_search_without_time_tries_nothing_beside_a_plan_that_is_known() -> None:
+    model, make_batch = build("gpt2")
+    setting = make_setting(
+        capture(model, make_batch(0)), CLUSTER, Space(is_open=True), time_limit_s=0
+    )
+    assert len(Search(setting).run().options) == 1
+    assert not Search(setting, best_s=1e9).run().options
 
 
 @pytest.mark.parametrize("limit_s", [-1, "60", None, True])

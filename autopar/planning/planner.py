@@ -82,8 +82,8 @@ def make_planned(
 
     By default ops are priced by roofline, collectives by formula, and the optimizer is AdamW.
     ``measure`` prices ops in place of ``compute``: it is called with the space, and with a larger
-    one where micro-batches are searched too: where the space leaves their number open, and the
-    memory takes the whole batch at once only with a loss of time, or not at all.
+    one where micro-batches or pipelines are searched too: where the space leaves them open, and
+    `MIN_LOSS` or `MIN_EXPOSED` is exceeded.
     Parameters are updated early if ``update`` says so, or if it is None, the optimizer
     ``may_update_early``, and nothing fits otherwise. On accelerators tensors move to the host if
     the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. Raises

@@ -23,7 +23,7 @@ MAX_REFINED, NEAR = 2, 1.25
 MAX_RUNS = 384
 """Limit on stages times micro-batches of a schedule that is refined."""
 MAX_EXACT_RUNS, EXACT_S = 64, 2.0
-"""Limit on those that CP-SAT gets, and its seconds for each."""
+"""Limit on those that CP-SAT gets, and the most seconds that it gets for each."""
 MOST_WORK = 300_000
 """Limit on moves times actions of a local search: a few tenths of a second."""
 SEARCHED = "searched"
@@ -45,7 +45,11 @@ def worth_refining(options: Sequence[Option]) -> list[Option]:
 
 
 def refined(
-    option: Option, durations: Durations, links: Links, budget_bytes: float
+    option: Option,
+    durations: Durations,
+    links: Links,
+    budget_bytes: float,
+    time_limit_s: float,
 ) -> Iterator[PipelineChoice]:
     """The best orders found within the activations of the option's own, and within the budget.
 
@@ -60,18 +64,16 @@ def refined(
     if not option.recomputes and most >= own + 1:
         caps[f"{SEARCHED} with more memory"] = most
     runs = num_stages * schedule.shape.num_microbatches
-    memory = Memory(
-        activation_bytes=1.0,
-        after_input_gradient_bytes=late_share(option.best.priced.pricing.analysis),
-    )
+    late = option.best.priced.pricing.analysis.derived(late_share)
+    memory = Memory(activation_bytes=1.0, after_input_gradient_bytes=late)
+    exact_time_s = min(EXACT_S, time_limit_s) if runs <= MAX_EXACT_RUNS else 0.0
     for name, cap in caps.items():
         costs = Costs(
             durations=durations, links=links, memory=memory,
             max_bytes=[cap] * schedule.shape.num_devices,
         )  # fmt: skip
         found = refine(
-            schedule, costs,
-            num_moves=MOST_WORK // (3 * runs), exact_time_s=EXACT_S * (runs <= MAX_EXACT_RUNS),
+            schedule, costs, num_moves=MOST_WORK // (3 * runs), exact_time_s=exact_time_s,
         )  # fmt: skip
         made = found.schedule
         if made is not schedule:

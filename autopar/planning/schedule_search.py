@@ -13,7 +13,7 @@ others. A space that is not open has one option, over all its meshes.
 - At last, unless a schedule is named, better orders of the fastest pipelines' actions are searched
   (`autopar.planning.refinement`).
 
-The search stops after `Setting.search_limit_s`, but not before it has an option.
+The search stops after `Setting.search_limit_s`, but not before it has an option or a plan to beat.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ MARGIN = 0.8
 class Search:
     """Searches and prices all options; see the module's docstring.
 
-    ``best_s``: a step that an open space has to beat.
+    ``best_s``: the step of a plan that is known, which an open space has to beat.
     """
 
     def __init__(self, setting: Setting, best_s: float = math.inf) -> None:
         self.setting = setting
         self.space = setting.space
         self.built = functools.cache(Form.build)
-        self.costs: dict[tuple[PricedGraph, Solution, int, int], tuple[Durations, Links]] = {}
+        self.costs: dict[tuple[Candidate, int, int], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
-        self.best_s = best_s
+        self.best_s, self.has_plan = best_s, math.isfinite(best_s)
         self.droppable = functools.cache(droppable)
         self.with_form = functools.cache(with_form)
         self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
@@ -123,7 +123,9 @@ class Search:
             if self.setting.num_passes * lower_bound_s(shape, costs[0]) >= self.best_s:
                 continue  # no order is faster than the best so far
             place = next(i for i, each in enumerate(self.options) if each is option)
-            for choice in refined(option, *costs, self.setting.budget_bytes):
+            for choice in refined(
+                option, *costs, self.setting.budget_bytes, self.setting.refine_limit_s
+            ):
                 if choice.schedule is option.choice.schedule:
                     self.options[place] = replace(option, choice=choice)
                     continue
@@ -286,7 +288,7 @@ class Search:
         bound_s = self._bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes at least {format_seconds(bound_s)}, even without communication"
-        if self.options and time.process_time() > self.deadline_s:
+        if (self.options or self.has_plan) and time.process_time() > self.deadline_s:
             limit_s = self.setting.search_limit_s
             return f"not tried: the search reached its time limit of {limit_s:.3g} s"
         return None
@@ -479,7 +481,7 @@ class Search:
 
     def _stage_costs(self, candidate: Candidate, form: Form) -> tuple[Durations, Links]:
         """The candidate's costs by stage, which depend on the number of stages alone."""
-        key = candidate.priced, candidate.solution, form.num_stages, form.num_devices
+        key = candidate, form.num_stages, form.num_devices
         if key not in self.costs:
             communication, crossing = self.setting.communication, self.crossing(candidate)
             stages = choose_stages(
