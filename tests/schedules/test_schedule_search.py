@@ -178,6 +178,23 @@ def test_cp_sat_finishes_what_the_local_search_leaves(seed: int) -> None:
     assert exact.best.peak_memory_bytes <= problem.max_memory_bytes
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_optimum_is_called_proved_though_cp_sat_rounds_times(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = SearchProblem(
+        num_devices=2,
+        num_microbatches=4,
+        num_blocks=2,
+        durations=Durations(**{kind: (rng.random(), rng.random()) for kind in "FIW"}),
+        memory=Memory(activation_bytes=1.0),
+        max_memory_bytes=2.0,
+        generators=("gpipe",),
+    )
+    found = search_schedule(problem, num_moves=1, exact_time_s=10.0)
+    assert 0 < found.gap < 1e-4
+    assert [each.options["proved"] for each in found.candidates if each.name == "cp_sat"] == [True]
+
+
 def test_on_a_larger_case_the_oracle_bounds_the_search() -> None:
     costs = Durations(F=(3, 5, 4, 6, 3, 4), I=(4, 5, 5, 6, 4, 4), W=(2, 5, 3, 6, 2, 4))
     problem = replace(

@@ -18,6 +18,7 @@ from autopar.schedules.generators.build import GENERATORS
 from autopar.schedules.generators.forms import forms
 from autopar.schedules.generators.lower_bound import lower_bound_s
 from autopar.schedules.generators.refine import (
+    ROUNDING,
     TOLERANCE,
     Costs,
     exact,
@@ -308,7 +309,7 @@ def _exact(view: _Staged, start: Candidate, time_limit_s: float) -> tuple[Candid
     if found is start.schedule:
         return start, bound_s
     candidate = _candidate(view, "cp_sat", start.options, found)
-    proved = candidate.makespan_s <= bound_s * (1 + TOLERANCE)
+    proved = candidate.makespan_s <= bound_s * (1 + ROUNDING)
     return replace(candidate, options={**start.options, "proved": proved}), bound_s
 
 
