@@ -1,6 +1,7 @@
 """All uses of private torch API, each with the torch versions that have it.
 
-No other module imports a name with a leading underscore from torch.
+No other module, but `autopar.base.torch_registrations`, imports a name with a leading underscore
+from torch.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ __all__ = [
     "without_fake_tensor_log",
     "without_generated_code",
     "without_patched_modules",
-    "without_repeated_registrations",
     "without_vmap_loops",
     "written_arguments",
 ]
@@ -159,90 +159,6 @@ def without_patched_modules() -> Iterator[None]:
         yield
     finally:
         _Patcher.patch_method = patch_method  # type: ignore[method-assign]
-
-
-# torch.export.exported_program._override_composite_implicit_decomp, torch._export.utils.
-# _materialize_cpp_cia_ops and torch._subclasses.fake_impls (2.11 to 2.13): in every call,
-# ExportedProgram.run_decompositions({}) registers dozens of kernels for each of a hundred composite
-# operators, one by one, and looks up all composite operators once for each namespace.
-@contextlib.contextmanager
-def without_repeated_registrations() -> Iterator[None]:
-    """Run decompositions with the kernels that the first such run has registered."""
-    from torch._export import utils
-    from torch.export import exported_program
-
-    override, look_up = (
-        exported_program._override_composite_implicit_decomp,
-        utils._materialize_cpp_cia_ops,
-    )
-    exported_program._override_composite_implicit_decomp = functools.partial(_replayed, override)
-    utils._materialize_cpp_cia_ops = functools.cache(look_up)
-    try:
-        yield
-    finally:
-        exported_program._override_composite_implicit_decomp = override
-        utils._materialize_cpp_cia_ops = look_up
-
-
-class _Kernels:
-    """Kernels of one operator for its rule of decomposition, and what they were made from."""
-
-    def __init__(self, op: Any, rule: Any) -> None:
-        from torch._subclasses.fake_impls import op_implementations_dict
-
-        self.op, self.rule = op, rule
-        self.before = op.py_kernels.copy()
-        self.had_fake = op in op_implementations_dict
-
-    def record(self) -> None:
-        from torch._subclasses.fake_impls import op_implementations_dict
-
-        self.after = self.op.py_kernels.copy()
-        self.fake = op_implementations_dict.get(self.op)
-
-    def applies_to(self, other: _Kernels) -> bool:
-        ours, theirs = (self.rule, self.had_fake), (other.rule, other.had_fake)
-        return ours == theirs and self.before == other.before
-
-    def register(self) -> None:
-        from torch._subclasses.fake_impls import op_implementations_dict
-
-        self._set(self.after)
-        if self.fake is not None:
-            op_implementations_dict.setdefault(self.op, self.fake)
-
-    def restore(self) -> None:
-        from torch._subclasses.fake_impls import _deregister_op_impl
-
-        self._set(self.before)
-        _deregister_op_impl(self.op)
-
-    def _set(self, kernels: dict[Any, Any]) -> None:
-        self.op.py_kernels.clear()
-        self.op.py_kernels.update(kernels)
-        self.op._dispatch_cache.clear()
-
-
-_kernels: dict[Any, _Kernels] = {}
-
-
-@contextlib.contextmanager
-def _replayed(override: Any, rules: dict[Any, Any]) -> Iterator[None]:
-    """``override(rules)``, with what an earlier call has registered for the same rules."""
-    wanted = {op: _Kernels(op, rule) for op, rule in rules.items()}
-    known = [k for op, new in wanted.items() if (k := _kernels.get(op)) and k.applies_to(new)]
-    others = rules.keys() - {k.op for k in known}
-    with override({op: rule for op, rule in rules.items() if op in others}):
-        for op in others:
-            wanted[op].record()
-            _kernels[op] = wanted[op]
-        try:
-            for kernels in known:
-                kernels.register()
-            yield
-        finally:
-            for kernels in known:
-                kernels.restore()
 
 
 def written_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

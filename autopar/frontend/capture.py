@@ -32,8 +32,8 @@ from autopar.base.torch_private import (
     pytree,
     without_fake_tensor_log,
     without_generated_code,
-    without_repeated_registrations,
 )
+from autopar.base.torch_registrations import without_repeated_registrations
 from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line

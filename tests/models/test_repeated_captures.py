@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch.export import exported_program
 
-from autopar.base.torch_private import without_repeated_registrations
+from autopar.base.torch_registrations import _replayed, without_repeated_registrations
 
 
 class Composites(nn.Module):
@@ -49,6 +51,15 @@ def test_the_program_is_torchs_own_each_time() -> None:
             assert program_of(model, x) == expected
         assert registrations() == before
     assert program_of(model, x) == expected
+
+
+def test_another_thread_registers_as_torch_does() -> None:
+    own = exported_program._override_composite_implicit_decomp
+    with without_repeated_registrations(), ThreadPoolExecutor(1) as elsewhere:
+        there = elsewhere.submit(exported_program._override_composite_implicit_decomp, {}).result()
+        here = exported_program._override_composite_implicit_decomp({})
+        assert (there.func, here.func) == (own.__wrapped__, _replayed.__wrapped__)
+    assert exported_program._override_composite_implicit_decomp is own
 
 
 def test_kernels_that_were_added_or_replaced_since_then_count() -> None:
