@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mesh": {"a": 2, "b": 2}, "reshard_after_forward": True,
     },
     "PP": {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 2},
+    "PP alone": {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 4},
     "recomputed": {"recompute": "full", "constraints": [Force("data_parallel")]},
     "early": {"update": "early"},
 }  # fmt: skip
@@ -152,6 +153,60 @@ def test_every_op_is_in_one_module_and_parts_of_parameters_are_counted() -> None
     assert sum(use.local_bytes for use in plan.uses.values()) == pytest.approx(
         plan.prediction.memory_bytes["parameters"], rel=0.3
     )
+
+
+def test_a_mesh_of_one_device_splits_nothing_and_has_no_other_choice() -> None:
+    plan = planned("PP alone")
+    text = str(plan)
+    assert text.startswith("PP over 4 (1f1b), ")
+    assert "4 x NVIDIA A100-SXM4-80GB, one on each pipeline rank" in text
+    assert plan.runner_ups == ()
+    page = str(plan.explain("transformer.h.1.mlp"))
+    assert "its mesh is one device" in page
+    for word in ("replicated", "computes the same", "split", "Pin"):
+        assert word not in text + page
+    with pytest.raises(InputError, match="its mesh is one device"):
+        figure_data(plan, "strategy")
+
+
+def test_one_device_is_compared_with_no_strategy_for_several() -> None:
+    model, make_batch = build("gpt2")
+    cluster = Cluster.preset("a100-80", devices_per_node=1)
+    plan = autopar.plan(model, cluster, make_batch(0, batch=8))
+    assert str(plan).startswith("one device, ")
+    assert alternatives(plan) == []
+    for word in ("as fast as", "DDP", "ZeRO", "replicated", "best alternative"):
+        assert word not in f"{plan} {plan.explain('transformer.h.1.mlp')}"
+    assert "known strategies" not in plan.report("full")
+
+
+def searched_pipeline() -> Plan:
+    """A pipeline with many alternatives, as a search over schedules leaves them."""
+    document = json.loads(planned("PP alone").to_json())
+    step_s = document["prediction"]["step_time_s"]
+    document["search"]["pipelines"] = {
+        "1f1b, 4 stages on 4, 4 micro-batches": step_s,
+        **{
+            f"zb_v, {n} stages on 4, 4 micro-batches": (1 + 0.01 * n) * step_s for n in range(1, 20)
+        },
+        "no pipeline, 2 micro-batches": 1.5 * step_s,
+        "no pipeline": 1.6 * step_s,
+    }
+    document["search"]["baselines"]["PipeDream-2BW"]["time_s"] = 0.9 * step_s
+    return Plan.from_json(json.dumps(document))
+
+
+def test_the_alternatives_of_a_pipeline_train_as_eager_and_are_named_whole() -> None:
+    text = str(searched_pipeline())
+    table = text[text.index("best alternatives") :]
+    rows, _, notes = table.partition("on old weights, which is not eager's result: ")
+    assert "PipeDream" not in rows
+    assert "PipeDream-2BW " in notes
+    assert "(0.90x)" in notes
+    assert "..." not in rows
+    assert "no pipeline, 2 micro-batches" in rows  # that of the headline
+    assert "1.50x as fast as no pipeline" in " ".join(text.split())
+    assert "more: plan.report('full')" in notes
 
 
 # --- HTML ------------------------------------------------------------------------------------
@@ -333,8 +388,8 @@ def test_a_strategy_of_two_parts_is_named_whole() -> None:
     document["search"]["baselines"] = {name_of(ZERO3, MEGATRON): known}
     document["search"]["considered"] = {}
     plan = Plan.from_json(json.dumps(document))
-    assert alternatives(plan)[0].name == "FSDP (ZeRO-3) x TP (Megatron)"
-    assert str(plan).splitlines()[0].endswith("x as fast as FSDP x TP")
+    assert alternatives(plan)[0].name == "FSDP x Megatron TP"
+    assert "x as fast as FSDP x Megatron TP model" in " ".join(str(plan).split())
 
 
 def test_layers_of_one_and_of_two_digits_are_alike() -> None:

@@ -97,7 +97,8 @@ def test_an_explanation_names_chosen_runner_up_and_difference() -> None:
     (each,) = ups
     assert "transformer.h.0.mlp.c_fc" in each.modules  # equal layers are one
     assert choice_text(plan, each.chosen) in text
-    assert f"{choice_text(plan, each.other)} {signed(each.difference_s, format_seconds)}" in text
+    other = choice_text(plan, each.other, each.chosen)
+    assert f"{other} {signed(each.difference_s, format_seconds)}" in text
     assert "slower" in text
     assert "transformer.h.0" not in text
     assert Plan.from_json(plan.to_json()) == plan

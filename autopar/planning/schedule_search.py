@@ -62,6 +62,8 @@ from autopar.search import Solution
 
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
+LEAST_GAIN = 1e-6
+"""A better order is worth keeping if it saves at least this share of a step."""
 
 
 class Search:
@@ -123,6 +125,7 @@ class Search:
             if self.setting.num_passes * lower_bound_s(shape, costs[0]) >= self.best_s:
                 continue  # no order is faster than the best so far
             place = next(i for i, each in enumerate(self.options) if each is option)
+            least_s = option.time_s
             for choice in refined(
                 option, *costs, self.setting.budget_bytes, self.setting.refine_limit_s
             ):
@@ -133,7 +136,8 @@ class Search:
                     option.combination, option.origin, choice, option.searched,
                     recomputes=option.recomputes,
                 )  # fmt: skip
-                if other.time_s < option.time_s:
+                if other.time_s < (1 - LEAST_GAIN) * least_s:
+                    least_s = other.time_s
                     self._note(other)
 
     def _search_point(self) -> None:

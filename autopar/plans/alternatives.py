@@ -21,6 +21,7 @@ from autopar.plans.strategy_names import (
     MARKOV_CHAIN,
     MEGATRON,
     MEGATRON_SEQUENCE,
+    NOT_EAGER,
     TENSOR,
     ZERO1,
     ZERO2,
@@ -32,8 +33,8 @@ USERS_NAMES: Mapping[str, str] = {
     ZERO3: "FSDP (ZeRO-3)",
     HYBRID: "HSDP",
     TENSOR: "TP",
-    MEGATRON: "TP (Megatron)",
-    MEGATRON_SEQUENCE: "TP + SP (Megatron)",
+    MEGATRON: "Megatron TP",
+    MEGATRON_SEQUENCE: "Megatron TP + SP",
     MARKOV_CHAIN: "MCMC (FlexFlow)",
 }
 ON_MESH = "another mesh"
@@ -52,19 +53,26 @@ class Alternative:
     memory_bytes: int | None = None
     note: str = ""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it trains on old weights, and so not as eager PyTorch does."""
+        return self.note.startswith(NOT_EAGER)
+
 
 def users_name(name: str) -> str:
-    """``ZeRO-3 x Megatron`` as users know it: ``FSDP (ZeRO-3) x TP (Megatron)``."""
+    """``ZeRO-3 x Megatron`` as users know it: ``FSDP x Megatron TP``."""
     if name in USERS_NAMES:
         return USERS_NAMES[name]
-    return " x ".join(USERS_NAMES.get(part, part) for part in name.split(" x "))
+    parts = (USERS_NAMES.get(part, part) for part in name.split(" x "))
+    return " x ".join(part.partition(" (")[0] for part in parts)
 
 
 def alternatives(plan: PlanFields) -> list[Alternative]:
-    """All alternatives from the fastest; equal ones in one row, and not the plan itself."""
+    """All alternatives to the plan from the fastest; equal known strategies are one."""
     found: dict[tuple[object, ...], Alternative] = {}
     for each in _listed(plan):
-        key = (each.mesh, each.time_s, each.memory_bytes, each.note)
+        name = each.name if each.memory_bytes is None else ""
+        key = (name, each.mesh, each.time_s, each.memory_bytes, each.note)
         found[key] = each if key not in found else replace(each, name=_both(found[key], each))
     return sorted(found.values(), key=lambda each: each.time_s)
 
@@ -82,7 +90,8 @@ def _both(first: Alternative, second: Alternative) -> str:
 def _listed(plan: PlanFields) -> list[Alternative]:
     search, usable = plan.search, plan.cluster.usable_memory_bytes
     found = []
-    for name, known in search.baselines.items():
+    known_ones = search.baselines if plan.cluster.num_devices > 1 else {}  # one device: all equal
+    for name, known in known_ones.items():
         notes = [known.note, "" if known.memory_bytes <= usable else NO_FIT]
         found.append(
             Alternative(
@@ -128,7 +137,7 @@ def fastest_known(plan: PlanFields) -> Alternative | None:
         if not without:
             return None
         name = min(without, key=lambda each: without[each])
-        return Alternative(name="no pipeline", mesh="", time_s=without[name])
+        return Alternative(name=name, mesh="", time_s=without[name])
     for each in alternatives(plan):
         size = each.memory_bytes
         if size is None or each.name == USERS_NAMES[MARKOV_CHAIN]:
@@ -139,26 +148,36 @@ def fastest_known(plan: PlanFields) -> Alternative | None:
 
 
 def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
-    """The plan and its best alternatives, in columns that have a value, with ties explained."""
-    step_s, listed = plan.prediction.step_time_s, alternatives(plan)
+    """The plan and its best alternatives, in columns that have a value, with ties explained.
+
+    A pipeline's are on its mesh, and the last of them is the one of the headline if no other is.
+    Those that train on old weights are named below the table.
+    """
+    step_s, found = plan.prediction.step_time_s, alternatives(plan)
+    listed = [each for each in found if not each.is_stale]
+    best = listed[: max(0, num_rows - 1)]
+    known = fastest_known(plan) if plan.is_pipeline else None
+    if known is not None and best and known not in best:
+        best[-1] = known
     rows = [
         Alternative(
             name="this plan", mesh=str(plan.device_mesh), time_s=step_s,
             memory_bytes=plan.search.estimated_bytes,
         ),
-        *listed[: max(0, num_rows - 1)],
+        *best,
     ]  # fmt: skip
-    has_memory = any(each.memory_bytes is not None for each in rows[1:])
-    notes = [_ties(plan, listed)]
-    if len(listed) > len(rows) - 1:
-        notes.append(f"{len(listed) - len(rows) + 1} slower ones: plan.report('full')")
+    has_memory = any(each.memory_bytes is not None for each in best)
+    notes = [_ties(plan, listed), _stale(plan, found)]
+    if len(listed) > len(best):
+        slower = "slower ones" if known is None or listed[: len(best)] == best else "more"
+        notes.append(f"{len(listed) - len(best)} {slower}: plan.report('full')")
     return Section(
         title="best alternatives",
-        columns=("strategy", "mesh", "step", "to plan", "memory (estimated)", "note"),
+        columns=("strategy", "mesh", "step", "to plan", "est. memory", "note"),
         rows=tuple(
             (
                 each.name,
-                each.mesh,
+                each.mesh * (not plan.is_pipeline),
                 format_seconds(each.time_s),
                 f"{each.time_s / step_s:.2f}x",
                 format_bytes(each.memory_bytes) if has_memory and each.memory_bytes else "",
@@ -168,6 +187,17 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
         ),
         notes=tuple(note for note in notes if note),
     ).used_columns()
+
+
+def _stale(plan: PlanFields, found: list[Alternative]) -> str:
+    """The alternatives on old weights, which are no plans, with their times."""
+    step_s = plan.prediction.step_time_s
+    texts = [
+        f"{each.name} {format_seconds(each.time_s)} ({each.time_s / step_s:.2f}x)"
+        for each in found
+        if each.is_stale
+    ]
+    return f"on old weights, which is {NOT_EAGER}: {', '.join(texts)}" if texts else ""
 
 
 def _ties(plan: PlanFields, listed: list[Alternative]) -> str:

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopar.plans.parallelism import DOMINANT, Shares, name_along, shares_of
 from autopar.plans.parts import ModulePlan, PlanFields
@@ -34,7 +35,7 @@ class BlockGroup:
 
     def strategy(self, axis_names: Sequence[str]) -> str:
         """``TP``, or by axis ``FSDP x TP``."""
-        named = [name_along(each) for each in self.shares[: len(axis_names)]]
+        named = [name_along(each, short=True) for each in self.shares[: len(axis_names)]]
         kinds = [name for name in named if name]
         return " x ".join(kinds[:1] if len(set(kinds)) == 1 else kinds)
 
@@ -117,6 +118,11 @@ def stages_of_blocks(plan: PlanFields) -> dict[str, int]:
 def pattern_of(name: str) -> str:
     """The name with a ``#`` in place of each number: the same for repeated layers."""
     return _NUMBER.sub("#", name)
+
+
+def runs_of(names: Sequence[str]) -> list[str]:
+    """The names with runs of repeated layers folded: ``head``, ``h.1-7 (7x)``."""
+    return [folded(list(run)) for _, run in groupby(names, pattern_of)]
 
 
 def folded(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from autopar.base.documents import shown
 from autopar.base.errors import InputError
@@ -18,9 +19,8 @@ from autopar.plans.alternatives import NO_FIT, alternatives
 from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
-from autopar.plans.parallelism import kinds_of, kinds_of_choice, strategy_name
+from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
-from autopar.plans.strategy_names import NOT_EAGER
 from autopar.plans.summary import LEAST_S, headline, needed_bytes, time_text
 
 MAX_ROWS = 40
@@ -33,6 +33,8 @@ BY_ITSELF = (
     "of memory."
 )
 NO_RUNNER_UP = "The plan keeps no other choice for it: none is possible, or it is too large."
+ALL_OF_IT = "all of it"
+ON_ONE_DEVICE = "There is no other choice for it: its mesh is one device."
 TO_PRICE = (
     "To price another choice: autopar.plan(..., constraints=[autopar.Pin(...)]), then "
     "plan.diff(other)."
@@ -46,8 +48,10 @@ def explanation(plan: PlanFields, name: str) -> Page:
     """
     modules, parameters, ops = _named(plan, name)
     others = _runner_ups(plan, name, modules, parameters, ops)
-    tables = (others, _parameters(plan, parameters), _ops(plan, ops), _times(modules))
+    tables = (others, _parameters(plan, parameters), _ops(plan, ops), _times(plan, modules))
     notes = (TO_PRICE,) if others.rows else (NO_RUNNER_UP, TO_PRICE)
+    if not plan.may_split:
+        notes = (ON_ONE_DEVICE,)
     facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=notes)
     step = format_seconds(plan.prediction.step_time_s)
     return Page(
@@ -94,7 +98,7 @@ def _parameters(plan: PlanFields, names: list[str]) -> Section:
     rows = [
         (
             name,
-            " x ".join(dict.fromkeys(kinds_of(plan, name))),
+            joined(kinds_of(plan, name)),
             plan.parameters[name],
             plan.uses[name].needs,
             format_bytes(plan.uses[name].size_bytes),
@@ -108,11 +112,11 @@ def _parameters(plan: PlanFields, names: list[str]) -> Section:
         columns=("parameter", "strategy", "stored", "needed", "whole", "a device"),
         rows=shown_rows,
         notes=notes,
-    )
+    ).used_columns()
 
 
 def _ops(plan: PlanFields, names: list[str]) -> Section:
-    """The dimension of its iteration space that each mesh axis splits."""
+    """The dimension of its iteration space that each mesh axis splits; no rows on one device."""
     whole = " ".join("-" * len(plan.mesh.axis_names))
     rows = [
         (
@@ -122,6 +126,7 @@ def _ops(plan: PlanFields, names: list[str]) -> Section:
             plan.relays.get(name, ""),
         )
         for name in names
+        if plan.may_split
     ]
     shown_rows, notes = _cut(rows)
     return Section(
@@ -132,9 +137,13 @@ def _ops(plan: PlanFields, names: list[str]) -> Section:
     ).used_columns()
 
 
-def _times(modules: list[ModulePlan]) -> Section:
+def _times(plan: PlanFields, modules: list[ModulePlan]) -> Section:
     rows = [
-        (m.name or m.block, m.splits, *(time_text(getattr(m, part)) for part in MODULE_TIMES))
+        (
+            m.name or m.block,
+            m.splits * plan.may_split,
+            *(time_text(getattr(m, part)) for part in MODULE_TIMES),
+        )
         for m in modules
         if any(getattr(m, part) for part in MODULE_TIMES)
     ]
@@ -156,26 +165,26 @@ def _runner_ups(
     """The best other choice of each module, the difference in a step, and why it was not taken."""
     owners = {parameter.rpartition(".")[0] for parameter in parameters}
     owners |= {module.name for module in plan.modules if not set(module.ops).isdisjoint(ops)}
-    rows, least_bytes = [], LEAST_SHARE * plan.cluster.usable_memory_bytes
+    found, least_bytes = [], LEAST_SHARE * plan.cluster.usable_memory_bytes
     for each in plan.runner_ups:
         inside = [path for path in each.modules if lies_in(path, name)] if modules else []
         inside = inside or [path for path in each.modules if path in owners]
         if not inside:
             continue
-        rows.append(
-            (
-                folded(inside),
-                choice_text(plan, each.chosen),
-                choice_text(plan, each.other),
-                signed(each.difference_s, format_seconds),
-                _change(each.compute_s, LEAST_S, format_seconds),
-                _change(each.communication_s, LEAST_S, format_seconds),
-                _change(each.memory_bytes, least_bytes, format_bytes),
-                why(plan, each),
-            )
+        depth = min(path.count(".") for path in inside), inside != [name]
+        row = (
+            _within(name, inside),
+            choice_text(plan, each.chosen),
+            choice_text(plan, each.other, each.chosen),
+            signed(each.difference_s, format_seconds),
+            _change(each.compute_s, LEAST_S, format_seconds),
+            _change(each.communication_s, LEAST_S, format_seconds),
+            _change(each.memory_bytes, least_bytes, format_bytes),
+            why(plan, each),
         )
-    rows.sort(key=lambda row: (row[0].count("."), row[0] != name))
-    shown_rows, notes = _cut(rows)
+        found.append((depth, row))
+    found.sort(key=itemgetter(0))
+    shown_rows, notes = _cut([row for _, row in found])
     return Section(
         title="the best other choice, and the difference of a step with it",
         columns=(
@@ -186,10 +195,20 @@ def _runner_ups(
     ).used_columns()  # fmt: skip
 
 
-def choice_text(plan: PlanFields, choice: ModuleChoice) -> str:
-    """``batch, FSDP``: how the longest op is split, and the kind of the largest parameter."""
+def _within(name: str, paths: Sequence[str]) -> str:
+    """One label for modules in the module ``name``, without its name: ``.mlp.c_fc``."""
+    if list(paths) == [name]:
+        return ALL_OF_IT
+    return folded([path.removeprefix(name) if lies_in(path, name) else path for path in paths])
+
+
+def choice_text(plan: PlanFields, choice: ModuleChoice, before: ModuleChoice | None = None) -> str:
+    """``batch, FSDP``: how the longest op is split, and the kind of the largest parameter, which is
+    left out where it is that of the choice ``before``."""
     splits = " x ".join("whole" if word == "-" else word for word in choice.splits.split())
-    kinds = " x ".join(dict.fromkeys(kinds_of_choice(plan, choice)))
+    kinds = joined(kinds_of_choice(plan, choice))
+    if before is not None and kinds == joined(kinds_of_choice(plan, before)):
+        kinds = ""
     return f"{splits}, {kinds}" if kinds else splits
 
 
@@ -249,7 +268,7 @@ def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     """The fastest alternative to the whole plan that fits and trains as eager, and how much slower
     it is."""
     listed = alternatives(plan)
-    fitting = [a for a in listed if a.note != NO_FIT and not a.note.startswith(NOT_EAGER)]
+    fitting = [each for each in listed if each.note != NO_FIT and not each.is_stale]
     if not fitting:
         return ()
     first, step_s = fitting[0], plan.prediction.step_time_s

@@ -48,10 +48,10 @@ Shares = tuple[Mapping[str, float], ...]
 
 
 def kinds_of(plan: PlanFields, name: str) -> tuple[str, ...]:
-    """The kind of parallelism of a parameter along each mesh axis."""
+    """The kind of parallelism of a parameter along each mesh axis, empty for an axis of size 1."""
     released, scattered = name in plan.released, name in plan.scattered
     gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
-    return _kinds(plan.parameters[name], plan.uses[name].needs, gathered)
+    return _kinds(plan, plan.parameters[name], plan.uses[name].needs, gathered)
 
 
 def kinds_of_choice(plan: PlanFields, choice: ModuleChoice) -> tuple[str, ...]:
@@ -61,11 +61,19 @@ def kinds_of_choice(plan: PlanFields, choice: ModuleChoice) -> tuple[str, ...]:
     """
     released, scattered = bool(plan.released), bool(plan.scattered)
     gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
-    return _kinds(choice.stored, choice.needs, gathered)
+    return _kinds(plan, choice.stored, choice.needs, gathered)
 
 
-def _kinds(stored: str, needs: str, gathered: str) -> tuple[str, ...]:
-    return tuple(_kind(s, n, gathered) for s, n in zip(stored.split(), needs.split()))
+def _kinds(plan: PlanFields, stored: str, needs: str, gathered: str) -> tuple[str, ...]:
+    return tuple(
+        _kind(s, n, gathered) if size > 1 else ""
+        for s, n, size in zip(stored.split(), needs.split(), plan.mesh.axis_sizes)
+    )
+
+
+def joined(kinds: Iterable[str]) -> str:
+    """``FSDP x TP``: the different kinds, without those of axes of size 1."""
+    return " x ".join(dict.fromkeys(filter(None, kinds)))
 
 
 def _gathered_as(plan: PlanFields, *, is_released: bool, is_scattered: bool) -> str:

@@ -435,3 +435,8 @@ class PlanFields(_Struct, frozen=True):
     def device_mesh(self) -> Mesh:
         """The mesh of a pipeline rank; without a pipeline, that of all devices."""
         return Mesh(self.mesh.axis_names, self.mesh.axis_sizes)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether ops may be split, as that mesh has several devices."""
+        return self.device_mesh.num_devices > 1

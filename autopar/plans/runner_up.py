@@ -47,8 +47,11 @@ class _Inside:
 def runner_ups(best: Candidate, costs: Sequence[Array]) -> tuple[RunnerUp, ...]:
     """The runner-ups of a strategy's modules, equal ones together, in graph order.
 
-    ``costs``: those of the nodes, +inf where a constraint forbids a choice.
+    ``costs``: those of the nodes, +inf where a constraint forbids a choice. On a mesh of one device
+    there are none, as nothing can be split.
     """
+    if best.mesh.devices.num_devices == 1:
+        return ()
     return _RunnerUps(best, costs).found()
 
 

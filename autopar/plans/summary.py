@@ -11,12 +11,12 @@ import re
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.memory import device_bytes
 from autopar.plans.alternatives import alternatives_section, fastest_known
-from autopar.plans.blocks import BlockGroup, block_groups
+from autopar.plans.blocks import BlockGroup, block_groups, runs_of
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.text import early_text, plan_sections, streams_text
+from autopar.plans.text import early_text, order_text, plan_sections, streams_text
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
@@ -113,9 +113,12 @@ def _cut(text: str, num_lines: int = 1) -> str:
     return shortened(text, num_lines * (WIDTH - 24))
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     graph, schedule = plan.graph, plan.schedule
-    where = " on each pipeline rank" if schedule.num_devices > 1 else ""
     model = f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"
     if graph.precision is not None:
         model += f", {graph.precision}"
@@ -123,19 +126,26 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
         model += ", batch norm over each shard"
     inputs = ", ".join(f"{name} {text}" for name, text in graph.inputs.items())
     devices = f"{plan.cluster.num_devices} x {plan.cluster.device.name}"
+    has_ranks = schedule.num_devices > 1
+    if plan.may_split:
+        devices += f", mesh {plan.device_mesh}" + " on each pipeline rank" * has_ranks
+    elif has_ranks:
+        devices += ", one on each pipeline rank"
     rows = [
         ("model", _cut(f"{model}; {inputs}", 2)),
-        ("devices", _cut(f"{devices}, mesh {plan.device_mesh}{where}")),
+        ("devices", _cut(devices)),
     ]
     if plan.is_pipeline or schedule.num_microbatches > 1:
         text = schedule.name if plan.is_pipeline else "no pipeline"
         text += f", {schedule.num_microbatches} micro-batch"
         text += "es" * (schedule.num_microbatches > 1)
         if plan.is_pipeline:
-            text += f", {schedule.num_stages} stages on {schedule.num_devices} pipeline rank"
-            text += "s" * (schedule.num_devices > 1)
-            text += f", first blocks {', '.join(schedule.first_blocks)}"
+            text += f", {_counted(schedule.num_stages, 'stage')} on "
+            text += _counted(schedule.num_devices, "pipeline rank")
+            text += f", first blocks {', '.join(runs_of(schedule.first_blocks))}"
         rows.append(("schedule", _cut(text, 2)))
+    if schedule.gap is not None:
+        rows.append(("order", order_text(schedule.gap)))
     return (*rows, *_extras(plan))
 
 
@@ -195,12 +205,12 @@ def _sources(plan: PlanFields) -> str:
         text += f", which may be off by {p.analytical_factor:.3g}x"
     text += f"; communication {p.communication_source}" + " (noisy)" * p.communication_is_noisy
     if p.unpriced:
-        text += f"; {len(p.unpriced)} operators without a cost model"
+        text += f"; {_counted(len(p.unpriced), 'operator')} without a cost model"
     if plan.redundant_ops:
-        text += f"; {len(plan.redundant_ops)} operators without a rule"
-    if plan.search.gap:
-        return f"{text}; search {plan.search.status.lower()}, gap {plan.search.gap:.2%}"
-    return f"{text}; search {plan.search.status.lower()}"
+        text += f"; {_counted(len(plan.redundant_ops), 'operator')} without a rule"
+    what = "sharding" if plan.is_pipeline else "search"
+    gap = f", gap {plan.search.gap:.2%}" if plan.search.gap else ""
+    return f"{text}; {what} {plan.search.status.lower()}{gap}"
 
 
 def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
@@ -209,14 +219,14 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
             group.label,
             format_bytes(group.size_bytes(plan)) if group.parameters else "",
             group.strategy(plan.mesh.axis_names),
-            " x ".join(group.splits),
+            " x ".join(group.splits) * plan.may_split,
             time_text(group.seconds("forward_s")),
             time_text(group.seconds("backward_s")),
             time_text(group.seconds("communication_s")),
         )
         for group in groups
     ]
-    notes = [_legend(plan)] if plan.parameters else []
+    notes = [_legend(plan)] if plan.parameters and plan.may_split else []
     if len(rows) > BLOCK_ROWS:
         half = BLOCK_ROWS // 2
         left = rows[half : len(rows) - (BLOCK_ROWS - 1 - half)]

@@ -26,6 +26,7 @@ Rows = list[tuple[str, str]]
 
 def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
     """The sections of a plan's report: titled rows of (name, text), without layout."""
+    is_split = plan.cluster.num_devices > 1  # on one device all known strategies are the same
     return [
         ("plan", _summary(plan)),
         ("predicted time of a step", _times(plan)),
@@ -42,7 +43,7 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         *([("compiled blocks", _kernels(plan))] if plan.kernels else []),
         *([("offloading", _offload(plan.offload))] if plan.offload is not None else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
-        ("known strategies at the same prices", _baselines(plan)),
+        *([("known strategies at the same prices", _baselines(plan))] if is_split else []),
     ]
 
 
@@ -180,7 +181,7 @@ def _throughput(plan: PlanFields) -> str:
 
 def _memory(plan: PlanFields) -> Rows:
     memory = plan.prediction.memory_bytes
-    rows = [(name, format_bytes(size)) for name, size in memory.items()]
+    rows = [(name.replace("_", " "), format_bytes(size)) for name, size in memory.items()]
     resident = plan.prediction.resident_bytes
     name = "with fragmentation" if resident is None else "process grows by"
     needed = device_bytes(memory, plan.cluster.device) if resident is None else resident

@@ -58,7 +58,7 @@ def _activations(plan: PlanFields) -> HeldChart | None:
 
 
 FIGURES: Mapping[str, Recipe] = {
-    "strategy": Recipe(strategy_data, plot_strategy, "its mesh has no axes"),
+    "strategy": Recipe(strategy_data, plot_strategy, "its mesh is one device"),
     "step": Recipe(step_data, plot_bars),
     "memory": Recipe(memory_data, plot_bars),
     "memory_over_time": Recipe(

@@ -78,7 +78,8 @@ def alternatives_data(plan: PlanFields) -> Bars | None:
     for each in found:
         on = f" on {each.mesh}" if each.mesh and each.name == ON_MESH else ""
         names.append(f"{each.name}{on}")
-        texts.append(f"{format_seconds(each.time_s)}, {each.time_s / step_s:.2f}x")
+        old = ", on old weights" * each.is_stale
+        texts.append(f"{format_seconds(each.time_s)}, {each.time_s / step_s:.2f}x{old}")
     sizes = [each.memory_bytes or 0 for each in found]
     bound = plan.search.bound_s
     is_bound = not plan.is_pipeline and bound > 0

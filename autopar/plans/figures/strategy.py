@@ -71,8 +71,8 @@ class StrategyMap:
 
 
 def strategy_data(plan: PlanFields) -> StrategyMap | None:
-    """The strategy of a plan's modules; None for a mesh without axes."""
-    if not plan.mesh.axis_names or not plan.modules:
+    """The strategy of a plan's modules; None for a mesh of one device."""
+    if not plan.may_split or not plan.modules:
         return None
     rows = _rows(plan)
     kept = sorted(range(len(rows)), key=lambda i: -rows[i].compute_s)[:MOST_ROWS]
