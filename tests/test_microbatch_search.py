@@ -65,21 +65,18 @@ def planned_wide(nodes: int, **options: Any) -> Plan:
                 x = x + layer(x)
             return x.square().mean()
 
-    cluster = Cluster.preset("v100", nodes=nodes, devices_per_node=2)
+    cluster = Cluster.preset("v100", nodes=nodes, devices_per_node=4 // nodes)
     with torch.device("meta"):
-        model, x = Wide(), torch.empty(256, 2048)
+        model, x = Wide(), torch.empty(1024, 2048)
     return autopar.plan(model, cluster, (x,), **options)
 
 
 def test_pipelines_are_searched_between_nodes() -> None:
     found = planned_wide(4)
     assert found.is_pipeline
-    assert found.prediction.step_time_s == pytest.approx(
-        planned_wide(4, schedule="auto").prediction.step_time_s
-    )
     without = planned_wide(4, num_microbatches=1)
     assert found.prediction.step_time_s < without.prediction.step_time_s
-    assert not planned_wide(4, mesh={"dp": 8}).is_pipeline
+    assert not planned_wide(4, mesh={"dp": 4}).is_pipeline
 
 
 def test_no_pipelines_are_searched_within_a_node() -> None:

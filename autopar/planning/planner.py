@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.base.errors import ConstraintError, InputError, OptimizerError
+from autopar.base.errors import AutoparError, ConstraintError, InputError, OptimizerError
 from autopar.base.gc_pause import collector_paused
 from autopar.cost_models import (
     Cluster,
@@ -177,9 +177,9 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     opened = search if space.is_open else _opened(search, found)
     if opened is not None and opened is not search:
         attempt(opened, moves=bool(space.offload))
-    if opened is not None and opened.space.has_pipelines:
+    if opened is not None and (space.is_open or opened.space.has_pipelines):
         found += _without_pipeline(opened, found)
-    if is_last and not found:
+    if is_last and search.options[0].time_s < _fastest_s(found):
         attempt(search, moves=bool(space.offload))
     if not found and setting.moves_at_last:
         setting.progress("nothing fits: search what moves to the host")
@@ -234,7 +234,7 @@ def _without_pipeline(
     try:
         alone = Search(replace(setting, space=point)).run()
         fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s).best()
-    except ConstraintError:
+    except AutoparError:
         return []
     search.unrestricted.setdefault((1, num), alone.unrestricted[1, num])
     return [(search, fitted)]

@@ -341,7 +341,7 @@ class Search:
             if leaner and not any(map(self.fits, leaner)):
                 tight.append(min(leaner, key=lambda option: option.time_s))
             self._within_memory(combination, tight)
-        if options and len(self.options) == num_known and math.isinf(self.best_s):
+        if options and len(self.options) == num_known and not self.has_plan:
             least = min([*options, *leaner], key=lambda option: option.needed_bytes)
             self._noted(least, least.origin, recomputes=least.recomputes)
 
