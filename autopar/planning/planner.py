@@ -264,9 +264,11 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
         return None
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
-        return Search(setting.opened(opened), _fastest_s(found)).run()
+        several = Search(setting.opened(opened), _fastest_s(found)).run()
     except ConstraintError:
         return None
+    several.unrestricted.setdefault((1, 1), search.unrestricted[1, 1])  # it need not try that again
+    return several
 
 
 def _baselines(search: Search, fitted: Fitted) -> Baselines:
