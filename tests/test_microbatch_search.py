@@ -148,7 +148,7 @@ def test_a_fixed_recomputation_counts_where_the_whole_batch_may_fit() -> None:
     for recompute, may_fit in (("full", True), ("none", False)):
         setting = make_setting(
             model, CLUSTERS["one"], Space(recompute=Recompute.of(recompute)),
-            constraints=MemoryBudget(int(0.6 * needed_bytes("one"))),
+            constraints=MemoryBudget(int(0.4 * needed_bytes("one"))),
         )  # fmt: skip
         search = Search(setting).run()
         assert search.may_fit(search.options[0]) == may_fit
