@@ -16,6 +16,7 @@ import torch
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.cost_models import Cluster
+from autopar.planning import refinement
 from autopar.schedules import Kind
 from autopar.schedules.generators.forms import forms
 
@@ -80,8 +81,12 @@ def test_no_schedule_by_hand_is_faster(seed: int) -> None:
 
 
 def chain_plan(**options: Any) -> autopar.Plan:
-    cluster = Cluster.preset("a100-80", nodes=1, devices_per_node=4)
-    batch = torch.randn(16 * 64, 256)
+    return planned_on("a100-80", 16 * 64, **options)
+
+
+def planned_on(preset: str, num_rows: int, **options: Any) -> autopar.Plan:
+    cluster = Cluster.preset(preset, nodes=1, devices_per_node=4)
+    batch = torch.randn(num_rows, 256)
     return autopar.plan(Chain([1024] * 4), cluster, batch, mesh={"x": 1}, **options)
 
 
@@ -95,19 +100,26 @@ def test_a_named_schedule_is_searched_in_all_its_forms() -> None:
     assert found.schedule.name in str(found)
 
 
-def test_the_fastest_pipelines_are_reordered_and_what_is_proved_is_said() -> None:
-    found = chain_plan(schedule="auto", num_microbatches=8)
+def test_the_fastest_pipelines_are_reordered_and_what_is_proved_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refinement, "EXACT_S", 60.0)  # enough on a busy machine
+    found = planned_on("v100", 4 * 128, schedule="auto", num_microbatches=4, time_limit_s=600)
     assert found.schedule.name.startswith("searched")
-    assert found.schedule.gap is not None
-    assert found.schedule.gap < 0.05  # 0 if CP-SAT has the time
-    if found.schedule.gap == 0:
-        assert "proved optimal for these stages in this memory" in str(found.report("full"))
+    assert found.schedule.gap == 0
+    assert "proved optimal for these stages in this memory" in str(found.report("full"))
     times = found.search.pipelines
     best = min(time_s for name, time_s in times.items() if not name.startswith("searched"))
     assert found.prediction.step_time_s < best
     again = autopar.Plan.from_json(found.to_json())
     assert again == found
     assert again.schedule.pipeline() == found.schedule.pipeline()
+
+
+def test_actions_of_no_length_are_in_an_order_that_runs() -> None:
+    """CP-SAT starts them together with those that they wait for."""
+    found = planned_on("v100", 5 * 128, schedule="auto", num_microbatches=5)
+    assert found.schedule.num_microbatches == 5
 
 
 def test_a_pipeline_is_compared_with_the_schedules_of_other_systems() -> None:

@@ -339,7 +339,7 @@ class Array(Closing):
         return f"{self.fused.describe()}\n{self._compiled.report()}"
 
     def figure(self) -> tuple[Any, Any]:
-        """What is fused, by op and model: a figure and its axes, of matplotlib.
+        """A figure of the fused ops by model, and its axes, of matplotlib.
 
         ``autopar.fusion.figure.fusion_data(array.fused)`` are its numbers.
         """

@@ -176,7 +176,7 @@ def memory_of(step: ProgramStep, plan: MovementPlan, device: DeviceSpec) -> Prog
 def _moment(
     step: ProgramStep, plan: MovementPlan, movable: StepLifetimes, worst: Sequence[int], op: int
 ) -> Moment:
-    """What may be on the device while an operation runs, or at the end of the step."""
+    """The bytes on the device, at most, while an operation runs, or at the end of the step."""
     is_end = op == movable.num_ops
     found: Counter[Category] = Counter()
     for index in resident(plan, movable, op):

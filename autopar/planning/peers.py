@@ -104,7 +104,7 @@ def _asynchronous(
 
 
 def staleness_text(found: Asynchronous) -> str:
-    """What a pipeline without a flush computes instead of eager's step."""
+    """The note of a pipeline without a flush: the age of the weights that it trains on."""
     updates = f"{found.staleness} update{'s' * (found.staleness != 1)}"
     return f"{NOT_EAGER}: on weights up to {updates} old"
 

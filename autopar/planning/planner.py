@@ -272,7 +272,7 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
 
 
 def _baselines(search: Search, fitted: Fitted) -> Baselines:
-    """What a plan is compared with: other strategies, or for a pipeline other systems' ones."""
+    """The strategies that a plan is compared with; for a pipeline other systems' schedules."""
     option = fitted.option
     if option.combination.num_devices == 1:
         return fitted.baselines

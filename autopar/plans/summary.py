@@ -65,7 +65,7 @@ def needed_bytes(plan: PlanFields) -> int:
 
 
 def beyond_tensors(plan: PlanFields) -> str:
-    """What a step takes beside its tensors."""
+    """The name of the memory that a step takes beside its tensors."""
     on_gpu = plan.prediction.resident_bytes is None
     return "fragmentation" if on_gpu else "allocator and libraries"
 

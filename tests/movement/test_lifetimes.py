@@ -73,10 +73,18 @@ def test_single_ops_peak_where_their_program_does(name: str):
     assert 0.97 * counted(program) <= found.peak_bytes <= counted(program)
 
 
-@pytest.mark.parametrize(("name", "number"), [("gpt2", 0), ("gpt2", 1), ("mlp", 1)])
+HELD_LONGER = "ZB-H2 with a recomputed stage on a mesh: 3,072 bytes above a count of 49,664"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("gpt2", 0), ("gpt2", 1),
+        pytest.param("mlp", 1, marks=pytest.mark.xfail(strict=True, reason=HELD_LONGER)),
+    ],
+)  # fmt: skip
 def test_drawn_plans_peak_where_their_programs_do(name: str, number: int):
-    """On meshes, the program's count has the transports' buffers for joined tensors too, and the
-    lifetimes count these as held longer: up to a tenth more for programs as small as here."""
+    """On meshes, the program's count has the transports' buffers for joined tensors too."""
     for drawn in drawn_programs(Case(name, num_joined=2), number, 4):
         none = frozenset[int]()
         program = with_scattered(with_released(drawn.program, none), none)
@@ -84,8 +92,8 @@ def test_drawn_plans_peak_where_their_programs_do(name: str, number: int):
             lifetimes(program, pipeline_rank=rank).peak_bytes
             for rank in range(program.pipeline.num_devices)
         )
-        less, more = (0.002, 0.002) if program.mesh.num_devices == 1 else (0.05, 0.1)
-        assert 1 - less <= peak / counted(program) <= 1 + more, drawn.text
+        near = 0.002 if program.mesh.num_devices == 1 else 0.05
+        assert peak == pytest.approx(counted(program), rel=near), drawn.text
 
 
 def test_a_perceptron_has_the_lifetimes_of_backpropagation():

@@ -176,6 +176,14 @@ def _check_limits(
             raise ScheduleError(f"{name}={value!r}: a whole number, at least 1")
 
 
+def _depth(action: Action, num_stages: int) -> tuple[int, bool]:
+    """The place of an action in its micro-batch's chain, which orders actions of no length that
+    start together: each after those that it waits for."""
+    forward = action.kind is Kind.F
+    place = action.stage if forward else 2 * num_stages - 1 - action.stage
+    return place, action.kind is Kind.W
+
+
 def optimal_schedule(
     shape: PipelineShape,
     durations: Durations,
@@ -217,7 +225,11 @@ def optimal_schedule(
             schedule=None, makespan_s=float("inf"), lower_bound_s=bound_s, optimal=False
         )
     orders: list[list[Action]] = [[] for _ in range(shape.num_devices)]
-    for action in sorted(built.start, key=lambda item: (solver.value(built.start[item]), item)):
+
+    def turn(action: Action) -> tuple[int, tuple[int, bool], Action]:
+        return solver.value(built.start[action]), _depth(action, shape.num_stages), action
+
+    for action in sorted(built.start, key=turn):
         orders[built.device(action)].append(action)
     schedule = schedule_of("cp_sat", shape, orders)
     return OracleResult(
