@@ -22,24 +22,20 @@ import heapq
 import itertools
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
-from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.ir.update import Update
-from autopar.lowering.program import Traces
-from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, fullest, program_memory
+from autopar.memory.program import fullest
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import may_choose_early, updated_as
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.option import NEARLY, Fitted, Option
-from autopar.planning.recomputation import Recomputer
-from autopar.planning.recompute_request import Recompute, Request
+from autopar.planning.option_lowering import OptionLowering
 from autopar.planning.releases import (
     released_to_fit,
     scatterable,
@@ -49,8 +45,6 @@ from autopar.planning.releases import (
 from autopar.planning.schedule_search import Search
 from autopar.planning.setting import stored_bytes
 from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
-from autopar.planning.staging import pipeline_times
-from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import NodeKind
 from autopar.pricing.step_time import time_parts
@@ -62,8 +56,20 @@ MAX_LATE = 3
 """How many options are lowered after the time limit if none has fit."""
 POINT_TRIALS, OPEN_TRIALS = 6, 3
 """How often an option is searched again within a smaller budget."""
+MOST_OVERLAP = 2.0
+"""The most that the cost of a sharding, which counts all communication, exceeds its time: at most
+all communication is overlapped, by as much computation."""
 CAUTION = 0.98
 """Safety factor on the corrected budget, since the ratio of count to estimate varies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postponed:
+    """An option to be searched within less memory once its recomputing form is counted."""
+
+    option: Option
+    target_bytes: float
+    is_smaller: bool
 
 
 class Fit:
@@ -85,46 +91,57 @@ class Fit:
         self.known: dict[int, Baselines] = {}
         self.tried: set[int] = set()
         self.exact: set[str] = set()
-        self.smallest: ProgramMemory | None = None
+        self.lowering = OptionLowering(search)
         self.least_moved_bytes: int | None = None
         """The least memory with which a program that was lowered runs if everything moves."""
+        self.postponed: list[Postponed] = []
         for option in search.options:
             self._push(option)
         self.deadline_s = time.process_time() + (
             self.setting.lower_limit_s if self.is_open else math.inf
         )
         self.num_late = 0
-        self.traces: tuple[tuple[object, ...], Traces] | None = None
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
-        while self.heap:
-            *_, option = heapq.heappop(self.heap)
-            if option.time_s >= self.cutoff_s:
-                continue
-            if time.process_time() > self.deadline_s:
-                if self.num_late == MAX_LATE:
-                    self._refuse(
-                        option,
-                        f"not lowered: the time limit of {self.setting.lower_limit_s:.0f} s was "
-                        "used up by other combinations",
-                    )
-                    continue
-                option = self._most_frugal(option)
-            known = self.ratios.get(option.estimate_key)
-            is_worth_lowering = option.is_settled or option.recomputes or self._fits(option)
-            if known is not None and not is_worth_lowering and option.trial < self.max_trials:
-                fitted = self._corrected(option, CAUTION * self.setting.budget_bytes / known)
+        found: Fitted | None = None
+        while True:
+            is_too_large, *_, option = self.heap[0] if self.heap else (True, None)
+            if self.postponed and (found is not None or option is None):
+                fitted = self._searched(self.postponed.pop(), found)
+            elif option is None or (found is not None and is_too_large):
+                break
             else:
-                fitted = self._lowered(option)
+                heapq.heappop(self.heap)
+                fitted = self._tried(option) if option.time_s < self.cutoff_s else None
             if fitted is not None:
-                return self._or_nearly_too_large(fitted)
-        raise self.failure()
+                found, self.cutoff_s = fitted, fitted.option.time_s
+        if found is None:
+            raise self.failure()
+        return self._or_nearly_too_large(found)
+
+    def _tried(self, option: Option) -> Fitted | None:
+        """Lower an option, or search it within less memory; None if it does not fit."""
+        if time.process_time() > self.deadline_s:
+            if self.num_late == MAX_LATE:
+                self._refuse(
+                    option,
+                    f"not lowered: the time limit of {self.setting.lower_limit_s:.0f} s was "
+                    "used up by other combinations",
+                )
+                return None
+            option = self._most_frugal(option)
+        known = self.ratios.get(option.estimate_key)
+        is_worth_lowering = option.is_settled or option.recomputes or self._fits(option)
+        if known is not None and not is_worth_lowering and option.trial < self.max_trials:
+            return self._smaller(option, CAUTION * self.setting.budget_bytes / known)
+        return self._lowered(option)
 
     def failure(self) -> ConstraintError:
         """The error where nothing fits."""
-        if not self.is_open and self.smallest is not None:
-            return self.setting.limit.too_small(self.smallest, self.least_moved_bytes)
+        smallest = self.lowering.smallest
+        if not self.is_open and smallest is not None:
+            return self.setting.limit.too_small(smallest, self.least_moved_bytes)
         return ConstraintError(
             "no combination of stages, micro-batches and schedule was found: "
             + "; ".join(f"{name}: {why}" for name, why in self.search.reasons.items())
@@ -146,7 +163,7 @@ class Fit:
             if time.process_time() > self.deadline_s:
                 break
             with contextlib.suppress(AutoparError):  # it cannot be lowered
-                program, memories, update = self._lower(option)
+                program, memories, update = self.lowering.lower(option)
                 memory = fullest(memories)
                 if self.setting.limit.fits(memory):
                     return replace(
@@ -201,7 +218,7 @@ class Fit:
 
     def _counted(self, option: Option) -> Fitted | None:
         if option.recomputes and not option.is_decided:
-            decided = self._decided(option)
+            decided = self.lowering.decided(option)
             self._push(decided)
             self._note_time(decided)
             return None
@@ -209,7 +226,7 @@ class Fit:
         if option.trial == 0:
             option = self._or_rival(option, baselines)
         self.setting.progress(f"lower {option}, on mesh {option.best.mesh}")
-        program, memories, update = self._lower(option)
+        program, memories, update = self.lowering.lower(option)
         limit, memory = self.setting.limit, fullest(memories)
         needed, available = limit.tightest(memory)
         if needed <= available:
@@ -228,7 +245,7 @@ class Fit:
         if self.moves and option.movement is None:
             self._push_moved(option)
         is_smaller = self._push_smaller(option, program)
-        return self._corrected(option, CAUTION * within, is_smaller=is_smaller)
+        return self._smaller(option, CAUTION * within, is_smaller=is_smaller)
 
     def _push_smaller(self, option: Option, program: RankProgram) -> bool:
         """Queue the option with gathered parameters released, and with gradients scattered, if it
@@ -252,7 +269,7 @@ class Fit:
         return bool(found)
 
     def _is_small(self, program: RankProgram) -> bool:
-        return self.setting.limit.fits(self._count(program))
+        return self.setting.limit.fits(self.lowering.count(program))
 
     def _push_moved(self, option: Option) -> None:
         """Queue the option with what must move to the host to fit, if that is possible.
@@ -261,7 +278,7 @@ class Fit:
         """
         setting, found = self.setting, list[Moved]()
         setting.progress(f"choose what {option} moves to the host")
-        program = self._program(option)
+        program = self.lowering.program(option)
         for update in self._updates_beside_movement(program):
             try:
                 updated, _, _ = updated_as(replace(setting, update=update), program, in_steps=False)
@@ -292,145 +309,89 @@ class Fit:
         at_end, early = Update(when="at_end"), Update(when="early")
         return [at_end, early] if may_choose_early(setting, program) else [at_end]
 
-    def _lower(self, option: Option) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
-        program = self._program(option)
-        if option.movement is not None:
-            asked = replace(self.setting, update=option.movement.update)
-            program, _, update = updated_as(asked, program, in_steps=False)
-            memories = option.movement.memories
-        else:
-            program, memories, update = updated_as(self.setting, program)
-        self._noted(fullest(memories))
-        return program, memories, update
-
-    def _program(self, option: Option) -> RankProgram:
-        staged, best = option.staged, option.best
-        return lower_training(
-            best.strategy(),
-            best.num_microbatches,
-            pipeline=None if staged is None else (staged.stages, staged.schedule),
-            device_type=self.setting.device_type,
-            recomputation=best.recomputation if option.is_decided else NOTHING,
-            traces=self._traces_of(best),
-        )
-
-    def _count(self, program: RankProgram) -> ProgramMemory:
-        setting = self.setting
-        return self._noted(
-            program_memory(program, setting.cluster.device, optimizer=setting.optimizer)
-        )
-
-    def _noted(self, memory: ProgramMemory) -> ProgramMemory:
-        """Note the memory if it is the smallest so far."""
-        if self.smallest is None or memory.device_bytes < self.smallest.device_bytes:
-            self.smallest = memory
-        return memory
-
-    def _traces_of(self, candidate: Candidate) -> Traces:
-        """The traced blocks of a strategy, kept until another one is lowered."""
-        key = (candidate.priced, tuple(candidate.solution.assignment))
-        if self.traces is None or self.traces[0] != key:
-            self.traces = key, Traces()
-        return self.traces[1]
-
-    def _decided(self, option: Option) -> Option:
-        """The option with what its blocks recompute, and its time.
-
-        They recompute as much as they can if nothing that fits is found.
-        """
-        setting, request = self.setting, self.search.space.recompute
-        plain = replace(option, best=option.best.recomputing(NOTHING))
-        setting.progress(f"choose what {option} recomputes")
-        program, memories, _ = self._lower(replace(plain, is_decided=True))
-        recomputer = Recomputer(
-            plain.best, program, self._traces_of(plain.best), setting.cluster.device
-        )
-        if request.is_fixed:
-            return self._with(plain, recomputer.fixed(request))
-
-        def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...]:
-            if not recomputation:
-                return memories
-            return self._lower(self._with(plain, recomputation))[1]
-
-        found = recomputer.within_memory(setting.limit, counted)
-        if found is None:
-            found = recomputer.fixed(Recompute(request=Request.FULL))
-        return replace(self._with(plain, found), trial=max(1, option.trial))
-
-    def _with(self, option: Option, recomputation: Recomputation) -> Option:
-        best = option.best.recomputing(recomputation)
-        decided = replace(option, best=best, recomputes=True, is_decided=True)
-        if option.staged is None:
-            return replace(decided, time_s=time_parts(best).step_s)
-        staged = option.staged
-        times = pipeline_times(
-            best, staged.stages, staged.schedule, self.setting.communication,
-            self.search.crossing(best),
-        )  # fmt: skip
-        return replace(decided, staged=replace(staged, times=times), time_s=times.step_s)
-
     # --- the budget -----------------------------------------------------------------------------
-    def _corrected(
+    def _smaller(
         self, option: Option, target_bytes: float, *, is_smaller: bool = False
     ) -> Fitted | None:
         """Queue the option again, recomputed, and with a sharding within less memory.
 
-        Unless it is queued with less kept from pass to pass (``is_smaller``), shardings that keep
+        The latter is searched at once, unless the former may fit: its time is then a cutoff. Unless
+        the option is queued with less kept from pass to pass (``is_smaller``), shardings that keep
         less are searched too. Returns a known strategy that fits if there is no such sharding.
         """
-        search = self.search
-        if option.trial == 0 and search.may_recompute(option):
-            self._push_recomputed(option)
+        may_fit = False
+        if option.trial == 0 and self.search.may_recompute(option):
+            may_fit = self._push_recomputed(option)
         if option.trial >= self.max_trials:
             return self._rival(option, None)
-        trial = option.trial + 1
+        postponed = Postponed(option=option, target_bytes=target_bytes, is_smaller=is_smaller)
+        if may_fit:
+            self.postponed.append(postponed)
+            return None
+        return self._searched(postponed)
+
+    def _searched(self, postponed: Postponed, found: Fitted | None = None) -> Fitted | None:
+        """Search an option within less memory, for a plan that is faster than what is ``found``."""
+        search, option, cutoff_s = self.search, postponed.option, math.inf
+        target_bytes, trial = postponed.target_bytes, postponed.option.trial + 1
+        if found is not None:
+            if time.process_time() > self.deadline_s:
+                return None
+            ranks = option.combination.num_devices
+            cutoff_s = MOST_OVERLAP * self.cutoff_s / self.setting.num_passes * ranks
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
+        is_smaller = postponed.is_smaller
         for form in search.smaller_forms(option):
             if not is_smaller:
-                smaller = search.within(option, target_bytes, **form)
+                smaller = search.within(option, target_bytes, cutoff_s, **form)
                 is_smaller = any(each.is_found for each in smaller)
                 if is_smaller:
                     self._push_staged(option, smaller, trial)
-        found = search.within(option, target_bytes)
-        if not any(each.is_found for each in found) and is_smaller:
+        shardings = search.within(option, target_bytes, cutoff_s)
+        is_found = any(each.is_found for each in shardings)
+        if not is_found and (is_smaller or found is not None):
             return None
-        if not any(each.is_found for each in found):
-            least_bytes = least_budget(found)
+        if not is_found:
+            least_bytes = least_budget(shardings)
             if math.isfinite(least_bytes):  # the sharding with the least memory
-                found, trial = search.within(option, least_bytes), self.max_trials
-        if not any(each.is_found for each in found):
+                shardings, trial = search.within(option, least_bytes), self.max_trials
+        if not any(each.is_found for each in shardings):
             self._refuse(
                 option,
                 f"no sharding found that fits {format_bytes(self.setting.budget_bytes)}",
             )
             return self._rival(option, None)
-        self._push_staged(option, found, trial)
+        self._push_staged(option, shardings, trial)
         return None
 
-    def _push_recomputed(self, option: Option) -> None:
-        """Queue an option with blocks that recompute, as much and less kept from pass to pass."""
+    def _push_recomputed(self, option: Option) -> bool:
+        """Queue an option with blocks that recompute, as much and less kept from pass to pass.
+
+        Whether one is estimated to fit.
+        """
         best = option.best
         smaller = [
             self.search.with_form(best, **form) for form in self.search.smaller_forms(option)
         ]
         smaller = [each for each in smaller if each.estimated_bytes() < best.estimated_bytes()]
-        for candidate in (best, *smaller):
-            self._push_staged(replace(option, recomputes=True), (candidate,), 1)
+        recomputing = replace(option, recomputes=True)
+        pushed = [self._push_staged(recomputing, (each,), 1) for each in (best, *smaller)]
+        return any(pushed)
 
-    def _push_staged(self, option: Option, searched: tuple[Candidate, ...], trial: int) -> None:
-        """Queue an option again with other results of the search."""
+    def _push_staged(self, option: Option, searched: tuple[Candidate, ...], trial: int) -> bool:
+        """Queue an option again with other results of the search; whether it may fit."""
         try:
-            self._push(
-                self.search.option(
-                    option.combination, option.origin, option.choice, searched, trial,
-                    recomputes=option.recomputes,
-                )
+            other = self.search.option(
+                option.combination, option.origin, option.choice, searched, trial,
+                recomputes=option.recomputes,
             )  # fmt: skip
         except AutoparError as error:
             if not self.is_open:
                 raise
             self.search.reasons.setdefault(str(option), str(error))
+            return False
+        self._push(other)
+        return other.is_settled or self._fits(other)
 
     # --- known strategies -----------------------------------------------------------------------
     def _baselines(self, option: Option) -> Baselines:
@@ -480,7 +441,7 @@ class Fit:
                 option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
                 is_decided=False, movement=None,
             )  # fmt: skip
-            program, memories, update = self._lower(other)
+            program, memories, update = self.lowering.lower(other)
             memory = fullest(memories)
             if self.setting.limit.fits(memory):
                 return Fitted(

@@ -202,7 +202,7 @@ def _tried(fit: Fit) -> list[tuple[Search, Fitted]]:
 
 def _failure(fits: Sequence[Fit]) -> ConstraintError:
     """The error where nothing fits, with the smallest program of all that were lowered."""
-    counted = [fit.smallest for fit in fits if fit.smallest is not None]
+    counted = [each for fit in fits if (each := fit.lowering.smallest) is not None]
     asked = min(fits, key=lambda fit: fit.is_open)
     if asked.is_open or not counted:
         return asked.failure()
