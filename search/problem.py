@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from autopar.search.lookup import Lookup, PairLookup
 
 Array = npt.NDArray[Any]
 Edge = tuple[int, int]
@@ -101,6 +103,7 @@ class Problem:
     node_names: Sequence[str] | None = None
     memory_groups: Sequence[int] | None = None
     constraints: Sequence[Constraint] = ()
+    _lookups: list[tuple[Lookup, PairLookup]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -153,9 +156,11 @@ class Problem:
     def cost(self, assignment: Sequence[int]) -> float:
         """F(x) in seconds, rounded once, so that the order of nodes and edges does not matter."""
         self.check_assignment(assignment)
-        terms = [c.item(x) for c, x in zip(self.node_costs, assignment)]
-        terms += [e.item(assignment[i], assignment[j]) for (i, j), e in self.edge_costs.items()]
-        return math.fsum(terms)
+        if not self._lookups:
+            self._lookups.append((Lookup(self.node_costs), PairLookup(dict(self.edge_costs))))
+        nodes, edges = self._lookups[0]
+        picks = np.asarray(assignment, dtype=np.intp)
+        return math.fsum([*nodes.at(picks).tolist(), *edges.at(picks).tolist()])
 
     def memory(self, assignment: Sequence[int]) -> tuple[float, ...]:
         """Bytes that each group uses; empty if the problem has no memory."""
@@ -186,6 +191,7 @@ class Problem:
                     f"must have {self.num_choices(node)}"
                 )
         object.__setattr__(other, "node_costs", costs)
+        object.__setattr__(other, "_lookups", [])
         return other
 
     def check_assignment(self, assignment: Sequence[int]) -> None:

@@ -29,6 +29,8 @@ from autopar.search.problem import SearchError
 
 _TIE = 1e-6
 """Weight of bytes against seconds, of which the largest possible sums are scaled to one."""
+_SCALE = 1e4
+"""Scale of the costs, with which ties are above the tolerances of HiGHS."""
 _TOLERANCE = 1e-6
 """Relative excess over a limit that the solver may take for none."""
 MAX_STATES = 2048
@@ -104,7 +106,7 @@ def _solved(values: Sequence[Value], limit_bytes: float, *, by_size: bool) -> Ke
     sizes = np.array([v.size_bytes for v in values] or [0], dtype=float)
     times, sizes = times / (times.sum() or 1.0), sizes / (sizes.sum() or 1.0)
     seconds, held = (_TIE, 1.0) if by_size else (1.0, _TIE)
-    costs = np.concatenate([held * sizes, seconds * times - held * sizes])[: 2 * num]
+    costs = _SCALE * np.concatenate([held * sizes, seconds * times - held * sizes])[: 2 * num]
     lower, upper = np.zeros(2 * num), np.ones(2 * num)
     rows: list[tuple[int, int, float]] = []
     row_lower: list[float] = []

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost_models.estimate import OpEstimate
+import numpy as np
+
 from autopar.ir.graph import Graph, ValueKind
-from autopar.pricing.problem import NodeKind, PricedGraph
+from autopar.ir.placement import is_reduce_scattered
+from autopar.pricing.moves import Array
+from autopar.pricing.problem import Moved, NodeKind, PricedGraph
 from autopar.pricing.tables import OpTable, Pricing, reads_back
+from autopar.search.lookup import Lookup, PairLookup, Places
 from autopar.sharding.strategy import Analysis, Strategy
 
 
@@ -69,70 +73,123 @@ def strategy_times(
     ``released`` after each pass, for the backward pass of the last one; its gradient is moved to
     its stored placement once per step, or where it is ``scattered`` in every micro-batch.
     """
-    analysis, num = priced.pricing.analysis, priced.pricing.num_microbatches
-    strategy, block_of = priced.strategy(picks), block_of_ops(analysis.graph)
-    costs = _Costs(analysis.graph)
-    homes: list[str | int] = []
-    for node, table, cost, pick in zip(priced.nodes, priced.tables, priced.costs, picks):
-        home: str | int
-        if isinstance(table, OpTable):
-            home = block_of[node.index]
-            costs.add_op(home, table.estimates[pick], float(cost[pick]))
-        else:
-            home = _home_of_value(analysis, node.index, block_of)
-            own_s = float(table.cost_s[pick])
-            costs.add(home, own_s, costs.update_s)
-            costs.add(home, float(cost[pick]) - own_s, costs.move_s)
-        homes.append(home)
-    for (i, j), matrix in priced.edges.items():
-        home = _home_of_edge([homes[n] for n in (i, j)], [priced.nodes[n].kind for n in (i, j)])
-        seconds = float(matrix[picks[i], picks[j]])
-        if isinstance(home, int) and home in analysis.consumers:
-            fetched_s = fetch_s(priced.pricing, strategy, home) if seconds else 0.0
-            users = [block_of[op] for op, _ in analysis.consumers[home]]
-            (costs.every_fetch if home in released else costs.first_fetch)[users[0]] += fetched_s
-            if home in released and reads_back(analysis, home):
-                costs.fetch_back[users[-1]] += fetched_s
-            seconds -= fetched_s
-            if home in scattered and strategy.is_reduce_scattered(analysis.graph.values[home]):
-                costs.add(home, seconds, costs.scatter_s)
-                continue
-        costs.add(home, seconds, costs.move_s)
-    return costs.times(num)
+    return priced.derived(_Costs).times(np.asarray(picks), released, scattered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetch:
+    """The redistribution of a parameter from its stored placement, for the blocks that read it."""
+
+    move: Moved
+    target: int
+    first_block: str
+    last_block: str
+    is_read_back: bool
 
 
 class _Costs:
-    """The costs of a step, collected by block and by parameter.
+    """The costs of all choices of a problem, laid out for sums by block and by parameter.
 
-    ``sums`` has for each block the seconds of its forward pass, input gradients, weight gradients
-    and communication, over all micro-batches.
+    A home is where a cost belongs: the name of a block, or the index of a parameter. Op nodes come
+    before all others.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.sums = {block.name: [0.0, 0.0, 0.0, 0.0] for block in graph.blocks}
-        self.first_fetch = dict.fromkeys(self.sums, 0.0)
-        self.every_fetch = dict.fromkeys(self.sums, 0.0)
-        self.fetch_back = dict.fromkeys(self.sums, 0.0)
-        self.update_s: dict[int, float] = {}
-        self.move_s: dict[int, float] = {}
-        self.scatter_s: dict[int, float] = {}
+    def __init__(self, priced: PricedGraph) -> None:
+        self.priced = priced
+        self.analysis = priced.pricing.analysis
+        self.block_of = block_of_ops(self.analysis.graph)
+        self.names = [block.name for block in self.analysis.graph.blocks]
+        self.homes: list[str | int] = [
+            self.block_of[node.index]
+            if node.kind is NodeKind.OP
+            else _home_of_value(self.analysis, node.index, self.block_of)
+            for node in priced.nodes
+        ]
+        self._lay_out_nodes()
+        self._lay_out_edges()
+        self.fetches: dict[int, _Fetch] = {}
+        for move in priced.moves:
+            if move.target is not None and move.value.index in self.read:
+                self.fetches.setdefault(move.value.index, self._fetch(move, move.target))
+        self._prices: dict[tuple[int, int, int], tuple[float, bool]] = {}
 
-    def add_op(self, block: str, estimate: OpEstimate, cost_s: float) -> None:
-        parts = (estimate.forward_s, estimate.input_grad_s, estimate.weight_grad_s)
-        for place, seconds in enumerate(parts):
-            self.sums[block][place] += seconds
-        self.sums[block][3] += cost_s - estimate.total_s
+    def _lay_out_nodes(self) -> None:
+        """The times of ops' passes, and what each node costs, with and without communication."""
+        times, own, self.num_ops = dict[int, list[Array]](), list[Array](), 0
+        for table in self.priced.tables:
+            if not isinstance(table, OpTable):
+                own.append(table.cost_s)
+                continue
+            if id(table) not in times:
+                each = [
+                    (e.forward_s, e.input_grad_s, e.weight_grad_s, e.total_s)
+                    for e in table.estimates
+                ]
+                times[id(table)] = [np.array(column) for column in zip(*each)]
+            own.append(times[id(table)][-1])
+            self.num_ops += 1
+        tables = self.priced.tables[: self.num_ops]
+        self.passes = [Lookup([times[id(table)][part] for table in tables]) for part in range(3)]
+        self.own, self.costs = Lookup(own), Lookup(self.priced.costs)
+        self.node_places = self._places(self.homes)
+        self.stored = [(n, home) for n, home in enumerate(self.homes) if isinstance(home, int)]
 
-    def add(self, home: str | int, seconds: float, of_parameters: dict[int, float]) -> None:
-        """Charge communication of a block, or a cost of a parameter."""
-        if isinstance(home, str):
-            self.sums[home][3] += seconds
-        else:
-            of_parameters[home] = of_parameters.get(home, 0.0) + seconds
+    def _lay_out_edges(self) -> None:
+        nodes, edges = self.priced.nodes, self.priced.edges
+        homes = [
+            _home_of_edge((self.homes[i], self.homes[j]), (nodes[i].kind, nodes[j].kind))
+            for i, j in edges
+        ]
+        self.moves = PairLookup(edges)
+        self.edge_places = self._places(homes)
+        self.moved = [(e, home) for e, home in enumerate(homes) if isinstance(home, int)]
+        self.read = {home for _, home in self.moved if home in self.analysis.consumers}
 
-    def times(self, num_microbatches: int) -> StrategyTimes:
-        num, every, back = num_microbatches, self.every_fetch, self.fetch_back
-        fetches = {name: once / num + every[name] for name, once in self.first_fetch.items()}
+    def _places(self, homes: Sequence[str | int]) -> Places:
+        """The numbers of the blocks that are homes; all parameters are in one place behind them."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        places = [numbers[home] if isinstance(home, str) else len(numbers) for home in homes]
+        return np.array(places, dtype=np.intp)
+
+    def _fetch(self, move: Moved, target: int) -> _Fetch:
+        users = [self.block_of[op] for op, _ in self.analysis.consumers[move.value.index]]
+        return _Fetch(
+            move=move, target=target, first_block=users[0], last_block=users[-1],
+            is_read_back=reads_back(self.analysis, move.value.index),
+        )  # fmt: skip
+
+    def times(
+        self, picks: Places, released: frozenset[int], scattered: frozenset[int]
+    ) -> StrategyTimes:
+        """The times of a solution."""
+        own_s = self.own.at(picks)
+        extra_s = self.costs.at(picks) - own_s
+        edges_s = self.moves.at(picks)
+        update_s, move_s, scatter_s = dict[int, float](), dict[int, float](), dict[int, float]()
+        for node, home in self.stored:
+            _add(update_s, home, own_s[node])
+            _add(move_s, home, extra_s[node])
+        first, every, back = (dict.fromkeys(self.names, 0.0) for _ in range(3))
+        for edge, home in self.moved:
+            seconds, is_scattered = float(edges_s[edge]), False
+            if home in self.read and seconds:
+                fetch = self.fetches[home]
+                fetched_s, may_scatter = self._price(fetch, picks)
+                (every if home in released else first)[fetch.first_block] += fetched_s
+                if home in released and fetch.is_read_back:
+                    back[fetch.last_block] += fetched_s
+                seconds -= fetched_s
+                is_scattered = may_scatter and home in scattered
+            _add(scatter_s if is_scattered else move_s, home, seconds)
+        own_s[: self.num_ops] = 0.0  # computation, which the passes have
+        communication_s = self._by_block(
+            np.concatenate((np.repeat(self.node_places, 2), self.edge_places)),
+            np.concatenate((np.stack((own_s, extra_s), axis=1).ravel(), edges_s)),
+        )
+        ops, op_picks = self.node_places[: self.num_ops], picks[: self.num_ops]
+        passes_s = [self._by_block(ops, times.at(op_picks)) for times in self.passes]
+        num = self.priced.pricing.num_microbatches
+        fetches = {name: once / num + every[name] for name, once in first.items()}
         return StrategyTimes(
             blocks={
                 name: BlockTimes(
@@ -145,12 +202,32 @@ class _Costs:
                     every_fetch_s=every[name],
                     fetch_back_s=back[name],
                 )
-                for name, (f, i, w, c) in self.sums.items()
+                for name, f, i, w, c in zip(self.names, *passes_s, communication_s)
             },
-            update_s=self.update_s,
-            move_s=self.move_s,
-            scatter_s=self.scatter_s,
+            update_s=update_s,
+            move_s=move_s,
+            scatter_s=scatter_s,
         )
+
+    def _by_block(self, places: Places, seconds: Array) -> list[float]:
+        """Sums by block, in the order of the blocks."""
+        sums = np.bincount(places, weights=seconds, minlength=len(self.names))
+        found: list[float] = sums[: len(self.names)].tolist()
+        return found
+
+    def _price(self, fetch: _Fetch, picks: Places) -> tuple[float, bool]:
+        """Seconds of a parameter's fetch, and whether its gradient is reduce-scattered back."""
+        move, source, target = fetch.move, picks[fetch.move.source], picks[fetch.target]
+        key = move.value.index, int(source), int(target)
+        if key not in self._prices:
+            supply, need = move.supplies.at(source), move.needs.at(target)
+            price = self.priced.pricing.moves.price(move.value, supply, need, stored=True)
+            self._prices[key] = price.forward_s, is_reduce_scattered(supply, need)
+        return self._prices[key]
+
+
+def _add(times_s: dict[int, float], parameter: int, seconds: float) -> None:
+    times_s[parameter] = times_s.get(parameter, 0.0) + float(seconds)
 
 
 def fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:

@@ -9,9 +9,10 @@ recognizes repetition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from autopar.pricing.tables import OpTable, Pricing, ValueTable
 from autopar.rules import Choice
 from autopar.search import Problem
 from autopar.sharding.strategy import Assignment, Strategy
+
+_T = TypeVar("_T")
 
 
 class NodeKind(StrEnum):
@@ -87,6 +90,16 @@ class PricedGraph:
     held: tuple[NodeBytes, ...]
     edges: dict[tuple[int, int], Array]
     moves: tuple[Moved, ...]
+    _derived: dict[Callable[[PricedGraph], Any], Any] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def derived(self, make: Callable[[PricedGraph], _T]) -> _T:
+        """The result of ``make`` for this problem, computed once and kept with it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: _T = self._derived[make]
+        return found
 
     def memory(
         self, residence: Residence = WHOLE, *, released: bool = False, scattered: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.search.problem import SearchError
@@ -72,6 +72,14 @@ def test_no_other_choice_is_faster_within_the_limit(values: list[Value], limit: 
 
 @settings(deadline=None, max_examples=40)
 @given(graphs())
+@example(  # the fastest choice is not unique, and one of nine bytes dominates one of ten
+    [
+        Value(size_bytes=2, time_s=0.0, can_repeat=False),
+        Value(size_bytes=7, time_s=1.0, inputs=(0,)),
+        Value(size_bytes=0, time_s=0.0, inputs=(0, 1), is_needed=True, can_keep=False),
+        Value(size_bytes=1, time_s=0.0, inputs=(0,), is_needed=True),
+    ]
+)
 def test_the_frontier_is_that_of_all_choices(values: list[Value]) -> None:
     every = all_choices(values)
     best = {
