@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from autopar.base.accelerators import release_cached
+from autopar.base.accelerators import cpu_by_default, release_cached
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
 from autopar.base.spelling import refusing_unknown_keywords
@@ -379,6 +379,7 @@ class _Compiler:
             self.space = replace(self.space, num_microbatches=1)  # an array has no others
         self.progress = progress
 
+    @cpu_by_default()
     def compile(self, inputs: Any, captured: Captured | None = None) -> Compiled:
         """Compile for a batch; ``captured`` is given for an array, whose graph exists already."""
         limit_s = self.options.running.call_timeout_s

@@ -23,6 +23,17 @@ def is_accelerator(device: torch.device | str) -> bool:
     return torch.device(device).type not in ("cpu", "meta")
 
 
+@contextlib.contextmanager
+def cpu_by_default() -> Iterator[None]:
+    """Within: new tensors are on the CPU, whatever ``torch.set_default_device`` says.
+
+    Also a decorator. It is free where the default is the CPU.
+    """
+    cpu = torch.device("cpu")
+    with contextlib.nullcontext() if torch.get_default_device() == cpu else cpu:
+        yield
+
+
 def module_of(device: torch.device | str) -> Any:
     """torch's module of a device's kind: ``torch.cuda`` of a CUDA device."""
     return torch.get_device_module(torch.device(device).type)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.base.accelerators import cpu_by_default
 from autopar.base.errors import CaptureError, InputError
 from autopar.base.exclusive import in_turn
 from autopar.base.gc_pause import collector_paused
@@ -183,6 +184,7 @@ def check_model(model: Any) -> None:
 
 @in_turn()
 @collector_paused()
+@cpu_by_default()
 def capture(
     model: nn.Module,
     example_inputs: Any,

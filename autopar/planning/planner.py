@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.base.accelerators import cpu_by_default
 from autopar.base.errors import AutoparError, ConstraintError, InputError, OptimizerError
 from autopar.base.gc_pause import collector_paused
 from autopar.cost_models import (
@@ -61,6 +62,7 @@ class Planned:
 
 
 @collector_paused()
+@cpu_by_default()
 def make_planned(
     captured: Captured | Prepared,
     cluster: Cluster,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.base.accelerators import is_accelerator, module_of, selected
+from autopar.base.accelerators import cpu_by_default, is_accelerator, module_of, selected
 from autopar.base.closing import closed_error
 from autopar.base.errors import DeviceError, InputError
 from autopar.lowering.types import RankProgram
@@ -242,7 +242,7 @@ class SpmdRunner:
         the current device where a process group is of GPUs alone.
         """
         self.check_open()
-        with selected(self.device), self.watch.call(name, limit):
+        with cpu_by_default(), selected(self.device), self.watch.call(name, limit):
             yield
 
     def forward(

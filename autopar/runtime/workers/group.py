@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from autopar.base.accelerators import cpu_by_default
 from autopar.base.closing import Closing, closed_error
 from autopar.base.errors import InputError, WorkerError
 from autopar.cost_models.detect import usable_cores
@@ -136,6 +137,7 @@ class WorkerGroup(Closing):
         """Process ids by rank; empty once closed."""
         return tuple(worker.pid for worker in self._workers)
 
+    @cpu_by_default()
     def call(
         self,
         method: str,
