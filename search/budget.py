@@ -2,9 +2,9 @@
 
 In: a problem with budgets whose elimination fits the table cap. Out, on the ``Progress``: the
 optimum, or the best found and a bound, or the least feasible budget. The steps, which end as soon
-as the gap is closed: check that the budget is feasible; find the best prices; mix expensive and
-frugal assignments; remove choices that no better assignment has; give the rest to the ILP, first
-with only the choices seen so far, or to branch and bound on L.
+as the gap is closed: check that the budget is feasible; find the best prices; solve the ILP over
+the choices seen so far; mix expensive and frugal assignments; remove choices that no better
+assignment has; branch a little on L; solve the ILP over the rest; branch on L to the end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from autopar.search.solver import Progress
 _POOL_SHARE = 0.35  # of the time left, for the ILP over the choices seen so far
 _POOL_LIMIT_S = 20.0
 _POOL_GAP = 1e-4
+_FIRST_SHARE = 0.5  # of the time left, for the branches before the ILP over all choices
+_FIRST_BRANCHES = 256
 
 
 def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool) -> None:
@@ -44,10 +46,13 @@ def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool
     if left is None:
         progress.raise_bound(progress.cost)
         return
+    floor = progress.cost if progress.assignment else math.inf
     if use_ilp:
-        _by_ilp(left, progress)
+        with progress.limited_to(_FIRST_SHARE * progress.remaining_s):
+            branch_and_bound(left, progress, best.prices, floor, max_branches=_FIRST_BRANCHES)
+        if not progress.done:
+            _by_ilp(left, progress)
     if not progress.done:
-        floor = progress.cost if progress.assignment else math.inf
         branch_and_bound(left, progress, best.prices, floor)
 
 
@@ -106,21 +111,27 @@ def reduce_within(outer: Reduction, progress: Progress) -> Reduction | None:
 
 
 def branch_and_bound(
-    root: Reduction, progress: Progress, prices: Sequence[float], floor: float
+    root: Reduction,
+    progress: Progress,
+    prices: Sequence[float],
+    floor: float,
+    *,
+    max_branches: int | None = None,
 ) -> None:
     """Split the choices of one node at a time, the branch with the smallest L first.
 
-    floor: a bound on all assignments outside ``root``.
+    floor: a bound on all assignments outside ``root``. Ends after ``max_branches``, with a bound.
     """
     progress.enter("branch_and_bound")
-    count = itertools.count()
+    count, num_branches = itertools.count(), 0
     heap: list[tuple[float, int, Reduction, tuple[float, ...]]] = []
     heapq.heappush(heap, (progress.bound, next(count), root, tuple(prices)))
     while heap:
         bound = heap[0][0]
         progress.raise_bound(min(bound, floor, progress.cost))
-        if progress.done:
+        if progress.done or (max_branches is not None and num_branches == max_branches):
             return
+        num_branches += 1
         _, _, branch, start = heapq.heappop(heap)
         dual = Lagrangian(branch, progress, floor=-math.inf)
         if not _can_fit(dual):

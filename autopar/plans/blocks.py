@@ -73,9 +73,12 @@ def block_groups(plan: PlanFields) -> list[BlockGroup]:
 
 
 def parameters_of_blocks(plan: PlanFields) -> defaultdict[str, list[str]]:
-    """The parameters that belong to each block: to the first that has their module."""
+    """The parameters that belong to each block: to the first in which their module computes.
+
+    A module that never does belongs to the first block that has it.
+    """
     block_of: dict[str, str] = {}
-    for module in plan.modules:
+    for module in sorted(plan.modules, key=lambda each: not (each.forward_s or each.backward_s)):
         block_of.setdefault(module.name, module.block)
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in plan.parameters:
