@@ -124,8 +124,9 @@ class Combinations:
         """Every combination, including those found impossible later."""
         for num_devices in self.device_counts():
             meshes = candidate_meshes(
-                self.cluster, self.space.mesh, num_pipeline_devices=num_devices
-            )
+                self.cluster, self.space.mesh, num_pipeline_devices=num_devices,
+                kept_axes=self.space.kept_axes,
+            )  # fmt: skip
             for num in self.microbatch_counts(num_devices):
                 for mesh in meshes:
                     yield Combination(num_devices, num, mesh)

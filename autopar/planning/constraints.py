@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,6 +207,17 @@ def narrowed(priced: PricedGraph, masks: Masks) -> tuple[Array, ...]:
             shared[key] = np.where(mask, costs[node], np.inf)
         costs[node] = shared[key]
     return tuple(costs)
+
+
+def named_axes(
+    constraints: Sequence[Constraint] | Constraint, axes: Iterable[str]
+) -> frozenset[str]:
+    """The mesh axes that constraints name; all ``axes`` for a pin, which has a word for each."""
+    given = constraints if isinstance(constraints, Sequence) else [constraints]
+    if any(isinstance(each, Pin) for each in given):
+        return frozenset(axes)
+    named = (each.axis for each in given if isinstance(each, Force | Forbid))
+    return frozenset(axis for axis in named if axis is not None)
 
 
 def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:

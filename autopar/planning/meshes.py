@@ -1,13 +1,16 @@
 """The meshes that a plan may be searched on: the user's, or every factorisation of the devices.
 
 A size of None leaves an axis to the search. In a pipeline each pipeline rank has such a mesh over
-an equal share of the cluster's devices.
+an equal share of the cluster's devices. A mesh of more than `MAX_WHOLE_AXES` axes, on which an op
+has too many choices, is searched with adjacent axes merged: what splits a merged axis splits each
+axis in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from autopar.base.errors import InputError
@@ -16,6 +19,7 @@ from autopar.cost_models.hardware import is_count
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 
 MAX_AXES = 2
+MAX_WHOLE_AXES = 3
 AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 MeshSizes: TypeAlias = Mapping[str, int | None]
 """Axis names and sizes, outermost first."""
@@ -61,12 +65,17 @@ def pipeline_device_counts(cluster: Cluster, mesh: MeshSizes | None) -> list[int
 
 
 def candidate_meshes(
-    cluster: Cluster, mesh: MeshSizes | None, num_pipeline_devices: int = 1
+    cluster: Cluster,
+    mesh: MeshSizes | None,
+    num_pipeline_devices: int = 1,
+    *,
+    kept_axes: Collection[str] = (),
 ) -> tuple[Mesh, ...]:
     """The user's mesh with its open sizes filled in, or every factorisation of the devices.
 
     Factorisations are ordered and have up to `MAX_AXES` factors. Later axes vary fastest, so they
-    use the faster links. Raises InputError if the sizes do not multiply to the number of devices.
+    use the faster links. With many axes those but ``kept_axes`` are merged (see the module's
+    docstring). Raises InputError if the sizes do not multiply to the number of devices.
     """
     check_mesh(mesh)
     total = cluster.num_devices // num_pipeline_devices
@@ -93,7 +102,26 @@ def candidate_meshes(
         found.append(
             Mesh(tuple(mesh), tuple(next(sizes) if s is None else s for s in mesh.values()))
         )
-    return tuple(found)
+    return tuple(merged for each in found for merged in _merged(each, kept_axes))
+
+
+def _merged(mesh: Mesh, kept_axes: Collection[str]) -> Iterator[Mesh]:
+    """The meshes with adjacent axes merged, of up to `MAX_AXES` axes or as few as can be."""
+    if mesh.num_axes <= MAX_WHOLE_AXES:
+        yield mesh
+        return
+    names = mesh.axis_names
+    borders = range(1, mesh.num_axes)
+    fixed = {b for b in borders if names[b - 1] in kept_axes or names[b] in kept_axes}
+    free = [border for border in borders if border not in fixed]
+    for count in range(max(0, MAX_AXES - 1 - len(fixed)) + 1):
+        for chosen in itertools.combinations(free, count):
+            ends = [0, *sorted(fixed.union(chosen)), mesh.num_axes]
+            parts = list(itertools.pairwise(ends))
+            yield Mesh(
+                tuple("_".join(names[a:b]) for a, b in parts),
+                tuple(math.prod(mesh.axis_sizes[a:b]) for a, b in parts),
+            )
 
 
 def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:

@@ -63,7 +63,8 @@ class Space:
     ``reshard_after_forward``: whether gathered parameters are released after each pass; None if the
     memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
     shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
-    memory needs it; None if they may where nothing else fits an accelerator.
+    memory needs it; None if they may where nothing else fits an accelerator. ``kept_axes``: the
+    axes that are not merged with others where the mesh has many.
     """
 
     mesh: MeshSizes | None = None
@@ -76,6 +77,7 @@ class Space:
     reshard_after_forward: bool | None = None
     reduce_every_microbatch: bool | None = None
     offload: bool | None = None
+    kept_axes: frozenset[str] = frozenset()
 
     @property
     def is_pipeline(self) -> bool:
@@ -112,7 +114,9 @@ class Space:
         return tuple(
             mesh
             for count in counts
-            for mesh in candidate_meshes(cluster, self.mesh, num_pipeline_devices=count)
+            for mesh in candidate_meshes(
+                cluster, self.mesh, num_pipeline_devices=count, kept_axes=self.kept_axes
+            )
         )
 
     def microbatch_counts(self, batch: int) -> list[int]:

@@ -1,0 +1,78 @@
+"""The meshes that a plan is searched on: axes of a mesh that has many are merged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Cluster, Force
+from autopar.planning.constraints import Pin
+from autopar.planning.meshes import candidate_meshes
+
+CLUSTER = Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
+SIX = dict.fromkeys("abcdef", 2)
+
+
+def found(sizes: dict[str, int | None], kept: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+    return [str(mesh) for mesh in candidate_meshes(CLUSTER, sizes, kept_axes=kept)]
+
+
+def test_six_axes_are_searched_as_one_or_two() -> None:
+    assert found(SIX) == [
+        "a_b_c_d_e_f=64", "a=2 x b_c_d_e_f=32", "a_b=4 x c_d_e_f=16", "a_b_c=8 x d_e_f=8",
+        "a_b_c_d=16 x e_f=4", "a_b_c_d_e=32 x f=2",
+    ]  # fmt: skip
+
+
+def test_three_axes_are_searched_as_they_are() -> None:
+    assert found({"a": 2, "b": 4, "c": 8}) == ["a=2 x b=4 x c=8"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ({"f"}, ["a_b_c_d_e=32 x f=2"]),
+        ({"c"}, ["a_b=4 x c=2 x d_e_f=8"]),
+        (set(SIX), ["a=2 x b=2 x c=2 x d=2 x e=2 x f=2"]),
+    ],
+)
+def test_axes_that_constraints_name_stay(kept: set[str], expected: list[str]) -> None:
+    assert found(SIX, kept) == expected
+
+
+def test_every_merged_mesh_has_all_devices() -> None:
+    meshes = candidate_meshes(CLUSTER, {"a": 2, "b": None, "c": 2, "d": 2, "e": None})
+    assert len({mesh.axis_sizes for mesh in meshes}) > 4
+    assert all(math.prod(mesh.axis_sizes) == 64 for mesh in meshes)
+
+
+def test_a_plan_on_six_axes_is_the_best_of_the_coarser_meshes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+        batch = torch.empty(256, 4096), torch.empty(256, 4096)
+    options = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 1}
+    plan = autopar.plan(model, CLUSTER, batch, mesh=SIX, **options)
+    coarser = [
+        autopar.plan(model, CLUSTER, batch, mesh=dict(zip("xy", mesh.axis_sizes)), **options)
+        for mesh in candidate_meshes(CLUSTER, SIX)
+    ]
+    assert plan.prediction.step_time_s == min(each.prediction.step_time_s for each in coarser)
+
+
+def test_a_forced_axis_keeps_its_name() -> None:
+    with torch.device("meta"):
+        model, batch = nn.Linear(64, 64), (torch.empty(128, 64), torch.empty(128, 64))
+    plan = autopar.plan(
+        model, CLUSTER, batch, loss_fn=nn.functional.mse_loss, mesh=SIX,
+        constraints=[Force("zero3", axis="a")],
+    )  # fmt: skip
+    assert "a" in plan.mesh.axis_names
+
+
+def test_a_pin_keeps_all_axes() -> None:
+    options = autopar.options.PlanOptions(mesh=SIX, constraints=[Pin("*", choice="- - - - - -")])
+    assert options.space(64).kept_axes == set(SIX)
