@@ -11,6 +11,7 @@ import torch
 
 from autopar.cost_models.memory import Allocator
 from autopar.ir.placement import Placements, local_shape
+from autopar.lowering.joined_move import joined_move
 from autopar.lowering.printing import collective_nodes
 from autopar.lowering.types import ParameterProgram, RankProgram, Role, graphs_of
 from autopar.memory.kernel import made_bytes
@@ -23,7 +24,8 @@ class ParameterBytes:
     of the sums (``received``).
 
     ``is_whole``: blocks use no more elements than are stored. ``is_cast``: they use another dtype.
-    ``is_moved``: something is communicated between the two.
+    ``is_moved``: something is communicated between the two. ``alone``: which of its gather
+    (F) and its reduction (I) never travel joined with others, but run as graphs of their own.
     """
 
     stored: int
@@ -34,6 +36,7 @@ class ParameterBytes:
     is_whole: bool
     is_cast: bool
     is_moved: bool
+    alone: frozenset[str]
 
     @staticmethod
     def of(
@@ -44,7 +47,7 @@ class ParameterBytes:
         def size(placements: Placements, dtype: torch.dtype) -> int:
             return allocator.rounded(part_bytes(program, p.shape, placements, dtype))
 
-        graphs = () if kernel is None else graphs_of(program.kernels[kernel])
+        graphs = () if kernel is None else tuple(graphs_of(program.kernels[kernel]))
         return ParameterBytes(
             stored=size(p.stored, p.dtype),
             used=size(p.used, p.used_dtype),
@@ -54,6 +57,7 @@ class ParameterBytes:
             is_whole=size(p.used, p.used_dtype) <= size(p.stored, p.used_dtype),
             is_cast=p.used_dtype is not p.dtype,
             is_moved=any(next(collective_nodes(m), None) is not None for _, m in graphs),
+            alone=frozenset(phase for phase, m in graphs if joined_move(m) is None),
         )
 
 

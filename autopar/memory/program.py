@@ -24,7 +24,7 @@ from autopar.memory.early import EarlyUpdates
 from autopar.memory.holders import Holders
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_bytes, part_bytes
-from autopar.memory.reductions import ReductionMemory, ScatteredSums
+from autopar.memory.reductions import ReductionMemory, ScatteredSums, alone_bytes
 from autopar.memory.side_stream import SideStream
 from autopar.memory.steady_state import shortened
 from autopar.memory.tally import Moment, Tally
@@ -320,6 +320,10 @@ class _Play:
                 continue
             size = self.parameter_bytes[value]
             self._hold(key, "env", size.used, Category.COMMUNICATION)
+            if "F" in size.alone:
+                workspace = self.kernels[kernel].workspace["F"] - size.used
+                self.tally.check(f"{phase} {self.program.blocks[position].name}", workspace)
+                continue
             if size.is_whole:
                 continue
             cast_bytes += size.sent if size.is_cast else 0
@@ -457,9 +461,11 @@ class _Play:
         last = [v for v in communicated if self.scattered.is_last(v)]
         self.rounds.append(last)
         summed = {v for v in communicated if self.of_round[v] > 1}
+        self.tally.check(where, alone_bytes([self._move(v, v in summed) for v in communicated]))
+        joined = [v for v in communicated if "I" not in self.parameter_bytes[v].alone]
         self.reductions.start(
-            [self.parameter_bytes[v] for v in communicated],
-            [self.parameter_bytes[v] for v in communicated if v not in summed],
+            [self.parameter_bytes[v] for v in joined],
+            [self.parameter_bytes[v] for v in joined if v not in summed],
             where,
         )
         self.side.keep_reduced(sum(self.parameter_bytes[v].summed for v in communicated))
@@ -467,6 +473,13 @@ class _Play:
         if self.early is not None:
             kept = [v for v in complete if v in last or v not in communicated]
             self.early.complete(kept, last)
+
+    def _move(self, value: int, is_summed: bool) -> tuple[ParameterBytes, int, int]:
+        """A gradient, the bytes of which are reduced, and the workspace of its reduction."""
+        size, kernel = self.parameter_bytes[value], self.parameter_of[value].kernel
+        assert kernel is not None
+        operand = size.summed if is_summed else size.used
+        return size, operand, self.kernels[kernel].workspace.get("I", 0)
 
     def _release_outputs(self, position: int, microbatch: int, *, for_weight: bool) -> None:
         """Release outputs that the block had saved: after I, or after W those that W needs."""

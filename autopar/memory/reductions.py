@@ -93,6 +93,22 @@ class ReductionMemory:
             live[Category.COMMUNICATION] -= scatter.in_flight_bytes
 
 
+def alone_bytes(moves: Sequence[tuple[ParameterBytes, int, int]]) -> int:
+    """The most bytes beyond the stored gradients while some are reduced one by one, each with the
+    workspace of its own graph, beside the operands of those to come.
+
+    ``moves``: each gradient, the bytes of its operand, and the workspace with the result. Those
+    that may travel joined run behind the others.
+    """
+    to_come = sum(operand - size.stored for size, operand, _ in moves)
+    most = 0
+    for size, operand, workspace in moves:
+        if "I" in size.alone:
+            most = max(most, to_come + max(workspace, size.stored))
+            to_come -= operand - size.stored
+    return most
+
+
 class ScatteredSums:
     """The sums of gradients that are scattered in every micro-batch, each of a shard's size."""
 

@@ -37,11 +37,11 @@ from autopar.comm.ops import (
     ALL_REDUCE,
     MASK,
     RAW_OPS,
-    REDUCE_SCATTER,
     SHARD,
 )
 from autopar.comm.transports.base import Collectives
 from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
+from autopar.lowering.joined_move import JoinedMove, joined_move
 from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
 from autopar.lowering.streams import Issue
@@ -55,23 +55,7 @@ from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_
 from autopar.runtime.machine.regions import RegionFunction
 from autopar.runtime.machine.streams import Streams
 
-_CAST = torch.ops.aten._to_copy.default
 _GRAPHS = {Phase.FORWARD: "F", Phase.INPUT: "I", Phase.WEIGHT: "W"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A graph that casts, communicates, and casts again, or less of it.
-
-    The collective ``op`` is over the axes of ``label``, ``digit`` what it splits, where it splits;
-    ``before`` and ``after`` it are the dtypes of the casts, where there are any.
-    """
-
-    op: Any = None
-    label: str = ""
-    digit: tuple[int, ...] = ()
-    before: torch.dtype | None = None
-    after: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +67,7 @@ class _Joined:
     digits: list[tuple[int, int]] = field(default_factory=list)
     after: list[torch.dtype | None] = field(default_factory=list)
 
-    def add(self, place: int, operand: Tensor, call: _Call) -> None:
+    def add(self, place: int, operand: Tensor, call: JoinedMove) -> None:
         self.places.append(place)
         self.operands.append(operand)
         self.digits.append(call.digit)  # type: ignore[arg-type]
@@ -125,7 +109,7 @@ class ProcessMachine:
         self.mover: Mover | None = None
         self._bound: dict[fx.GraphModule, fx.GraphModule] = {}
         self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
-        self._calls: dict[fx.GraphModule, _Call | None] = {}
+        self._calls: dict[fx.GraphModule, JoinedMove | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
         self._streams: Streams | None = None
 
@@ -303,10 +287,10 @@ class ProcessMachine:
 
         return finish
 
-    def _single_call(self, module: fx.GraphModule) -> _Call | None:
+    def _single_call(self, module: fx.GraphModule) -> JoinedMove | None:
         """The collective of a graph that consists of it and casts alone; None for other graphs."""
         if module not in self._calls:
-            self._calls[module] = _found_call(module)
+            self._calls[module] = joined_move(module)
         return self._calls[module]
 
     def _bind(self, module: fx.GraphModule) -> fx.GraphModule:
@@ -427,24 +411,6 @@ def _cast_each(casts: Sequence[tuple[int, Tensor, torch.dtype]]) -> dict[int, Te
     made = {place: torch.empty_like(x, dtype=dtype) for place, x, dtype in casts}
     copy_each([*made.values()], [x for _, x, _ in casts])
     return made
-
-
-def _found_call(module: fx.GraphModule) -> _Call | None:
-    calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-    casts = [n.target is _CAST for n in calls]
-    dtypes = [n.kwargs["dtype"] if is_cast else None for n, is_cast in zip(calls, casts)]
-    if casts == [True]:
-        return _Call(after=dtypes[0])
-    if casts not in ([False], [True, False], [False, True], [True, False, True]):
-        return None
-    collective = calls[casts.index(False)]
-    if collective.target not in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER):
-        return None
-    _, label, _, *digit = collective.args
-    return _Call(
-        op=collective.target, label=str(label), digit=tuple(digit),
-        before=dtypes[0], after=dtypes[-1],
-    )  # fmt: skip
 
 
 def labels_of(program: RankProgram) -> set[str]:
