@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from autopar.base.errors import MovementError
 from autopar.base.units import format_bytes
@@ -116,21 +117,33 @@ def _check_move(tensor: Lifetime, move: Transfer, place: _Place) -> None:
 
 
 # --- capacity -------------------------------------------------------------------------------
-def resident(plan: MovementPlan, step: StepLifetimes, op: int) -> frozenset[int]:
-    """The tensors that are on the device for certain while an operation runs; their number stands
-    for the end of the step."""
-    found = set[int]()
+class Stay(NamedTuple):
+    """The operations from ``start`` to before ``stop`` during which a tensor (by its position) is
+    on the device for certain. The number of operations stands for the end of the step."""
+
+    tensor: int
+    start: int
+    stop: int
+    arrives: bool
+    """Whether operation ``start`` creates it or waits for its load."""
+
+
+def stays(plan: MovementPlan, step: StepLifetimes) -> Iterator[Stay]:
+    """When tensors are on the device, tensor by tensor."""
     for index, (tensor, moves) in enumerate(zip(step.tensors, _by_tensor(plan, step))):
-        is_there = tensor.persistent and tensor.name not in plan.starts_on_host
-        is_there |= not tensor.persistent and tensor.first <= op
+        since = None if tensor.name in plan.starts_on_host else 0
+        arrives = not tensor.persistent
+        if not tensor.persistent:
+            since = tensor.first
         for move in moves:
             if move.way is Way.FROM_HOST:
-                is_there |= (move.before or 0) <= op
-            elif move.after < op:
-                is_there = False
-        if is_there and (tensor.persistent or op <= tensor.last):
-            found.add(index)
-    return frozenset(found)
+                since, arrives = move.before, True
+            elif since is not None:
+                yield Stay(index, since, move.after + 1, arrives)
+                since = None
+        if since is not None:
+            stop = step.num_ops + 1 if tensor.persistent else tensor.last + 1
+            yield Stay(index, since, stop, arrives)
 
 
 def worst_case_bytes(plan: MovementPlan, step: StepLifetimes) -> tuple[int, ...]:
@@ -155,23 +168,11 @@ def _resident_bytes(plan: MovementPlan, step: StepLifetimes) -> tuple[list[int],
     """Bytes of tensors that are on the device for certain while each operation runs, and those of
     them that it creates or waits for."""
     change, arriving = [0] * (step.num_ops + 2), [0] * (step.num_ops + 1)
-    for tensor, moves in zip(step.tensors, _by_tensor(plan, step)):
-        size = tensor.size_bytes
-        since: int | None = None if tensor.name in plan.starts_on_host else 0
-        if not tensor.persistent:
-            since = tensor.first
-            arriving[tensor.first] += size
-        for move in moves:
-            if move.before is not None and move.way is Way.FROM_HOST:
-                since = move.before
-                arriving[move.before] += size
-            else:
-                change[since or 0] += size
-                change[move.after + 1] -= size
-                since = None
-        if since is not None:
-            change[since] += size
-            change[step.num_ops + 1 if tensor.persistent else tensor.last + 1] -= size
+    for stay in stays(plan, step):
+        size = step.tensors[stay.tensor].size_bytes
+        change[stay.start] += size
+        change[stay.stop] -= size
+        arriving[stay.start] += size if stay.arrives else 0
     return list(accumulate(change[:-1])), arriving
 
 

@@ -8,7 +8,7 @@ simulated step is longer than its operations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.base.documents import path_of
@@ -28,7 +28,7 @@ from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.movement.program import step_of_program
 from autopar.movement.residency import least_traffic
 from autopar.movement.simulate import HostLink, simulate
-from autopar.movement.verify import resident, worst_case_bytes
+from autopar.movement.verify import stays, worst_case_bytes
 from autopar.planning.setting import MemoryLimit
 from autopar.plans.document import Plan
 from autopar.plans.parts import OffloadPlan
@@ -156,40 +156,45 @@ def memory_of(step: ProgramStep, plan: MovementPlan, device: DeviceSpec) -> Prog
     """The memory of a step under a movement plan, at the worst moment of any transfer speeds."""
     movable = step.movable()
     worst = worst_case_bytes(plan, movable)
-    moments = tuple(_moment(step, plan, movable, worst, op) for op in range(len(worst)))
+    moments = tuple(_moments(step, plan, movable, worst))
     op = max(range(len(worst)), key=worst.__getitem__)
     peak = moments[op].by_category
     by_category = {str(category): size for category, size in sorted(peak.items()) if size}
-    gradients = [t for t in movable.tensors if t.category == Category.GRADIENTS]
     return ProgramMemory(
         by_category=by_category,
         peak_at="the end of the step" if op == movable.num_ops else movable.ops[op],
         device_bytes=device_bytes(by_category, device),
-        gradient_bytes=max(
-            sum(t.size_bytes for t in gradients if t.first <= each <= t.last)
-            for each in range(movable.num_ops)
-        ),
+        gradient_bytes=max(moment.by_category[Category.GRADIENTS] for moment in moments),
         moments=moments,
     )
 
 
-def _moment(
-    step: ProgramStep, plan: MovementPlan, movable: StepLifetimes, worst: Sequence[int], op: int
-) -> Moment:
-    """The bytes on the device, at most, while an operation runs, or at the end of the step."""
-    is_end = op == movable.num_ops
-    found: Counter[Category] = Counter()
-    for index in resident(plan, movable, op):
-        found[Category(movable.tensors[index].category)] += movable.tensors[index].size_bytes
-    found[Category.WORKSPACE] += 0 if is_end else movable.workspace_bytes[op]
-    found[Category.COMMUNICATION] += worst[op] - found.total()  # in flight
-    name = "the end of the step" if is_end else movable.ops[op]
-    place = None if is_end else step.places[op]
+def _moments(
+    step: ProgramStep, plan: MovementPlan, movable: StepLifetimes, worst: Sequence[int]
+) -> Iterator[Moment]:
+    """The bytes on the device, at most, while each operation runs, and at the end of the step."""
+    changes = [Counter[Category]() for _ in range(len(worst) + 1)]
+    for stay in stays(plan, movable):
+        tensor = movable.tensors[stay.tensor]
+        changes[stay.start][Category(tensor.category)] += tensor.size_bytes
+        changes[stay.stop][Category(tensor.category)] -= tensor.size_bytes
+    held: Counter[Category] = Counter()
+    for op, (change, most) in enumerate(zip(changes, worst)):
+        held.update(change)
+        found = held.copy()
+        found[Category.WORKSPACE] += 0 if op == movable.num_ops else movable.workspace_bytes[op]
+        found[Category.COMMUNICATION] += most - found.total()  # in flight
+        yield Moment(op, _place_name(step, movable, op), found)
+
+
+def _place_name(step: ProgramStep, movable: StepLifetimes, op: int) -> str:
+    if op == movable.num_ops:
+        return "the end of the step"
+    place = step.places[op]
     if isinstance(place, Update):
-        name = "update"
-    elif place is not None:
-        name = name.removesuffix(f"/{place.microbatch}")
-    return Moment(op, name, found)
+        return "update"
+    name = movable.ops[op]
+    return name if place is None else name.removesuffix(f"/{place.microbatch}")
 
 
 def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> list[float]:
