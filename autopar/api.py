@@ -481,11 +481,12 @@ class _Compiler:
             may_move=running.array is None, device_type=self.devices[0].type,
             time_limit_s=planning.time_limit_s, progress=say,
         )  # fmt: skip
-        return with_kernels(
+        found = with_kernels(
             planned.plan, planned.program, self.options.kernels, default_store_path(),
             limit_s=0.0 if communication is None else self.options.profile_limit_s,
             start_timeout_s=running.start_timeout_s, progress=say,
         )  # fmt: skip
+        return found.with_trace(planned.plan.search_trace)
 
     def _start(self, captured: Captured, chosen: Plan) -> Compiled:
         num_devices = dist.get_world_size() if is_spmd() else len(self.devices)
@@ -523,5 +524,15 @@ class _Compiler:
 
 
 def _agreed(make: Callable[[], Plan]) -> Plan:
-    """The plan that all ranks use: rank 0 reads or makes it and broadcasts it."""
-    return Plan.from_json(from_first_rank(lambda: make().to_json(), "the plan"))
+    """The plan that all ranks use: rank 0 reads or makes it and broadcasts it.
+
+    Rank 0 alone keeps the moments of its search.
+    """
+    made: list[Plan] = []
+
+    def text() -> str:
+        made.append(make())
+        return made[0].to_json()
+
+    found = Plan.from_json(from_first_rank(text, "the plan"))
+    return found.with_trace(made[0].search_trace) if made else found

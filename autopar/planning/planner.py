@@ -34,6 +34,7 @@ from autopar.planning.option import Fitted
 from autopar.planning.peers import price_peers
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
+from autopar.planning.search_log import SearchLog
 from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.document import Plan, make_plan
@@ -141,7 +142,7 @@ def make_setting(
         may_move=may_move,
         measure=measure,
         time_limit_s=time_limit_s,
-        progress=progress,
+        progress=SearchLog(progress),
     )
 
 
@@ -197,9 +198,11 @@ def _fastest_s(found: Sequence[tuple[Search, Fitted]]) -> float:
 
 def _tried(fit: Fit) -> list[tuple[Search, Fitted]]:
     try:
-        return [(fit.search, fit.best())]
+        found = fit.best()
     except ConstraintError:
         return []
+    fit.setting.progress.fitted(found.option.time_s)
+    return [(fit.search, found)]
 
 
 def _failure(fits: Sequence[Fit]) -> ConstraintError:
@@ -336,4 +339,5 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
             update_s=prediction.update_s,
         ),
     )  # fmt: skip
+    plan = plan.with_trace(setting.progress.trace(prediction.step_time_s))
     return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)

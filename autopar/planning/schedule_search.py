@@ -102,6 +102,7 @@ class Search:
         guess_s = self.combinations.guess_s
         order = sorted(self.combinations.all(), key=lambda each: (guess_s(each), str(each)))
         self.bound_s = min(map(self._bound_s, order), default=0.0)
+        self.setting.progress.bounded(self.bound_s)
         for combination in order:
             self._consider(combination)
         if self.space.schedule is None:
@@ -116,7 +117,7 @@ class Search:
                 break
             assert option.staged is not None
             assert option.choice is not None
-            self.setting.progress(f"improve the order of {option}{self._so_far()}")
+            self.setting.progress(f"improve the order of {option}")
             costs = stage_costs(
                 option.best, option.staged.stages, self.setting.communication,
                 self.crossing(option.best),
@@ -146,11 +147,14 @@ class Search:
         meshes = self.space.meshes(self.setting.cluster)
         candidates = tuple(search_meshes(self.setting, cut, meshes))
         self.unrestricted[num_devices, num] = list(candidates)
+        least_s = min(candidate.solution.bound for candidate in candidates)
+        self.setting.progress.bounded(self.setting.num_passes * least_s / num_devices)
         combination = Combination(num_devices, num, meshes[0])
         recomputes = self.space.recompute.is_fixed
-        self.options.append(
-            self.option(combination, candidates, self.space.pipeline, recomputes=recomputes)
-        )
+        option = self.option(combination, candidates, self.space.pipeline, recomputes=recomputes)
+        self.options.append(option)
+        if self.fits(option):
+            self.setting.progress.found(option.time_s)
 
     def option(
         self,
@@ -300,17 +304,10 @@ class Search:
     def _bound_s(self, combination: Combination) -> float:
         return self.setting.num_passes * self.combinations.bound_s(combination)
 
-    def _so_far(self) -> str:
-        """The best step so far, and its gap to the lower bound, for the progress."""
-        if not math.isfinite(self.best_s):
-            return ""
-        gap = f", gap {1 - self.bound_s / self.best_s:.0%}" * (self.bound_s > 0)
-        return f"; best so far {format_seconds(self.best_s)}{gap}"
-
     def _price(self, combination: Combination) -> None:
         """Search the sharding, then simulate every schedule."""
         setting, num = self.setting, combination.num_microbatches
-        setting.progress(f"search {combination}, on mesh {combination.mesh}{self._so_far()}")
+        setting.progress(f"search {combination}, on mesh {combination.mesh}")
         try:
             cut = setting.prepared.cut(num)
         except AutoparError as error:
@@ -505,6 +502,7 @@ class Search:
         name = str(option)
         if self.fits(option):
             self.best_s = min(self.best_s, option.time_s)
+            self.setting.progress.found(option.time_s)
             self.times_s[name] = min(self.times_s.get(name, math.inf), option.time_s)
             best, is_plain = option.best, option.choice is None and not option.recomputes
             if is_plain and not best.released and not best.scattered:

@@ -19,6 +19,7 @@ from autopar.ir.update import Update
 from autopar.memory.program import ProgramMemory
 from autopar.passes.prepare import Cut, Prepared
 from autopar.planning.constraints import Constraint, MemoryBudget
+from autopar.planning.search_log import SearchLog
 from autopar.planning.space import Space
 from autopar.pricing.moves import Routes
 from autopar.pricing.tables import Pricing
@@ -93,7 +94,7 @@ class Setting:
     communication: CommunicationModel
     optimizer: OptimizerSpec
     device_type: str
-    progress: Progress
+    progress: SearchLog
     update: Update | None = None
     may_update_early: bool = True
     may_move: bool = True

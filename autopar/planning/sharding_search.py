@@ -28,17 +28,24 @@ def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Ca
     for mesh in meshes:
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
-        found += [
-            search_priced(
+        for exposed in setting.exposures:
+            candidate = search_priced(
                 priced,
                 setting.constraints,
                 exposed,
                 released=setting.space.reshard_after_forward is True,
                 scattered=setting.space.reduce_every_microbatch is True,
             )
-            for exposed in setting.exposures
-        ]
+            found.append(candidate)
+            if _is_an_option(setting, candidate):
+                setting.progress.found(time_parts(candidate).step_s)
     return found
+
+
+def _is_an_option(setting: Setting, candidate: Candidate) -> bool:
+    """Whether a candidate may be the plan as it is, as far as estimates say."""
+    is_plain = setting.space.pipeline is None and not setting.space.recompute.is_fixed
+    return is_plain and candidate.is_found and candidate.estimated_bytes() <= setting.budget_bytes
 
 
 def search_priced(

@@ -110,8 +110,9 @@ class Plan(PlanFields, frozen=True):
     def figure(self, name: str) -> tuple[Any, Any]:
         """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
 
-        ``name``: strategy, step, memory, memory_over_time, alternatives, timeline, activations,
-        recomputation, kernels or offload; `autopar.plans.figures` has their numbers. Raises
+        ``name``: strategy, step, memory, memory_over_time, search, alternatives, timeline,
+        activations, recomputation, kernels or offload; `autopar.plans.figures` has their numbers.
+        The search is that of this process, which a plan read from JSON does not have. Raises
         InputError for another, and where the plan has nothing of it.
         """
         from autopar.plans.figures.catalog import plan_figure  # imports matplotlib

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import asdict
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -18,6 +19,7 @@ from autopar.ir.update import Update
 from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
+from autopar.plans.search_trace import SearchTrace
 
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?")
@@ -378,7 +380,7 @@ class RunnerUp(_Struct, frozen=True):
         return self.compute_s + self.communication_s
 
 
-class PlanFields(_Struct, frozen=True):
+class PlanFields(_Struct, frozen=True, dict=True):
     """The fields of `autopar.plans.document.Plan`.
 
     ``ops`` lists only the ops that are split along some axis; see `autopar.rules`. ``released``:
@@ -414,6 +416,19 @@ class PlanFields(_Struct, frozen=True):
     offload: OffloadPlan | None = None
     runner_ups: tuple[RunnerUp, ...] = ()
     memory_curve: MemoryCurve | None = None
+
+    @property
+    def search_trace(self) -> SearchTrace:
+        """The moments of the search that found the plan in this process; none for a plan that was
+        read from JSON, which has no times of day, so that equal searches write equal files."""
+        found: SearchTrace = self.__dict__.get("search_trace", ())
+        return found
+
+    def with_trace(self, trace: SearchTrace) -> Self:
+        """The same plan with the moments of its search, which are no part of its JSON."""
+        made = copy.copy(self)
+        made.__dict__["search_trace"] = trace
+        return made
 
     @property
     def compiled(self) -> dict[str, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from autopar.plans.figures.numbers import (
     step_data,
 )
 from autopar.plans.figures.offload import OffloadChart, offload_data, plot_offload
+from autopar.plans.figures.search_progress import SearchChart, plot_search, search_data
 from autopar.plans.figures.strategy import StrategyMap, plot_strategy, strategy_data
 from autopar.plans.figures.timeline import (
     HeldChart,
@@ -38,6 +39,7 @@ __all__ = [
     "Line",
     "MemoryChart",
     "OffloadChart",
+    "SearchChart",
     "Series",
     "StrategyMap",
     "TimelineChart",
@@ -57,9 +59,11 @@ __all__ = [
     "plot_k_curve",
     "plot_memory_over_time",
     "plot_offload",
+    "plot_search",
     "plot_strategy",
     "plot_timeline",
     "recomputation_data",
+    "search_data",
     "step_data",
     "strategy_data",
     "timeline_data",

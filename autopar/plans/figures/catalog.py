@@ -20,6 +20,7 @@ from autopar.plans.figures.numbers import (
     step_data,
 )
 from autopar.plans.figures.offload import offload_data, plot_offload
+from autopar.plans.figures.search_progress import plot_search, search_data
 from autopar.plans.figures.strategy import plot_strategy, strategy_data
 from autopar.plans.figures.timeline import (
     HeldChart,
@@ -63,6 +64,9 @@ FIGURES: Mapping[str, Recipe] = {
     "memory": Recipe(memory_data, plot_bars),
     "memory_over_time": Recipe(
         memory_over_time_data, plot_memory_over_time, "it has no prices for its blocks"
+    ),
+    "search": Recipe(
+        search_data, plot_search, "it was read from JSON, which has no times of its search"
     ),
     "alternatives": Recipe(alternatives_data, plot_bars, "nothing else was considered"),
     "timeline": Recipe(_timeline, plot_timeline, "it has no prices for the blocks of its stages"),
