@@ -40,7 +40,8 @@ from autopar.planning.recompute_request import RecomputeOption
 from autopar.planning.setting import TIME_LIMIT_S, Progress
 from autopar.planning.space import Space
 from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
-from autopar.plans.document import Plan, strategy_of
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.plans.parts import agreed_precision
 from autopar.report.progress import show_progress
 from autopar.runtime.compiled import Compiled

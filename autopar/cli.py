@@ -1,7 +1,8 @@
 """The ``autopar`` command: make, show, explain, draw and compare plans; measure steps.
 
 Reports go to standard output, progress and errors to standard error. It exits with 0, with 1 for an
-error that it explains, and with 2 for a wrong command line. Nothing is colored.
+error that it explains, and with 2 for a wrong command line. Nothing is colored. Only commands that
+search or train import torch.
 """
 
 from __future__ import annotations
@@ -16,20 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from autopar._version import __version__
-from autopar.api import compile as compile_model
-from autopar.api import plan as make_plan
 from autopar.base.completion import completion_script
 from autopar.base.documents import shown
 from autopar.base.errors import AutoparError, InputError
+from autopar.base.gc_pause import collector_paused
 from autopar.base.units import format_bytes
 from autopar.cost_models import Cluster
 from autopar.cost_models.presets import PRESET_NAMES
-from autopar.frontend.factory import factory_name, factory_of
-from autopar.planning.setting import TIME_LIMIT_S
 from autopar.plans.alternatives import alternatives
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section
@@ -120,6 +116,9 @@ def _add_planning(command: AddCommand) -> None:
     )  # fmt: skip
     _add_search(plan)
     plan.add_argument("-o", "--output", metavar="PLAN", help="write the plan as JSON")
+    plan.add_argument(
+        "--report", metavar="FILE", help="write the report as HTML, with the search's progress"
+    )
     memory = command(
         "estimate-memory", _estimate_memory, "memory of a device under the plan and others",
         "estimate-memory models:llama --cluster a100-80:1x8",
@@ -244,8 +243,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help="tensors may move to the host; by default where nothing else fits a GPU",
     )  # fmt: skip
     parser.add_argument(
-        "--time-limit", dest="time_limit_s", type=float, metavar="SECONDS", default=TIME_LIMIT_S,
-        help="processor time of a search over schedules or micro-batches",
+        "--time-limit", dest="time_limit_s", type=float, metavar="SECONDS",
+        help="processor time of a search over schedules or micro-batches (60)",
     )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -255,6 +254,8 @@ def _plan(chosen: argparse.Namespace) -> None:
     found = _searched(chosen)
     if chosen.output:
         found.to_json(chosen.output)
+    if chosen.report:
+        found.save_report(chosen.report)
     _print_page(summary_page(found))
 
 
@@ -314,6 +315,12 @@ def _figure(chosen: argparse.Namespace) -> None:
 
 
 def _profile(chosen: argparse.Namespace) -> None:
+    import torch
+    from torch import Tensor
+
+    from autopar.api import compile as compile_model
+    from autopar.frontend.factory import factory_of
+
     made = factory_of(chosen.factory, on_meta=False)
     inputs = (made.inputs,) if isinstance(made.inputs, Tensor) else made.inputs
     positional = () if isinstance(inputs, Mapping) else inputs
@@ -383,17 +390,31 @@ def _print_page(page: Page) -> None:
 # --- arguments -----------------------------------------------------------------------------------
 def _searched(chosen: argparse.Namespace) -> Plan:
     """The plan that the arguments of a search ask for."""
+    with collector_paused():
+        from autopar.api import plan as make_plan
+        from autopar.frontend.factory import factory_of
+
     cluster = cluster_of(chosen.cluster)
     options: dict[str, Any] = {
         "mesh": chosen.mesh,
         "recompute": recompute_of(chosen.recompute),
     }
     for name in (
-        "precision", "schedule", "num_stages", "num_microbatches", "offload", "time_limit_s",
+        "precision", "schedule", "num_stages", "num_microbatches", "offload",
     ):  # fmt: skip
         options[name] = getattr(chosen, name)
+    if chosen.time_limit_s is not None:
+        options["time_limit_s"] = chosen.time_limit_s
     made = factory_of(chosen.factory)
     return make_plan(made.model, cluster, made.inputs, progress=not chosen.quiet, **options)
+
+
+def factory_name(text: str) -> str:
+    """The text, if it has the form ``MODULE:FACTORY``; raises InputError."""
+    name, _, attribute = text.partition(":")
+    if not (name and attribute):
+        raise InputError(f"{shown(text)} is no factory; write MODULE:FACTORY, such as models:llama")
+    return text
 
 
 def cluster_name(text: str) -> str:
@@ -457,6 +478,8 @@ def devices_of(text: str) -> int | str:
     """A number of devices, at least 1, or the name of a device; raises InputError."""
     if text.isdecimal() and int(text):
         return int(text)
+    import torch
+
     try:
         return str(torch.device(text))
     except RuntimeError as error:

@@ -28,7 +28,7 @@ from setting import setting
 from autopar.base.errors import ScheduleError
 from autopar.cost_models import Cluster, CommunicationModel, Level
 from autopar.frontend.capture import capture
-from autopar.ir.blocks import FIXED
+from autopar.ir.block_names import FIXED
 from autopar.ir.graph import Block, Graph
 from autopar.pricing.layer_times import (
     LayerTimes,

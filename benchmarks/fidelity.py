@@ -245,7 +245,7 @@ def row(
 
 def recounted(made: Row) -> Row:
     """The row with the growth of a process, or the memory of a GPU, by the current formula."""
-    from autopar.cost_models.memory import resident_bytes
+    from autopar.cost_models.allocator import resident_bytes
 
     counted, grown = made["predicted_memory_bytes"], made["measured_bytes"]
     predicted = sum(counted.values()) if torch.cuda.is_available() else resident_bytes(counted)

@@ -212,7 +212,7 @@ def _costs(marks: list[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 def _described(plan: Any) -> dict[str, Any]:
-    from autopar.cost_models.memory import device_bytes
+    from autopar.cost_models.allocator import device_bytes
 
     prediction, search = plan.prediction, plan.search
     total = sum(prediction.memory_bytes.values())

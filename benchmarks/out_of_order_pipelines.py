@@ -23,7 +23,7 @@ from out_of_order_models import (
 )
 from torch import nn
 
-from autopar.ir.blocks import FIXED
+from autopar.ir.block_names import FIXED
 from autopar.ir.graph import Block, Graph
 from autopar.pricing.layer_times import (
     LayerTimes,

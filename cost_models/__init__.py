@@ -1,56 +1,52 @@
-"""Cost models of compute, communication and memory; every price carries its source."""
+"""Cost models of compute, communication and memory; every price carries its source.
 
-from autopar.cost_models.calibration import Calibration, Uncertainty, calibrate
-from autopar.cost_models.calls import OpCall, TensorSpec
-from autopar.cost_models.cluster import Cluster
-from autopar.cost_models.collective_measure import (
-    CollectiveGrid,
-    all_measured,
-    is_group_of,
-    measure_collectives,
-    measured_model,
-)
-from autopar.cost_models.communication import Collective, CommunicationModel
-from autopar.cost_models.compute import ComputeModel, RooflineModel
-from autopar.cost_models.estimate import CostError, Estimate, OpEstimate, Source
-from autopar.cost_models.hardware import DeviceSpec, Level, PeakFlops
-from autopar.cost_models.memory import Allocator, Category, GraphMemory, graph_memory
-from autopar.cost_models.op_work import bytes_moved, flops
-from autopar.cost_models.profiler import Profiler, ProfileSummary
-from autopar.cost_models.store import ProfileStore, StoreWarning, default_store_path
+Names are imported on first use, so that a cluster is read without torch; see ``__init__.pyi``.
+"""
 
-__all__ = [
-    "Allocator",
-    "Calibration",
-    "Category",
-    "Cluster",
-    "Collective",
-    "CollectiveGrid",
-    "CommunicationModel",
-    "ComputeModel",
-    "CostError",
-    "DeviceSpec",
-    "Estimate",
-    "GraphMemory",
-    "Level",
-    "OpCall",
-    "OpEstimate",
-    "PeakFlops",
-    "ProfileStore",
-    "ProfileSummary",
-    "Profiler",
-    "RooflineModel",
-    "Source",
-    "StoreWarning",
-    "TensorSpec",
-    "Uncertainty",
-    "all_measured",
-    "bytes_moved",
-    "calibrate",
-    "default_store_path",
-    "flops",
-    "graph_memory",
-    "is_group_of",
-    "measure_collectives",
-    "measured_model",
-]
+from importlib import import_module
+from typing import Any
+
+_PLACES = {
+    "Allocator": "allocator",
+    "Calibration": "calibration",
+    "Category": "allocator",
+    "Cluster": "cluster",
+    "Collective": "communication",
+    "CollectiveGrid": "collective_measure",
+    "CommunicationModel": "communication",
+    "ComputeModel": "compute",
+    "CostError": "estimate",
+    "DeviceSpec": "hardware",
+    "Estimate": "estimate",
+    "GraphMemory": "memory",
+    "Level": "hardware",
+    "OpCall": "calls",
+    "OpEstimate": "estimate",
+    "PeakFlops": "hardware",
+    "ProfileStore": "store",
+    "ProfileSummary": "profiler",
+    "Profiler": "profiler",
+    "RooflineModel": "compute",
+    "Source": "estimate",
+    "StoreWarning": "store",
+    "TensorSpec": "calls",
+    "Uncertainty": "calibration",
+    "all_measured": "collective_measure",
+    "bytes_moved": "op_work",
+    "calibrate": "calibration",
+    "default_store_path": "store",
+    "flops": "op_work",
+    "graph_memory": "memory",
+    "is_group_of": "collective_measure",
+    "measure_collectives": "collective_measure",
+    "measured_model": "collective_measure",
+}
+
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return found

@@ -13,7 +13,6 @@ from msgspec import structs
 from autopar.base.documents import DocumentError, convert, load, shown, text_of
 from autopar.base.errors import ClusterError
 from autopar.cost_models.described import whole_numbers
-from autopar.cost_models.detect import detect_cluster
 from autopar.cost_models.hardware import Hardware
 from autopar.cost_models.presets import preset_cluster
 
@@ -40,6 +39,8 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
         a preset are measured once, for about two seconds, and the result is kept. Raises
         ClusterError if there are fewer CUDA devices than asked for.
         """
+        from autopar.cost_models.detect import detect_cluster  # imports torch
+
         return cls._of(detect_cluster(num_devices))
 
     @classmethod

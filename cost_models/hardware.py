@@ -8,7 +8,6 @@ import math
 from typing import Literal
 
 import msgspec
-import torch
 
 from autopar.base.documents import shown
 from autopar.base.errors import ClusterError
@@ -41,12 +40,13 @@ class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 _DTYPE_FIELDS = {
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8",
-    torch.float8_e5m2: "float8",
+    "torch.float64": "float64",
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+    "torch.float8_e4m3fn": "float8",
+    "torch.float8_e5m2": "float8",
 }
+"""By the dtype's name, so that reading a description imports no torch."""
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -115,16 +115,16 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             },
         )
 
-    def matrix_flops_per_s(self, dtype: torch.dtype, *, in_cudnn: bool = False) -> float:
-        """Peak rate of matrix products in ``dtype``, in floating-point operations per second.
+    def matrix_flops_per_s(self, dtype: object, *, in_cudnn: bool = False) -> float:
+        """Peak rate of matrix products in a torch dtype, in floating-point operations per second.
 
         ``in_cudnn``: for operations that cuDNN runs on a CUDA device.
         """
         peaks = self.peak_flops_per_s
         allowed = self.allow_tensor_float32_in_cudnn if in_cudnn else self.allow_tensor_float32
-        if dtype == torch.float32 and allowed and peaks.tensor_float32:
+        if str(dtype) == "torch.float32" and allowed and peaks.tensor_float32:
             return peaks.tensor_float32
-        peak: float = getattr(peaks, _DTYPE_FIELDS.get(dtype, "float32"))
+        peak: float = getattr(peaks, _DTYPE_FIELDS.get(str(dtype), "float32"))
         return peak or peaks.float32
 
     @property

@@ -34,10 +34,12 @@ from autopar.cost_models import Cluster
 from autopar.cost_models.update import adamw
 from autopar.frontend.capture import Captured, capture
 from autopar.lowering.pipeline import with_pipeline
+from autopar.lowering.stages import stage_of_blocks
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.planning.movement import movement_of
-from autopar.plans.document import Plan, strategy_of
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.runtime.machine.protocols import Received
 from autopar.runtime.state.shards import gather, microbatch_of, scatter
 from autopar.runtime.step.executor import Executor, StepResult
@@ -553,7 +555,7 @@ def outcome_of(case: Case, kind: str, seed: int, folder: Path, *, share_run: flo
         )
         staged = plan.schedule.pipeline()
         if staged is not None:
-            program = with_pipeline(program, staged[0].of(strategy.graph), staged[1])
+            program = with_pipeline(program, stage_of_blocks(staged[0], strategy.graph), staged[1])
         step = "movement"
         movement_of(plan, program, adamw(plan.cluster.device))
         step = "running"

@@ -13,6 +13,7 @@ import pytest
 from autopar import Cluster, Plan
 from autopar.base.errors import InputError
 from autopar.cli import main
+from autopar.planning.setting import TIME_LIMIT_S
 from autopar.report.progress import show_progress
 
 MODELS = """
@@ -79,7 +80,7 @@ def llama_plan(folder: Path) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, from the folder of the model."""
     command = [
         sys.executable, "-m", "autopar", "plan", "cli_models:llama", "--cluster", "h100-sxm:2x2",
-        "--precision", "bf16", "-o", "llama.json",
+        "--precision", "bf16", "-o", "llama.json", "--report", "llama.html",
     ]  # fmt: skip
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
@@ -94,6 +95,9 @@ def test_a_llama_on_the_meta_device_is_planned(
     assert "search" in llama_plan.stderr
     assert "Traceback" not in llama_plan.stderr
     assert "\x1b" not in llama_plan.stdout + llama_plan.stderr
+    page = (folder / "llama.html").read_text()
+    assert str(plan).splitlines()[0] in page
+    assert "The search: " in page  # which a plan that was read from its file does not have
 
 
 def test_plans_are_read_back(
@@ -148,7 +152,7 @@ def test_what_is_not_asked_for_is_left_to_the_planner(monkeypatch: pytest.Monkey
         asked.update(options)
         raise InputError("noted")
 
-    monkeypatch.setattr("autopar.cli.make_plan", note)
+    monkeypatch.setattr("autopar.api.plan", note)
     for given, offload, recompute in (
         ([], None, None),
         (["--offload", "--recompute", "8589934592"], True, 8 << 30),
@@ -220,6 +224,27 @@ def test_a_wrong_command_line_exits_with_2(
     assert message in err
 
 
+def test_only_commands_that_search_or_train_import_torch(
+    llama_plan: subprocess.CompletedProcess[str], folder: Path
+) -> None:
+    lines = [
+        ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS),
+        ["show", "llama.json"], ["show", "llama.json", "--full"], ["diff", *["llama.json"] * 2],
+        ["explain", "llama.json", "model.layers.1"], ["report", "llama.json", "-o", "r.html"],
+        ["trace", "llama.json", "-o", "t.json"], ["figure", "llama.json", "step", "-o", "s.svg"],
+        ["clusters"], ["cluster", "a100-80:2x4"], ["schema"], ["completion", "bash"],
+    ]  # fmt: skip
+    code = (
+        "import contextlib, io, sys\n"
+        "from autopar.cli import main\n"
+        f"for line in {lines}:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main(line)\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=120, check=True)
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)):
         with pytest.raises(SystemExit) as caught:
@@ -227,6 +252,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert "example" in text or arguments == ["--version"]
+        assert "--time-limit" not in text or f"({TIME_LIMIT_S:g})" in text
 
 
 def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(

@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster
-from autopar.cost_models.memory import device_bytes
+from autopar.cost_models.allocator import device_bytes
 from autopar.plans.document import Plan
 
 

@@ -32,7 +32,8 @@ from autopar.planning.constraints import Forbid, Force, MemoryBudget, Pin
 from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import Recompute
 from autopar.planning.space import Space
-from autopar.plans.document import Plan, strategy_of
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.pricing.local_calls import calls_of
 from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import Pricing

@@ -13,9 +13,10 @@ import pytest
 from autopar.base.documents import MAX_BYTES
 from autopar.base.errors import ClusterError, PlanError, ScheduleError
 from autopar.cost_models import Cluster
+from autopar.ir.choice import parse_choice
 from autopar.ir.placement import parse_placement
-from autopar.plans.document import Plan, strategy_of
-from autopar.rules import parse_choice
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.schedules import build, format_schedule, parse_schedule, verify
 from tests.plan_fuzz import KINDS, make_case, tally
 

@@ -29,17 +29,9 @@ class Factory(NamedTuple):
     inputs: Any
 
 
-def factory_name(text: str) -> str:
-    """The text, if it has the form ``MODULE:FACTORY``; raises InputError."""
-    name, _, attribute = text.partition(":")
-    if not (name and attribute):
-        raise InputError(f"{shown(text)} is no factory; write MODULE:FACTORY, such as models:llama")
-    return text
-
-
 def factory_of(text: str, *, on_meta: bool = True) -> Factory:
     """The model and inputs of ``MODULE:FACTORY``; raises InputError where it cannot be called."""
-    name, _, attribute = factory_name(text).partition(":")
+    name, _, attribute = text.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.torch_private import pytree
 from autopar.ir.precision import Precision
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By the names that `autopar.ir.precision.Precision` has."""
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -27,7 +29,7 @@ def call_model(
     """The model's output, computed in mixed precision as `autopar.ir.precision` defines it."""
     if precision is None:
         return model(*args, **kwargs)
-    dtype = precision.dtype
+    dtype = DTYPES[precision.compute]
 
     def low(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() else x
@@ -79,6 +81,6 @@ def in_single(output: Any, precision: Precision | None) -> Any:
         return output
 
     def single(x: Tensor) -> Tensor:
-        return x.float() if x.dtype is precision.dtype else x
+        return x.float() if x.dtype is DTYPES[precision.compute] else x
 
     return pytree.tree_map_only(Tensor, single, output)

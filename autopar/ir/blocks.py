@@ -22,12 +22,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.block_names import FIXED, lies_in
 from autopar.ir.graph import Block, Op, Value, ValueKind
 
 MIN_OPS = 5
 MIN_PART_OPS = 3
-FIXED = "fixed"
-TOTALS = "totals"
 """The block that computes the divisors of means: see `autopar.sharding.microbatches`."""
 
 
@@ -49,11 +48,6 @@ def cut_into_blocks(ops: Sequence[Op], values: Sequence[Value]) -> tuple[Block, 
             start = blocks[-1].stop if blocks else 0
             blocks.append(Block(index=len(blocks), name=name, start=start, stop=start + size))
     return tuple(blocks)
-
-
-def lies_in(path: str, module: str) -> bool:
-    """Whether the module at ``path`` is ``module`` or inside it; every module is inside ``""``."""
-    return not module or path == module or path.startswith(f"{module}.")
 
 
 def _large_units(ops: Sequence[Op], num_ops: int) -> set[str]:

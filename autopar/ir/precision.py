@@ -30,12 +30,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
-
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OTHERS = ("fp32", "float32", "bfloat16", "float16")
 _FIX = "write precision='bf16', precision='fp16' or precision=None"
 
 
@@ -84,16 +82,6 @@ class Precision:
             )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The torch dtype that operators compute in."""
-        return _DTYPES[self.compute]
-
-    @property
-    def reduced_dtype(self) -> torch.dtype:
-        """The torch dtype that gradients are reduced in."""
-        return _DTYPES[self.reduce]
-
-    @property
     def is_scaled(self) -> bool:
         """Whether gradients are too small for the dtype unless the loss is scaled."""
         return self.compute == "fp16"
@@ -108,7 +96,7 @@ def check_precision(precision: Any) -> Precision | None:
         return precision
     if isinstance(precision, str) and precision in ("bf16", "fp16"):
         return Precision(compute=precision)
-    if precision in (*_DTYPES.values(), "fp32", "float32", "bfloat16", "float16"):
+    if str(precision).removeprefix("torch.") in _OTHERS:
         raise InputError(
             f"precision is {precision!r}; {_FIX}, with which a model computes in its own dtype "
             "(all of it in bfloat16: model.bfloat16())"

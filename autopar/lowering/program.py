@@ -17,7 +17,7 @@ import torch
 from autopar.base.errors import CaptureError, PlanError, first_line
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import data_dependent_errors
-from autopar.ir.blocks import FIXED, TOTALS
+from autopar.ir.block_names import FIXED, TOTALS
 from autopar.ir.graph import Block, Graph, Value, ValueKind
 from autopar.ir.placement import Placement, Placements, R, State, local_shape
 from autopar.lowering.accumulate import before_sums, spans_microbatches

@@ -7,52 +7,29 @@ that is captured separately gets its stages from the devices that hold the param
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.base.errors import InputError, PlanError
-from autopar.ir.blocks import FIXED, TOTALS, lies_in
+from autopar.ir.block_names import FIXED, TOTALS, lies_in
 from autopar.ir.graph import Block, Graph, Op
+from autopar.ir.stages import Stages
 from autopar.lowering.pipeline import forward_schedule, with_pipeline
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.sharding.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """The name of each stage's first block, in order; see `autopar.ir.blocks`."""
-
-    first_blocks: tuple[str, ...]
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.first_blocks)
-
-    def of(self, graph: Graph) -> dict[str, int]:
-        """The stage of each block by name; fixed blocks and totals have none.
-
-        Raises PlanError where the graph has no such blocks in this order.
-        """
-        names = [block.name for block in staged_blocks(graph)]
-        starts = []
-        for name in self.first_blocks:
-            if name not in names:
-                known = ", ".join(repr(n) for n in names)
-                raise PlanError(f"no block is called {name!r}; a stage can begin at {known}")
-            starts.append(names.index(name))
-        if starts != sorted(set(starts)) or not starts or starts[0] != 0:
-            raise PlanError(
-                f"stages begin at {list(self.first_blocks)}: each must begin behind the one before "
-                f"it, and the first one at {names[0]!r}"
-            )
-        return {
-            name: sum(start <= place for start in starts) - 1 for place, name in enumerate(names)
-        }
-
-
 def staged_blocks(graph: Graph) -> tuple[Block, ...]:
     """The blocks that a stage can begin at."""
     return tuple(block for block in graph.blocks if block.name not in (FIXED, TOTALS))
+
+
+def stage_of_blocks(stages: Stages, graph: Graph) -> dict[str, int]:
+    """The stage of each block by name; fixed blocks and totals have none.
+
+    Raises PlanError where the graph has no such blocks in this order.
+    """
+    return stages.of([block.name for block in staged_blocks(graph)])
 
 
 def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
@@ -74,7 +51,7 @@ def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
         firsts.append(found[0].name)
     stages = Stages(first_blocks=tuple(firsts))
     try:
-        stages.of(graph)
+        stage_of_blocks(stages, graph)
     except PlanError as error:
         raise InputError(f"cuts={list(cuts)!r}: {error}") from error
     return stages

@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 from autopar.base.errors import PlanError
 from autopar.ir.recomputation import NOTHING, Recomputation
+from autopar.ir.stages import Stages
 from autopar.ir.update import Update
 from autopar.lowering.early import with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import Traces, lower
 from autopar.lowering.regions import with_compiled
-from autopar.lowering.stages import Stages
+from autopar.lowering.stages import stage_of_blocks
 from autopar.lowering.types import RankProgram
 from autopar.schedules import Kind, Schedule
 from autopar.sharding.microbatches import Microbatches
@@ -58,7 +59,7 @@ def lower_training(
     )  # fmt: skip
     if pipeline is not None:
         stages, schedule = pipeline
-        program = with_pipeline(program, stages.of(strategy.graph), schedule)
+        program = with_pipeline(program, stage_of_blocks(stages, strategy.graph), schedule)
     if early is not None:
         program = with_early_update(program, early, tile_bytes=tile_bytes, in_steps=in_steps)
     return with_compiled(program, compiled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.placement import local_shape
 from autopar.lowering.arrivals import Arrivals

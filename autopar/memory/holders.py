@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 from autopar.memory.value_gradients import Key
 
 

@@ -12,8 +12,9 @@ from torch.fx.node import map_arg
 from autopar.comm.footprint import workspace_bytes
 from autopar.comm.ops import COLLECTIVES
 from autopar.comm.transports.registry import traits_of
+from autopar.cost_models.allocator import Allocator, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.memory import Allocator, allocator_of, graph_memory
+from autopar.cost_models.memory import graph_memory
 from autopar.lowering.types import Kernel, graphs_of
 from autopar.rules.traced import traced_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost_models.memory import Allocator
+from autopar.cost_models.allocator import Allocator
 from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.joined_move import joined_move
 from autopar.lowering.printing import collective_nodes

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.comm.coalesced import travels_alone
 from autopar.comm.transports.registry import traits_of
+from autopar.cost_models.allocator import Category, allocator_of, device_bytes
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.memory import Category, allocator_of, device_bytes
 from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.arrivals import contributions_of_round
 from autopar.lowering.route import Route, routes_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autopar.comm.coalesced import MAX_SCATTERS
 from autopar.comm.footprint import Scatter, scatters
 from autopar.comm.transports.base import Traits
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 from autopar.lowering.arrivals import rounds_in_flight, scattered
 from autopar.lowering.types import RankProgram
 from autopar.memory.parameters import ParameterBytes

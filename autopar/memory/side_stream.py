@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 from autopar.lowering.route import Route
 from autopar.lowering.types import RankProgram
 from autopar.memory.tally import Tally

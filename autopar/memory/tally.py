@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 
 
 class Moment(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_models.memory import Allocator, Category
+from autopar.cost_models.allocator import Allocator, Category
 from autopar.memory.kernel import InputGradient
 from autopar.memory.tally import Tally
 

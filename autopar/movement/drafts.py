@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.memory import Category
+from autopar.cost_models.allocator import Category
 from autopar.movement.execution import OpPlace, ProgramStep, Run
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autopar.cost_models.allocator import Category, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.memory import Category, allocator_of
 from autopar.cost_models.update import OptimizerSpec
 from autopar.lowering.arrivals import Arrivals
 from autopar.lowering.route import Route, routes_of

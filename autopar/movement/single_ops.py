@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
-from autopar.ir.blocks import FIXED
+from autopar.ir.block_names import FIXED
 from autopar.ir.graph import Block, Op
 from autopar.pricing.utilisation import whole_call
 from autopar.sharding.strategy import Analysis

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from autopar.frontend.capture import Captured
+from autopar.frontend.low_precision import DTYPES
 from autopar.ir.blocks import cut_into_blocks
 from autopar.ir.graph import Graph, Mixed, Op
 
@@ -33,7 +34,7 @@ def with_stored_precision(captured: Captured) -> Captured:
         values[parameter] = replace(
             values[parameter],
             dtype=made.dtype,
-            mixed=Mixed(stored=values[parameter].dtype, reduced=precision.reduced_dtype),
+            mixed=Mixed(stored=values[parameter].dtype, reduced=DTYPES[precision.reduce]),
         )
     return replace(captured, graph=_without(replace(graph, values=tuple(values)), casts))
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from autopar.base.errors import ConstraintError, PlanError
 from autopar.base.spelling import did_you_mean
+from autopar.ir.choice import Choice, parse_choice
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, check_placements, parse_placement
 from autopar.planning.known import Mask, Masks, Parallelism, forbid_masks, force_masks
 from autopar.planning.meshes import AXIS_NAMES
 from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import Array, OpTable, ValueTable
-from autopar.rules import Choice, parse_choice
 
 FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_PARALLEL)
 

@@ -33,12 +33,13 @@ from typing import Any
 import numpy as np
 
 from autopar.base.errors import ConstraintError
+from autopar.ir.choice import Split
 from autopar.ir.graph import Op, ValueKind
 from autopar.ir.placement import Placement, State
 from autopar.pricing.moves import PlacementTable
 from autopar.pricing.problem import NodeKind, PricedGraph
 from autopar.pricing.tables import OpTable, ValueTable
-from autopar.rules import Split, rule_of
+from autopar.rules import rule_of
 from autopar.rules.registry import Layer
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]

@@ -19,7 +19,8 @@ from autopar.frontend.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.recomputation import Recomputation
-from autopar.lowering.stages import Stages, lower_staged_forward
+from autopar.ir.stages import Stages
+from autopar.lowering.stages import lower_staged_forward
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import BatchNorm

@@ -37,7 +37,8 @@ from autopar.planning.schedule_search import Search
 from autopar.planning.search_log import SearchLog
 from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
 from autopar.planning.space import Space
-from autopar.plans.document import Plan, make_plan
+from autopar.plans.binding import make_plan
+from autopar.plans.document import Plan
 from autopar.plans.memory_curve import memory_curve
 from autopar.plans.modules import module_plans, parameter_uses
 from autopar.plans.runner_up import runner_ups

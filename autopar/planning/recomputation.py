@@ -25,9 +25,9 @@ from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import flop_formula, is_overload
 from autopar.base.units import format_bytes
+from autopar.cost_models.allocator import allocator_of
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.memory import allocator_of
-from autopar.ir.blocks import lies_in
+from autopar.ir.block_names import lies_in
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.lowering.joint import Joint, op_place
 from autopar.lowering.program import Traces

@@ -10,7 +10,7 @@ from functools import cache
 from autopar.base.accelerators import is_accelerator
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
-from autopar.cost_models.memory import allocator_of
+from autopar.cost_models.allocator import allocator_of
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh

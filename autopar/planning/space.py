@@ -14,7 +14,6 @@ from autopar.base.errors import AutoparError, InputError
 from autopar.cost_models import Cluster
 from autopar.cost_models.hardware import is_count
 from autopar.ir.mesh import Mesh
-from autopar.lowering.pipeline import check_runs
 from autopar.planning.meshes import (
     MeshSizes,
     candidate_meshes,
@@ -25,6 +24,7 @@ from autopar.planning.meshes import (
 from autopar.planning.recompute_request import Recompute
 from autopar.schedules import Schedule, build, verify
 from autopar.schedules.generators.build import ANY_STAGES, PIPELINES, generator_of
+from autopar.schedules.runnable import check_runs
 
 AUTO = "auto"
 SEARCHED = Recompute()

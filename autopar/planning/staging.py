@@ -17,8 +17,9 @@ from autopar.cost_models.estimate import Estimate
 from autopar.ir.blocks import MIN_OPS, MIN_PART_OPS
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
+from autopar.ir.stages import Stages
 from autopar.lowering.pipeline import with_replica_sums
-from autopar.lowering.stages import Stages, staged_blocks, stages_from_cuts
+from autopar.lowering.stages import stage_of_blocks, staged_blocks, stages_from_cuts
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
 from autopar.pricing.block_times import BlockTimes, StrategyTimes, reading_blocks
@@ -216,7 +217,7 @@ def asynchronous_costs(
 ) -> tuple[Durations, Links]:
     """`stage_costs` with the reductions (G) and updates (U) of a schedule with one stage per rank
     that has neither, as a pipeline without a flush runs them."""
-    stage_of = stages.of(candidate.priced.pricing.graph)
+    stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
     own = _own_costs(candidate, stage_of, schedule, candidate.times, communication)
     per_stage = _blocks_by_stage(candidate, stages)
     durations = _durations(per_stage, tuple(own.move_after_s), tuple(own.update_after_s))
@@ -224,7 +225,7 @@ def asynchronous_costs(
 
 
 def _blocks_by_stage(candidate: Candidate, stages: Stages) -> list[list[BlockTimes]]:
-    stage_of = stages.of(candidate.priced.pricing.graph)
+    stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
     times: list[list[BlockTimes]] = [[] for _ in range(stages.num_stages)]
     for name, stage in stage_of.items():
         times[stage].append(candidate.times.blocks[name])
@@ -261,7 +262,7 @@ def with_placed_sums(
     if shape.num_replicas == 1 or shape.reduces:
         return schedule
     reducing = replace(schedule, shape=replace(shape, reduces=True))
-    stage_of = stages.of(candidate.priced.pricing.graph)
+    stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
     own = _own_costs(candidate, stage_of, reducing, candidate.times, communication)
     durations = _durations(_blocks_by_stage(candidate, stages), tuple(own.reduce_s))
     links, _ = _links(candidate, stages, communication, crossing)
@@ -286,7 +287,7 @@ def pipeline_times(
     """
     schedule = schedule.derived(with_replica_sums)
     times = candidate.times
-    stage_of = stages.of(candidate.priced.pricing.graph)
+    stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
     per_stage = _blocks_by_stage(candidate, stages)
     own = _own_costs(candidate, stage_of, schedule, times, communication)
     durations = _durations(per_stage, tuple(own.reduce_s), tuple(own.update_s))

@@ -14,7 +14,7 @@ from autopar.base.documents import shown
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_bytes, format_seconds
-from autopar.ir.blocks import lies_in
+from autopar.ir.block_names import lies_in
 from autopar.plans.alternatives import NO_FIT, alternatives
 from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.layout import Section

@@ -14,10 +14,10 @@ import msgspec
 
 from autopar.base.documents import path_of, shown
 from autopar.base.errors import PlanError, ScheduleError
-from autopar.lowering.pipeline import check_runs
-from autopar.lowering.stages import Stages
+from autopar.ir.stages import Stages
 from autopar.plans.refusals import refused
 from autopar.schedules import Schedule, format_schedule, parse_schedule, verify
+from autopar.schedules.runnable import check_runs
 
 MAX_DEVICES = 1 << 20
 MAX_STAGES = 1 << 12

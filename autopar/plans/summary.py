@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from autopar.base.units import format_bytes, format_seconds
-from autopar.cost_models.memory import device_bytes
+from autopar.cost_models.allocator import device_bytes
 from autopar.plans.alternatives import alternatives_section, fastest_known
 from autopar.plans.blocks import BlockGroup, block_groups, runs_of
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines

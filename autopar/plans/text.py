@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
-from autopar.cost_models.memory import device_bytes
-from autopar.lowering.pipeline import uses_side_stream
+from autopar.cost_models.allocator import device_bytes
 from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
@@ -17,6 +16,7 @@ from autopar.plans.strategy_names import (
     ONE_WEIRD_TRICK,
     name_of,
 )
+from autopar.schedules.runnable import uses_side_stream
 
 MAX_ROWS = 14
 

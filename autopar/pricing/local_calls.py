@@ -15,10 +15,11 @@ from typing import Any
 
 from autopar.cost_models import OpCall, TensorSpec
 from autopar.cost_models.update import update_call
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, State, is_valid, local_shape
-from autopar.rules import Choice, enumerate_choices, rule_of
+from autopar.rules import enumerate_choices, rule_of
 from autopar.rules.context import LocalContext
 from autopar.rules.kernels import LocalCall, Phase
 from autopar.rules.local import shard_call

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autopar.cost_models.estimate import Estimate
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.placement import Placements, R
 from autopar.pricing.moves import Array, PlacementTable
 from autopar.pricing.node_memory import NodeBytes, NodeMemory
 from autopar.pricing.tables import OpTable, Pricing, ValueTable
-from autopar.rules import Choice
 from autopar.search import Problem
 from autopar.sharding.strategy import Assignment, Strategy
 

@@ -35,12 +35,13 @@ from autopar.cost_models import (
 )
 from autopar.cost_models.estimate import Estimate, weakest
 from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, adamw, update_call
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, State, V, local_shape, redistribute
 from autopar.pricing.local_calls import LocalCall, local_calls, split_placements
 from autopar.pricing.moves import Array, Moves, PlacementTable, Routes, added
-from autopar.rules import Choice, Space, enumerate_choices, rule_of
+from autopar.rules import Space, enumerate_choices, rule_of
 from autopar.rules.choice import padded_dims
 from autopar.rules.derivative import Operands
 from autopar.rules.kernels import Phase

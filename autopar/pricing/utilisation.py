@@ -16,10 +16,10 @@ from autopar.cost_models import CostError, DeviceSpec, OpCall
 from autopar.cost_models.compute import is_product, peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.pricing.local_calls import distinct_ops, local_call
-from autopar.rules import Choice
 from autopar.sharding.strategy import Analysis
 
 _ONE_DEVICE = Mesh(("x",), (1,))

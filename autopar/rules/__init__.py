@@ -1,7 +1,7 @@
 """Rules: what the compiler knows about each op family, in one file each (see `registry.Rule`)."""
 
 from autopar.rules import families
-from autopar.rules.choice import Choice, Split, enumerate_choices, needs, parse_choice, supplies
+from autopar.rules.choice import enumerate_choices, needs, supplies
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import (
     KEEPS_FACTORS,
@@ -21,19 +21,16 @@ __all__ = [
     "KEEPS_NOTHING",
     "KEEPS_OPERANDS",
     "KEEPS_OUTPUT",
-    "Choice",
     "Keeps",
     "LocalContext",
     "Operands",
     "Space",
     "SpaceBuilder",
-    "Split",
     "enumerate_choices",
     "families",
     "find_bases",
     "layout",
     "needs",
-    "parse_choice",
     "register",
     "registered_targets",
     "rule_of",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from autopar.comm.ops import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_MAX, AXIS_INDEX, apply_move
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Move, MoveKind, P, R, V
-from autopar.rules.choice import Choice
 from autopar.rules.space import Space
 
 

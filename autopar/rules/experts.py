@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.cost_models.calls import OpCall, TensorSpec
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
 from autopar.rules.kernels import LocalCall, Phase
 from autopar.rules.registry import register

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.cost_models.calls import OpCall, TensorSpec
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import Keeps
 from autopar.rules.elementwise import broadcast_layout

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_NOTHING, KEEPS_OUTPUT
 from autopar.rules.kernels import InternalCollective

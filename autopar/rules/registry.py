@@ -12,9 +12,9 @@ import torch
 from autopar.base.errors import PlanError, RuleError
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.op_work import WorkFn, set_work
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
-from autopar.rules.choice import Choice
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_OPERANDS, Keeps
 from autopar.rules.kernels import InternalCollective, LocalCall

@@ -28,11 +28,11 @@ import torch
 
 from autopar.base.errors import PlanError
 from autopar.frontend.rewrites.custom_functions import adds_up
-from autopar.ir.blocks import TOTALS
+from autopar.ir.block_names import TOTALS
+from autopar.ir.choice import Choice, Split
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.placement import P, Placement, Placements, R, S, State, V, is_valid, paddings
-from autopar.rules import Choice, Split
 from autopar.rules.choice import LINEAR_SPLIT, is_valid_choice, needs, padded_dims, supplies
 from autopar.rules.registry import rule_of
 from autopar.rules.totals import EarlyOp

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autopar.base.errors import PlanError
+from autopar.ir.choice import Choice, Split
 from autopar.ir.graph import Graph, Op, Value, ValueKind, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import (
@@ -26,7 +27,13 @@ from autopar.ir.placement import (
     format_placements,
     is_reduce_scattered,
 )
-from autopar.rules import Choice, Space, Split, find_bases, needs, space_of, supplies
+from autopar.rules import (
+    Space,
+    find_bases,
+    needs,
+    space_of,
+    supplies,
+)
 from autopar.rules.choice import is_valid_choice
 from autopar.rules.space import Layout
 

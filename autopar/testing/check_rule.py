@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.base.errors import RuleError
 from autopar.base.torch_private import FakeTensorMode, canonical_call, is_overload, overloads_named
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Ref, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import (
@@ -31,7 +32,7 @@ from autopar.ir.placement import (
     paddings,
 )
 from autopar.ir.tracing import trace_fx
-from autopar.rules.choice import Choice, enumerate_choices, needs, padded_dims, supplies
+from autopar.rules.choice import enumerate_choices, needs, padded_dims, supplies
 from autopar.rules.context import LocalContext
 from autopar.rules.local import call_op, run_local
 from autopar.rules.registry import rule_of, space_of

@@ -8,7 +8,8 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.cost_models import CostError
-from autopar.cost_models.memory import Allocator, Category, graph_memory
+from autopar.cost_models.allocator import Allocator, Category
+from autopar.cost_models.memory import graph_memory
 
 
 class _TrackedRun(fx.Interpreter):

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
+from autopar.ir.stages import Stages
 from autopar.lowering.joint import Joint
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import Traces
-from autopar.lowering.stages import Stages, staged_blocks
+from autopar.lowering.stages import stage_of_blocks, staged_blocks
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
@@ -153,7 +154,7 @@ class Case:
         self, program: RankProgram, schedule: Schedule, stages: Stages | None = None
     ) -> RankProgram:
         stages = stages or self.stages(schedule.shape.num_stages)
-        return with_pipeline(program, stages.of(self.captured.graph), schedule)
+        return with_pipeline(program, stage_of_blocks(stages, self.captured.graph), schedule)
 
     def check(self, program: RankProgram) -> None:
         """Train it in lockstep."""

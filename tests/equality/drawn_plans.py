@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.base.errors import PlanError, ScheduleError
 from autopar.ir.mesh import Mesh
-from autopar.lowering.stages import Stages
+from autopar.ir.stages import Stages
 from autopar.lowering.types import RankProgram
 from autopar.schedules import Durations, Schedule, build, with_recomputation, with_reductions
 from tests.equality.case import Case

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.ir.stages import Stages
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.stages import Stages, staged_blocks
+from autopar.lowering.stages import stage_of_blocks, staged_blocks
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import Prepared, prepare
 from autopar.schedules import build as build_schedule
@@ -191,5 +192,5 @@ def test_pipelines_are_as_exact(schedule: str) -> None:
     names = [block.name for block in staged_blocks(analysis.graph)]
     stages = Stages(first_blocks=(names[0], names[len(names) // 2]))
     built = build_schedule(schedule, num_stages=2, num_microbatches=4)
-    piped = with_pipeline(program, stages.of(analysis.graph), built)
+    piped = with_pipeline(program, stage_of_blocks(stages, analysis.graph), built)
     check_distances(case, case.trained(prepared, piped))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.base.torch_private import returns_views
 from autopar.frontend.capture import capture
-from autopar.ir.blocks import FIXED
+from autopar.ir.block_names import FIXED
 from autopar.ir.graph import Graph
 
 BATCH, LENGTH = 6, 5

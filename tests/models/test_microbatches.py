@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.base.errors import InputError, PlanError
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
-from autopar.ir.blocks import TOTALS
+from autopar.ir.block_names import TOTALS
 from autopar.ir.graph import verify
 from autopar.ir.mesh import Mesh
 from autopar.lowering.training import lower_training
@@ -24,7 +24,8 @@ from autopar.passes.prepare import prepare
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
-from autopar.plans.document import Plan, strategy_of
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun
 from tests.models.zoo import build

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from autopar.comm.groups import Communicator
 from autopar.frontend.capture import Captured
+from autopar.ir.choice import Choice
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
-from autopar.rules.choice import Choice
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.runners.local import LocalRunner

@@ -23,7 +23,8 @@ from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.constraints import Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
-from autopar.plans.document import Plan, strategy_of
+from autopar.plans.binding import strategy_of
+from autopar.plans.document import Plan
 from autopar.pricing.tables import Pricing
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun

@@ -19,8 +19,9 @@ from torch import nn
 import autopar
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture
+from autopar.ir.stages import Stages
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.stages import Stages, staged_blocks
+from autopar.lowering.stages import stage_of_blocks, staged_blocks
 from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.planning.constraints import Constraint, Force
@@ -73,7 +74,7 @@ class Case:
         names = [block.name for block in staged_blocks(self.captured.graph)]
         num_stages = 4
         firsts = [names[len(names) * i // num_stages] for i in range(num_stages)]
-        stages = Stages(first_blocks=tuple(firsts)).of(self.captured.graph)
+        stages = stage_of_blocks(Stages(first_blocks=tuple(firsts)), self.captured.graph)
         made = make(num_stages=num_stages, num_microbatches=num)
         return with_pipeline(self.lowered(strategy, num), stages, made)
 

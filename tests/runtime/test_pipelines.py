@@ -21,7 +21,7 @@ from autopar.base.errors import InputError, PlanError, ScheduleError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.lowering.pipeline import with_pipeline
-from autopar.lowering.stages import lower_staged_forward, stages_from_cuts
+from autopar.lowering.stages import lower_staged_forward, stage_of_blocks, stages_from_cuts
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.planning.constraints import Constraint, Force
@@ -169,7 +169,7 @@ def test_known_strategies_inside_stages(
     case = case_of(name)
     program = planned_program(name, inside, (2,))
     made = build(schedule, num_stages=2, num_microbatches=2)
-    stages = case.stages(2).of(case.captured.graph)
+    stages = stage_of_blocks(case.stages(2), case.captured.graph)
     check(case, groups, with_pipeline(program, stages, made))
 
 
@@ -204,7 +204,7 @@ def test_one_device_runs_schedules_of_layers(groups: Groups) -> None:
     case = case_of("gpt2")
     made = build("reverse_first_k", num_stages=4, num_microbatches=2, k=2, reduces=False)
     made = with_reductions(made, Durations(F=1.0, I=1.0, W=1.0, G=0.5))
-    stages = case.stages(4).of(case.captured.graph)
+    stages = stage_of_blocks(case.stages(4), case.captured.graph)
     program = with_pipeline(planned_program("gpt2", "data", (2,)), stages, made)
     assert program.num_ranks == 2
     check(case, groups, program)
@@ -235,14 +235,14 @@ def test_replicas_of_other_buffers_are_refused() -> None:
     made = build("chimera", num_stages=2, num_microbatches=2)
     program = case.lowered(2, ALONE, 0)
     buffers = tuple(replace(buffer, factor=None) for buffer in program.buffers)
-    stages = case.stages(2).of(case.captured.graph)
+    stages = stage_of_blocks(case.stages(2), case.captured.graph)
     with pytest.raises(PlanError, match=r"buffer .*running_mean.* 2 replicas, .*momentum"):
         with_pipeline(replace(program, buffers=buffers), stages, made)
 
 
 def test_other_micro_batches_are_refused() -> None:
     case = case_of("gpt2")
-    stages = case.stages(2).of(case.captured.graph)
+    stages = stage_of_blocks(case.stages(2), case.captured.graph)
     made = build("1f1b", num_stages=2, num_microbatches=4)
     with pytest.raises(PlanError, match="pass num_microbatches=4"):
         with_pipeline(case.lowered(2, ALONE, 0), stages, made)
@@ -252,7 +252,9 @@ def test_weight_gradients_of_the_last_step_are_refused() -> None:
     case = case_of("gpt2")
     made = build("multi_stream", num_stages=2, num_microbatches=1, placement={1: 2})
     with pytest.raises(PlanError, match=r"1W0@side~1 computes gradients of the last training step"):
-        with_pipeline(case.lowered(1, ALONE, 0), case.stages(2).of(case.captured.graph), made)
+        with_pipeline(
+            case.lowered(1, ALONE, 0), stage_of_blocks(case.stages(2), case.captured.graph), made
+        )
 
 
 def test_late_updates_of_several_pipeline_devices_are_refused() -> None:
@@ -263,14 +265,18 @@ def test_late_updates_of_several_pipeline_devices_are_refused() -> None:
     )
     late_made = replace(made, shape=replace(made.shape, updates=True), devices=late)
     with pytest.raises(PlanError, match=r"0U~1 updates weights with the last .* several pipeline"):
-        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), late_made)
+        with_pipeline(
+            case.lowered(2, ALONE, 0),
+            stage_of_blocks(case.stages(2), case.captured.graph),
+            late_made,
+        )
 
 
 def test_cuts_name_blocks_or_modules() -> None:
     graph = case_of("gpt2").captured.graph
     stages = stages_from_cuts(graph, ["transformer.h.1"])
     assert stages.first_blocks == ("transformer", "transformer.h.1")
-    assert stages.of(graph)["transformer+lm_head"] == 1
+    assert stage_of_blocks(stages, graph)["transformer+lm_head"] == 1
     with pytest.raises(InputError, match=r"'nothing', .* can begin at 'transformer.h.0'"):
         stages_from_cuts(graph, ["nothing"])
     with pytest.raises(InputError, match="each must begin behind the one before"):
@@ -289,4 +295,6 @@ def test_a_broken_schedule_names_the_step() -> None:
         name=made.name, shape=made.shape, devices=(made.devices[0][:-1], made.devices[1])
     )
     with pytest.raises(ScheduleError, match="missing"):
-        with_pipeline(case.lowered(2, ALONE, 0), case.stages(2).of(case.captured.graph), broken)
+        with_pipeline(
+            case.lowered(2, ALONE, 0), stage_of_blocks(case.stages(2), case.captured.graph), broken
+        )

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.frontend.capture import Captured, capture
+from autopar.ir.choice import Choice
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, S
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
-from autopar.rules.choice import Choice, enumerate_choices
+from autopar.rules.choice import enumerate_choices
 from autopar.runtime.machine.randomness import mixed
 from autopar.runtime.state.wire import pack, unpack
 from autopar.sharding.strategy import Analysis, Assignment, Strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.base.units import format_bytes
-from autopar.cost_models.memory import device_bytes
+from autopar.cost_models.allocator import device_bytes
 from autopar.plans.bars import FAR, Line, Unit
 from autopar.plans.figures.drawing import (
     COLORS,
