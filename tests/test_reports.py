@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.plans.figures import figure_data
 from autopar.plans.layout import Section, text_lines
 from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
 from autopar.plans.summary import LINES, WIDTH, summary_sections
+from autopar.plans.text import plan_sections
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", devices_per_node=4)
@@ -269,6 +271,59 @@ def test_a_page_has_the_numbers_of_the_text(case: str, tmp_path: Path) -> None:
     assert format_seconds(document["communication_s"]) in str(plan)
     assert format_bytes(sum(document["memory_bytes"].values())) in str(plan)
     assert format_seconds(p.step_time_s) in plan.report("full")
+    for section in plan_sections(plan):
+        for cell in (cell for row in (section.columns, *section.rows) for cell in row):
+            assert not cell or cell in Read(path.read_text()).texts
+
+
+@pytest.mark.parametrize("case", [*ALL, "large"])
+def test_all_details_fit_100_columns_and_cut_no_name(case: str) -> None:
+    plan = large() if case == "large" else planned(case)
+    text = plan.report("full")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    written = "".join(text.split())
+    for section in plan_sections(plan):
+        for cell in (cell for row in section.rows for cell in row if not section.columns):
+            assert "".join(cell.split()) in written
+
+
+def many_layers() -> Plan:
+    """A plan of 60 equal layers, made by hand."""
+    document = json.loads(planned("ZeRO-1/2").to_json())
+    last = [m for m in document["modules"] if ".h.1" in m["name"]]
+    for number in range(2, 60):
+        for module in last:
+            block, name = (module[f].replace(".h.1", f".h.{number}") for f in ("block", "name"))
+            ops = [f"{op}_of_{number}" for op in module["ops"]]
+            document["modules"].append({**module, "block": block, "name": name, "ops": ops})
+        for field in ("parameters", "uses"):
+            names = [name for name in document[field] if ".h.1." in name]
+            for name in names:
+                other = name.replace(".h.1.", f".h.{number}.")
+                document[field][other] = document[field][name]
+    return Plan.from_json(json.dumps(document))
+
+
+def test_a_whole_model_is_explained_with_whole_names() -> None:
+    plan = many_layers()
+    page = plan.explain("transformer")
+    text = str(page)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "..." not in text.partition("To price another choice")[0]
+    assert "transformer.h.0-59.mlp.c_fc.weight (60x)" in text
+    by_title = {section.title: section for section in page.sections}
+    parameters = next(s for title, s in by_title.items() if title.startswith("parameters"))
+    times = next(s for title, s in by_title.items() if title.startswith("predicted time"))
+    assert times.title.endswith(", each")
+    for section in (parameters, times):
+        counts = [re.search(r"\((\d+)x\)$", row[0]) for row in section.rows]
+        shown = sum(int(found[1]) if found else 1 for found in counts)
+        listed = [p for p in plan.parameters if p.startswith("transformer.")]
+        assert shown == len(listed) or section is times
+        assert not section.notes
+    runner_ups = page.sections[0]
+    for row in runner_ups.rows:
+        assert "".join(row[0].split()) in "".join(text.split())
 
 
 def test_names_are_escaped_and_move_no_cursor() -> None:
@@ -415,6 +470,24 @@ def test_an_unknown_detail_is_refused() -> None:
 )
 def test_repeated_names_are_folded(names: list[str], label: str) -> None:
     assert folded(names) == label
+
+
+def test_cells_that_wrap_are_whole_and_break_in_front_of_dots() -> None:
+    rows = (
+        ("module.layers.0.input.projection", "n" * 90, "7 s"),
+        ("a.0..b.1 (2x)", "two words", ""),
+    )
+    section = Section(title="t" * 150, columns=("name", "12", "c"), rows=rows, wraps=True)
+    for width in (40, 60, 100):
+        lines = text_lines(section, width)
+        assert max(map(len, lines)) <= width
+        found = "".join("".join(lines).split())
+        assert found.count("n") >= 90
+        assert found.count("t") >= 150
+        assert "..." not in found
+    firsts = [line[:13].strip() for line in text_lines(section, 30)]
+    assert {".layers.0", ".input"} <= set(firsts)
+    assert "a.0..b.1" in firsts
 
 
 @pytest.mark.parametrize("width", [40, 80, 100])

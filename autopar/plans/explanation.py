@@ -93,6 +93,16 @@ def _cut(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], 
     return tuple(rows[:MAX_ROWS]), (f"and {rest} more; name a smaller module",) * (rest > 0)
 
 
+def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Too many rows folded: those whose names differ in a number only, and all else is equal."""
+    if len(rows) <= MAX_ROWS:
+        return list(rows)
+    groups: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, *others in rows:
+        groups[pattern_of(name), *others].append(name)
+    return [(folded(names), *others) for (_, *others), names in groups.items()]
+
+
 def _parameters(plan: PlanFields, names: list[str]) -> Section:
     """Stored and needed placements, one word for each mesh axis."""
     rows = [
@@ -106,12 +116,13 @@ def _parameters(plan: PlanFields, names: list[str]) -> Section:
         )
         for name in names
     ]
-    shown_rows, notes = _cut(rows)
+    shown_rows, notes = _cut(_alike(rows))
     return Section(
         title=f"parameters, placements on {plan.device_mesh}",
         columns=("parameter", "strategy", "stored", "needed", "whole", "a device"),
         rows=shown_rows,
         notes=notes,
+        wraps=True,
     ).used_columns()
 
 
@@ -128,12 +139,13 @@ def _ops(plan: PlanFields, names: list[str]) -> Section:
         for name in names
         if plan.may_split
     ]
-    shown_rows, notes = _cut(rows)
+    shown_rows, notes = _cut(_alike(rows))
     return Section(
         title="ops, the dimension that each mesh axis splits",
         columns=("op", "split", "", "result redistributed to"),
         rows=shown_rows,
         notes=notes,
+        wraps=True,
     ).used_columns()
 
 
@@ -147,15 +159,17 @@ def _times(plan: PlanFields, modules: list[ModulePlan]) -> Section:
         for m in modules
         if any(getattr(m, part) for part in MODULE_TIMES)
     ]
-    shown_rows, notes = _cut(rows)
+    alike = _alike(rows)
+    shown_rows, notes = _cut(alike)
     if len(rows) > 1:
         sums = (sum(getattr(m, part) for m in modules) for part in MODULE_TIMES)
         shown_rows += (("sum", "", *map(time_text, sums)),)
     return Section(
-        title="predicted time of a step on one device",
+        title="predicted time of a step on one device" + ", each" * (len(alike) < len(rows)),
         columns=("module", "split", "forward", "input grad.", "weight grad.", "commun.", "update"),
         rows=shown_rows,
         notes=notes,
+        wraps=True,
     ).used_columns()
 
 
@@ -192,6 +206,7 @@ def _runner_ups(
         ),
         rows=shown_rows,
         notes=(*notes, BY_ITSELF),
+        wraps=True,
     ).used_columns()  # fmt: skip
 
 
@@ -293,7 +308,7 @@ def difference(plan: PlanFields, other: PlanFields) -> Page:
         if mine.get(name, "") != theirs.get(name, "")
     ]
     sections = [
-        Section(title="what differs", columns=("", "this", "other"), rows=tuple(rows)),
+        Section(title="what differs", columns=("", "this", "other"), rows=tuple(rows), wraps=True),
         _changes("parameters, as they are stored", plan.parameters, other.parameters),
         _changes("ops, the dimension that each mesh axis splits", plan.ops, other.ops),
     ]
@@ -363,4 +378,5 @@ def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> 
         columns=("name", "this", "other"),
         rows=shown_rows,
         notes=(f"and {rest} more",) * (rest > 0),
+        wraps=True,
     )

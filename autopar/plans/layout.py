@@ -6,6 +6,7 @@ of the same sections, so both have the same numbers.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from dataclasses import dataclass
 
@@ -19,13 +20,15 @@ class Section:
     """A titled table. Without ``columns`` it has two: a name and a text, which may be wrapped.
 
     With ``columns``, those in which no row has a value are left out by `used_columns`. ``notes``
-    are sentences under the table.
+    are sentences under the table. A cell that is too wide is wrapped if it ``wraps``, and otherwise
+    shortened, so that a row is one line.
     """
 
     title: str
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
+    wraps: bool = False
 
     def used_columns(self) -> Section:
         """The section without empty columns."""
@@ -35,19 +38,26 @@ class Section:
             columns=tuple(self.columns[i] for i in kept),
             rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
             notes=self.notes,
+            wraps=self.wraps,
         )
 
 
 def text_lines(section: Section, width: int = WIDTH) -> list[str]:
     """The section as lines of at most ``width`` columns."""
-    lines = [shortened(section.title, width)] if section.title else []
+    lines = []
+    if section.title:
+        title = section.title
+        lines = wrapped(title, width) if section.wraps else [shortened(title, width)]
     if section.columns:
         lines += _table(section, width)
     else:
         name_width = max((len(name) for name, _ in section.rows), default=0)
         for name, text in section.rows:
             head = f"{GAP}{name:<{name_width}}{GAP}"
-            lines += wrapped(text, width, head, " " * len(head))
+            if section.wraps and len(head) > width // 2:
+                lines += [*wrapped(name, width, GAP, GAP), *wrapped(text, width, 2 * GAP, 2 * GAP)]
+            else:
+                lines += wrapped(text, width, head, " " * len(head))
     for note in section.notes:
         lines += wrapped(note, width, GAP, GAP)
     return [line.rstrip() for line in lines]
@@ -88,13 +98,31 @@ def _table(section: Section, width: int) -> list[str]:
         others = sorted(sizes)[-2] if len(sizes) > 1 else 0
         sizes[widest] -= max(1, min(sum(sizes) - room, sizes[widest] - others))
     right = [is_number(section, i) for i in range(len(sizes))]
+    cut = broken if section.wraps else lambda cell, size: [shortened(cell, size)]
     return [
         "".join(
-            GAP + f"{shortened(cell, size):{'>' if to_right else '<'}{size}}"
-            for cell, size, to_right in zip(row, sizes, right)
+            GAP + f"{cell:{'>' if to_right else '<'}{size}}"
+            for cell, size, to_right in zip(line, sizes, right)
         ).rstrip()[:width]
         for row in rows
+        for line in itertools.zip_longest(*map(cut, row, sizes), fillvalue="")
     ]
+
+
+def broken(text: str, width: int) -> list[str]:
+    """The text in lines of at most ``width``: between words, or in front of a dot in a long one."""
+    lines = [""]
+    for word in printable(text).split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+            continue
+        lines.append(word)
+        while len(lines[-1]) > width:
+            dot = lines[-1].rfind(".", 1, width + 1)
+            dot -= lines[-1][dot - 1] == "."  # of ".." in front of the last of a range
+            at = dot if dot >= max(width // 3, 1) else width
+            lines[-1:] = lines[-1][:at], lines[-1][at:]
+    return lines[1:] or [""]
 
 
 def is_number(section: Section, column: int) -> bool:

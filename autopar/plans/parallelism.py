@@ -30,12 +30,12 @@ HYBRID = "HSDP"
 
 MEANING: Mapping[str, str] = {
     DDP: "parameters whole on every device, gradients all-reduced",
-    FSDP: "ZeRO-3: parameters sharded, gathered for each forward and each backward pass",
+    FSDP: "ZeRO-3, parameters sharded, gathered for each forward and each backward pass",
     ZERO1: "parameters and optimizer state sharded, gathered once a step; gradients reduced once",
     ZERO2: "as ZeRO-1, gradients reduce-scattered in every micro-batch",
-    ZERO12: "parameters, gradients, optimizer state sharded; parameters gathered once a step",
+    ZERO12: "parameters, gradients and optimizer state sharded, gathered once a step",
     SEQUENCE: "the sequence is split, parameters whole, gradients all-reduced",
-    TENSOR: "each device stores a shard of the weights and computes with it",
+    TENSOR: "each device computes with its own shard of the weights",
     REPLICATED: "every device computes the same",
 }
 """What each kind of parallelism means, in the order in which a legend lists them."""

@@ -14,7 +14,7 @@ from autopar.plans.alternatives import alternatives_section, fastest_known
 from autopar.plans.blocks import BlockGroup, block_groups, runs_of
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
-from autopar.plans.parallelism import MEANING, kinds_of, strategy_name
+from autopar.plans.parallelism import MEANING, strategy_name
 from autopar.plans.parts import PlanFields
 from autopar.plans.text import early_text, order_text, plan_sections, streams_text
 
@@ -93,12 +93,11 @@ def summary_sections(plan: PlanFields) -> list[Section]:
 
 def summary_page(plan: PlanFields, figures: tuple[str, ...] = ()) -> Page:
     """The screen as text; as a page also with these SVG elements and all details."""
-    details = [Section(title=title, rows=tuple(rows)) for title, rows in plan_sections(plan)]
     return Page(
         headline=headline(plan),
         sections=tuple(summary_sections(plan)),
         figures=figures,
-        details=tuple(details),
+        details=plan_sections(plan),
     )
 
 
@@ -226,7 +225,8 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
         )
         for group in groups
     ]
-    notes = [_legend(plan)] if plan.parameters and plan.may_split else []
+    used = " ".join((strategy_name(plan), *(row[2] for row in rows)))
+    notes = [_legend(used)] if plan.parameters and plan.may_split else []
     if len(rows) > BLOCK_ROWS:
         half = BLOCK_ROWS // 2
         left = rows[half : len(rows) - (BLOCK_ROWS - 1 - half)]
@@ -245,11 +245,10 @@ def time_text(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= LEAST_S else ""
 
 
-def _legend(plan: PlanFields) -> str:
-    """The kinds of parallelism in the plan, explained."""
-    found = {kind for name in plan.parameters for kind in kinds_of(plan, name)}
-    texts = [f"{kind}: {text}" for kind, text in MEANING.items() if kind in found]
-    return _cut("; ".join(texts), 3)
+def _legend(used: str) -> str:
+    """The kinds of parallelism that a text names, explained."""
+    words = set(re.findall(r"[^\s,()%]+", used))
+    return "; ".join(f"{kind}: {text}" for kind, text in MEANING.items() if kind in words)
 
 
 def memory_rows(plan: PlanFields) -> tuple[tuple[str, str], ...]:

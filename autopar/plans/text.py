@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.allocator import device_bytes
+from autopar.plans.layout import WIDTH, Section, text_lines
 from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
@@ -24,9 +25,16 @@ MAX_ROWS = 14
 Rows = list[tuple[str, str]]
 
 
-def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
-    """The sections of a plan's report: titled rows of (name, text), without layout."""
+def plan_sections(plan: PlanFields) -> tuple[Section, ...]:
+    """The sections of a plan's report, without layout."""
     is_split = plan.cluster.num_devices > 1  # on one device all known strategies are the same
+    sections = [
+        Section(title=title, rows=tuple(rows), wraps=True) for title, rows in _titled_rows(plan)
+    ]
+    return (*sections, *([_baselines(plan)] if is_split else []))
+
+
+def _titled_rows(plan: PlanFields) -> list[tuple[str, Rows]]:
     return [
         ("plan", _summary(plan)),
         ("predicted time of a step", _times(plan)),
@@ -43,7 +51,6 @@ def plan_sections(plan: PlanFields) -> list[tuple[str, Rows]]:
         *([("compiled blocks", _kernels(plan))] if plan.kernels else []),
         *([("offloading", _offload(plan.offload))] if plan.offload is not None else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
-        *([("known strategies at the same prices", _baselines(plan))] if is_split else []),
     ]
 
 
@@ -313,35 +320,46 @@ def _pipelines(plan: PlanFields) -> Rows:
     return [*rows, *(("excluded: " + names[0], reason) for reason, names in reasons.items())]
 
 
-def _baselines(plan: PlanFields) -> Rows:
+def _baselines(plan: PlanFields) -> Section:
     """One row per kind of data parallelism, one column per kind of tensor parallelism; for a
     pipeline one row per schedule of another system."""
     known = plan.search.baselines
+    title = "known strategies at the same prices: step time, and relative to the plan"
     if plan.is_pipeline:
-        rows = [
-            (name, f"{_price(plan, name)}  {each.note}".rstrip()) for name, each in known.items()
-        ]
-        return [*rows, *_missing(plan)]
+        columns: tuple[str, ...] = ("schedule", "step", "note")
+        prices = ((name, _price(plan, name), each.note) for name, each in known.items())
+        rows: list[tuple[str, ...]] = list(prices)
+        notes = _missing(plan)
+    else:
+        columns, rows = _by_two_kinds(plan)
+        notes = [*_fastest(plan), *_missing(plan)]
+    return Section(
+        title=title, columns=columns, rows=tuple(rows), notes=tuple(notes), wraps=True
+    ).used_columns()
+
+
+def _by_two_kinds(plan: PlanFields) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of the known strategies, by their data and their tensor parallelism."""
+    known = plan.search.baselines
     columns = [
         tensor
         for tensor in ("", *ALONG_TENSORS)
         if any(name_of(data, tensor) in known for data in (*ALONG_DATA, "") if data or tensor)
     ]
-    header = [f"x {tensor}" if tensor else "alone" for tensor in columns]
-    rows = [("step time, relative to the plan", _cells(header))]
+    header = ("", *(f"x {tensor}" if tensor else "alone" for tensor in columns))
+    rows: list[tuple[str, ...]] = []
     for data in (*ALONG_DATA, ""):
         names = [name_of(data, tensor) for tensor in columns]
         if any(name in known for name in names):
-            cells = [_price(plan, name) for name in names]
-            rows.append((data or "no data parallelism", _cells(cells)))
+            prices = tuple(_price(plan, name) for name in names)
+            rows.append((data or "no data parallelism", *prices))
+    empty = ("",) * (len(columns) - 1)
     rows += [
-        (name, _price(plan, name)) for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN) if name in known
+        (name, _price(plan, name), *empty)
+        for name in (ONE_WEIRD_TRICK, MARKOV_CHAIN)
+        if name in known
     ]
-    return [*rows, *_fastest(plan), *_missing(plan)]
-
-
-def _cells(texts: Sequence[str]) -> str:
-    return "".join(f"{text:<22}" for text in texts).rstrip()
+    return header, rows
 
 
 def _price(plan: PlanFields, name: str) -> str:
@@ -352,8 +370,8 @@ def _price(plan: PlanFields, name: str) -> str:
     return f"{format_seconds(known.time_s)} {ratio:.2f}x"
 
 
-def _fastest(plan: PlanFields) -> Rows:
-    """The fastest baseline, and its memory compared with the plan's."""
+def _fastest(plan: PlanFields) -> list[str]:
+    """The fastest known strategy, and its memory compared with the plan's."""
     known = plan.search.baselines
     names = [name for name in known if name != MARKOV_CHAIN]
     if not names:
@@ -361,27 +379,20 @@ def _fastest(plan: PlanFields) -> Rows:
     name = min(names, key=lambda name: known[name].time_s)
     mine = format_bytes(plan.search.estimated_bytes)
     theirs = format_bytes(known[name].memory_bytes)
-    text = f"{name} on {known[name].mesh}; estimated memory {theirs}, the plan's {mine}"
-    return [("fastest baseline", text)]
+    where = f"{name} on {known[name].mesh}"
+    return [f"fastest: {where}; estimated memory {theirs}, the plan's {mine}"]
 
 
-def _missing(plan: PlanFields) -> Rows:
+def _missing(plan: PlanFields) -> list[str]:
     """Strategies that do not apply, one row per reason; combinations are implied by their parts."""
     grouped: dict[str, list[str]] = {}
     for name, reason in sorted(plan.search.missing.items(), key=lambda item: len(item[0])):
         names = grouped.setdefault(reason, [])
         if not any(name.startswith(f"{each} x ") or name.endswith(f" x {each}") for each in names):
             names.append(name)
-    return [
-        ("not applicable", f"{', '.join(names)}: {reason}") for reason, names in grouped.items()
-    ]
+    return [f"not applicable: {', '.join(names)}: {reason}" for reason, names in grouped.items()]
 
 
-def format_plan(plan: PlanFields) -> str:
-    """All details of the plan as text, in lines as long as their content."""
-    lines = []
-    for title, rows in plan_sections(plan):
-        lines.append(title)
-        width = max((len(name) for name, _ in rows), default=0)
-        lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
-    return "\n".join(lines)
+def format_plan(plan: PlanFields, width: int = WIDTH) -> str:
+    """All details of the plan as text of at most ``width`` columns."""
+    return "\n".join(line for each in plan_sections(plan) for line in text_lines(each, width))

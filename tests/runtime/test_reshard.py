@@ -146,8 +146,8 @@ def test_the_memory_decides_how_many_are_released() -> None:
     assert times == sorted(times)
     assert sum(tight.prediction.memory_bytes.values()) <= 5 * 2**30
     text = f"{len(tight.released)}, gathered for each forward and each backward pass"
-    assert text in tight.report("full")
-    assert "released after forward" not in ample.report("full")
+    assert text in " ".join(tight.report("full").split())
+    assert "released after forward" not in " ".join(ample.report("full").split())
     with pytest.raises(autopar.ConstraintError, match="no strategy found that fits"):
         planned("5GiB", reshard_after_forward=False, offload=False)
 
