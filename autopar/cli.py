@@ -349,7 +349,7 @@ def _clusters(_: argparse.Namespace) -> None:
                 format_bytes(device.memory_bytes),
                 f"{(peak or device.peak_flops_per_s.float32) / 1e12:,.4g} TFLOP/s",
                 f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f} GB/s",
-                cluster.levels[0].name,
+                ", ".join(level.name for level in cluster.levels[: cluster.num_node_levels]),
             )
         )
     table = Section(

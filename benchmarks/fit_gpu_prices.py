@@ -87,7 +87,8 @@ CHIPS = {
     "L4": ChipFacts(names=("NVIDIA L4",), nanometres=5, watts=72, tera=31.3),
     "L40S": ChipFacts(names=("NVIDIA L40S",), nanometres=5, watts=350, tera=91.6),
     "H100": ChipFacts(
-        names=("NVIDIA H100 80GB HBM3", "NVIDIA H200"), nanometres=5, watts=700, tera=66.9
+        names=("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200"), nanometres=5,
+        watts=700, tera=66.9,
     ),
     "B200": ChipFacts(names=("NVIDIA B200",), nanometres=4.5, watts=1000, tera=75),
     "MI300X": ChipFacts(names=("AMD Instinct MI300X",), nanometres=5, watts=750, tera=163.4),

@@ -1,25 +1,22 @@
-"""GPU prices compared with measurements: kernels, collectives within a node, published errors.
+"""GPU prices compared with measurements: kernels, collectives, published errors.
 
 Run: ``python benchmarks/gpu_prices.py FOLDER``, about a minute on one core. Kernels are priced by
 fits that did not see them: over five folds of the shapes, and over each chip left out; they are
 compared with the plain roofline and with the errors that NeuSight's authors published on this data.
-Collectives are priced by the presets, whose NVLink constants were fitted to the rows inside a node;
-the rows between nodes were not used. Prints and writes ``benchmarks/results/gpu_prices.json``.
+Collectives are in `gpu_collectives`. Prints and writes ``benchmarks/results/gpu_prices.json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from fit_gpu_prices import PASSES, Result, devices, errors, read, run
+from gpu_collectives import collectives, show, summary
 from setting import setting
-
-from autopar.cost_models import Cluster, CommunicationModel
 
 RESULT = Path(__file__).parent / "results" / "gpu_prices.json"
 ASKED = {
@@ -28,16 +25,6 @@ ASKED = {
 }
 # Mean errors in percent reported by NeuSight's authors, the lowest of the methods they compare.
 PUBLISHED = {"batched": 14, "linear": 14, "pointwise": 14, "softmax": 14, "normalization": 20}
-NODES = {"a100_dgx": "a100-80", "h100_dgx": "h100-sxm"}
-
-
-def summary(off: Any) -> dict[str, float]:
-    return {
-        "median": round(100 * float(np.median(off)), 1),
-        "mean": round(100 * float(np.mean(off)), 1),
-        "p90": round(100 * float(np.quantile(off, 0.9)), 1),
-        "rows": len(off),
-    }
 
 
 def roofline(folder: Path, precision: str, family: str) -> Any:
@@ -76,29 +63,6 @@ def kernels(folder: Path, results: dict[tuple[str, str], Result]) -> dict[str, A
     return found
 
 
-def collectives(folder: Path) -> dict[str, Any]:
-    """Errors of the presets' prices, for nodes that a preset describes."""
-    groups: dict[str, list[float]] = {}
-    with (folder / "collectives.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    models: dict[tuple[str, int, int], CommunicationModel] = {}
-    for row in rows:
-        preset = NODES.get(row["node"])
-        count, each = int(row["num_devices"]), int(row["devices_per_node"])
-        if preset is None:
-            continue
-        key = (preset, count // each, each)
-        if key not in models:
-            cluster = Cluster.preset(preset, nodes=key[1], devices_per_node=8)
-            models[key] = CommunicationModel(cluster)
-        ranks = tuple(8 * node + i for node in range(key[1]) for i in range(each))
-        found = models[key].estimate(row["collective"], int(row["bytes"]), ranks)
-        where = "inside a node" if key[1] == 1 else "between nodes"
-        name = f"{row['collective']} {row['node']} {where}, {count} devices"
-        groups.setdefault(name, []).append(abs(found.time_s / (float(row["ms"]) / 1e3) - 1))
-    return {name: summary(np.array(off)) for name, off in groups.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the measurements lie")
@@ -117,8 +81,7 @@ def main() -> None:
             print(f"    {device}: {numbers}")
         for chip, numbers in of["chip left out"].items():
             print(f"    {chip} left out: {numbers}")
-    for name, numbers in found["collectives"].items():
-        print(f"{name}: {numbers}")
+    show(found["collectives"])
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -27,9 +27,29 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
     @classmethod
-    def preset(cls, name: str, *, nodes: int = 1, devices_per_node: int = 8) -> "Cluster":
-        """A cluster of ``nodes`` typical nodes of a known device; raises ClusterError."""
-        return cls._of(preset_cluster(name, nodes=nodes, devices_per_node=devices_per_node))
+    def preset(
+        cls,
+        name: str,
+        *,
+        nodes: int = 1,
+        devices_per_node: int = 8,
+        network_efficiency: float | None = None,
+    ) -> "Cluster":
+        """A cluster of ``nodes`` typical nodes of a known device.
+
+        ``network_efficiency`` is the fraction of the bandwidth between nodes that large collectives
+        reach, which no specification says (default: the preset's). Measure it with an all-reduce.
+        Raises ClusterError for an unknown name (listing the known ones), a count below one, or a
+        value that is no fraction.
+        """
+        return cls._of(
+            preset_cluster(
+                name,
+                nodes=nodes,
+                devices_per_node=devices_per_node,
+                network_efficiency=network_efficiency,
+            )
+        )
 
     @classmethod
     def detect(cls, num_devices: int | None = None) -> "Cluster":

@@ -4,13 +4,14 @@ In: the kind of collective, the bytes of the full buffer on one device, and the 
 a mesh axis. Out: an ``Estimate``. The other groups of that axis run the same collective at the same
 time, so groups that share a link share its bandwidth.
 
-The analytical time of a collective is ``launch + steps * latency + bytes / bandwidth``:
+On GPUs (NCCL) collectives between nodes are priced by `autopar.cost_models.nccl`. All others take
+``launch + steps * latency + bytes / bandwidth``:
 
-- *bytes*: a group spans ``fanout`` units at each level of links. Collectives run hierarchically
-  (inside the node, then across), which minimizes the bytes over each unit's link: ``S (f - 1) / f``
-  at each level of fan-out f for an all-gather or reduce-scatter of S bytes, and twice that for an
-  all-reduce. The levels process different chunks concurrently, as NCCL's pipelined rings do, so the
-  slowest level determines the time.
+- *bytes*: a group spans ``fanout`` units at each level of links. With gloo collectives run
+  hierarchically (inside the node, then across), which minimizes the bytes over each unit's link:
+  ``S (f - 1) / f`` at each level of fan-out f for an all-gather or reduce-scatter of S bytes, and
+  twice that for an all-reduce. The levels process different chunks concurrently, so the slowest
+  level determines the time. NCCL's rings are flat: ``S (N - 1) / N`` for N ranks at each level.
 - *ramp*: links reach their rate with large buffers only; ``ramp_bytes`` of a level says how large.
 - *steps*: rings take ``f - 1`` steps per level, trees ``ceil(log2 f)``; the better one is used.
 
@@ -18,20 +19,20 @@ Times measured on a process group take precedence.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.estimate import CostError, Estimate, Source
+from autopar.cost_models.nccl import AcrossNodes, across_nodes, ramp
+from autopar.cost_models.spans import Span, crossing_s, spans_of
 
 # A message's launch over that of a collective, which sets up rings among all: 7 of 27 us on H100,
 # 14 of 33 us on A100 (Vidur's measurements, microsoft/vidur).
 _SEND_LAUNCH = 1 / 3
-# Fitted, with the ramp of the A100's links, to all-reduces of 10 kB to 64 MiB inside A100 nodes
-# (the same source) and to what nccl-tests report at 1 GiB.
-_RAMP_POWER = 0.3
+# A message between nodes takes 8 us more than the latency of its link (the same source).
+_MESSAGE_SETUP_S = 8e-6
 
 
 class Collective(StrEnum):
@@ -43,20 +44,6 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """The position of a group on one level of links.
-
-    The group has ``members`` ranks in each of ``fanout`` units of the level; ``sharing`` groups of
-    the same mesh axis use each unit's link at the same time. ``num_units`` is the level's size.
-    """
-
-    fanout: int
-    members: int
-    sharing: int
-    num_units: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +117,7 @@ class CommunicationModel:
         self.cluster = cluster
         self._measured = dict(measured or {})
         self._spans: dict[tuple[int, ...], tuple[Span, ...]] = {}
+        self._across: dict[tuple[int, ...], AcrossNodes | None] = {}
         self._estimates: dict[tuple[str, int, tuple[int, ...]], Estimate] = {}
 
     def estimate(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> Estimate:
@@ -171,7 +159,7 @@ class CommunicationModel:
         ranks = tuple(ranks)
         known = self._spans.get(ranks)
         if known is None:
-            known = self._spans[ranks] = _spans_of(self.cluster, ranks)
+            known = self._spans[ranks] = spans_of(self.cluster, ranks)
         return known
 
     def group_shape(self, ranks: Sequence[int]) -> GroupShape:
@@ -197,9 +185,32 @@ class CommunicationModel:
         curve = self._measured.get((collective, self.group_shape(ranks)))
         if curve is not None:
             return curve.at(size_bytes)
-        return Estimate(self._analytical_s(collective, size_bytes, spans), Source.ANALYTICAL)
+        time_s = self._analytical_s(collective, size_bytes, ranks, spans)
+        return Estimate(time_s, Source.ANALYTICAL)
 
-    def _analytical_s(self, kind: Collective, size_bytes: int, spans: tuple[Span, ...]) -> float:
+    def _analytical_s(
+        self, kind: Collective, size_bytes: int, ranks: tuple[int, ...], spans: tuple[Span, ...]
+    ) -> float:
+        launch_s = self.cluster.collective_launch_s
+        across = self._across_nodes(ranks, spans)
+        if across is not None:
+            match kind:
+                case Collective.ALL_REDUCE:
+                    return launch_s + across.all_reduce_s(size_bytes)
+                case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+                    return launch_s + across.gather_s(size_bytes)
+                case Collective.BROADCAST:
+                    return launch_s + across.broadcast_s(size_bytes)
+        is_flat = self.cluster.backend == "nccl"
+        if is_flat and kind == Collective.SEND_RECV:
+            launch_s *= _SEND_LAUNCH
+            if across is not None:
+                launch_s += _MESSAGE_SETUP_S
+        return launch_s + self._by_levels_s(kind, size_bytes, spans, is_flat)
+
+    def _by_levels_s(
+        self, kind: Collective, size_bytes: int, spans: tuple[Span, ...], is_flat: bool
+    ) -> float:
         group_size = math.prod(span.fanout for span in spans)
         latency_s = 0.0
         transfer_s = 0.0
@@ -209,61 +220,41 @@ class CommunicationModel:
                 continue
             latency_s += _ring_steps(kind, span.fanout) * level.latency_s
             tree_latency_s += _tree_steps(kind, span.fanout) * level.latency_s
-            crossing = _crossing_bytes(kind, size_bytes, span, group_size)
-            unit_s = span.sharing * crossing / level.bandwidth_bytes_per_s
-            device_s = 0.0
-            if level.device_bandwidth_bytes_per_s:
-                device_s = crossing / (span.members * level.device_bandwidth_bytes_per_s)
-            medium_s = 0.0
-            if level.total_bandwidth_bytes_per_s:
-                everything = span.sharing * crossing * span.num_units
-                medium_s = everything / level.total_bandwidth_bytes_per_s
-            level_s = max(unit_s, device_s, medium_s) / level.efficiency
-            if kind != Collective.SEND_RECV:
-                level_s *= 1 + (level.ramp_bytes / size_bytes) ** _RAMP_POWER
+            crossing = _crossing_bytes(kind, size_bytes, span, group_size, is_flat)
+            level_s = crossing_s(level, span, crossing)
+            if kind == Collective.SEND_RECV:
+                level_s /= level.message_efficiency or level.efficiency
+            else:
+                level_s *= ramp(level.ramp_bytes, size_bytes) / level.efficiency
             transfer_s = max(transfer_s, level_s)
-        launch_s = self.cluster.collective_launch_s
-        if kind == Collective.SEND_RECV and self.cluster.backend == "nccl":
-            launch_s *= _SEND_LAUNCH
-        return launch_s + min(latency_s, tree_latency_s) + transfer_s
+        return min(latency_s, tree_latency_s) + transfer_s
+
+    def _across_nodes(self, ranks: tuple[int, ...], spans: tuple[Span, ...]) -> AcrossNodes | None:
+        """How NCCL sees a group in several nodes; None for others."""
+        if self.cluster.backend != "nccl":
+            return None
+        if ranks not in self._across:
+            levels, inside = self.cluster.levels, self.cluster.num_node_levels
+            self._across[ranks] = across_nodes(levels, inside, spans)
+        return self._across[ranks]
 
 
-def _spans_of(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[Span, ...]:
-    if len(set(ranks)) != len(ranks) or not ranks:
-        raise CostError(f"the ranks {ranks} of a group must be at least one, without repetition.")
-    if min(ranks) < 0 or max(ranks) >= cluster.num_devices:
-        raise CostError(
-            f"the ranks {ranks} are not all in a cluster of {cluster.num_devices} devices."
-        )
-    spans = []
-    unit_devices = 1
-    for level in cluster.levels:
-        members = Counter(rank // unit_devices for rank in ranks)
-        fanouts = Counter(unit // level.size for unit in members)
-        spans.append(
-            Span(
-                fanout=max(fanouts.values()),
-                # An uneven group waits for the unit with the fewest members to feed its link.
-                members=min(members.values()),
-                sharing=max(1, unit_devices // max(members.values())),
-                num_units=level.size,
-            )
-        )
-        unit_devices *= level.size
-    return tuple(spans)
+def _crossing_bytes(
+    kind: Collective, size_bytes: int, span: Span, group_size: int, is_flat: bool
+) -> float:
+    """Bytes that a group sends over a unit's link at this level.
 
-
-def _crossing_bytes(kind: Collective, size_bytes: int, span: Span, group_size: int) -> float:
-    """Bytes that a group sends over a unit's link at this level."""
-    fanout = span.fanout
+    ``is_flat``: by one ring over the whole group, not by one for each level.
+    """
+    num = group_size if is_flat else span.fanout
     match kind:
         case Collective.ALL_REDUCE:
-            return 2 * size_bytes * (fanout - 1) / fanout
+            return 2 * size_bytes * (num - 1) / num
         case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
-            return size_bytes * (fanout - 1) / fanout
+            return size_bytes * (num - 1) / num
         case Collective.ALL_TO_ALL:
             # Each member sends an equal share to each member of the level's other units.
-            return span.members * size_bytes * span.members * (fanout - 1) / group_size
+            return span.members * size_bytes * span.members * (span.fanout - 1) / group_size
         case Collective.BROADCAST | Collective.SEND_RECV:
             return float(size_bytes)
 

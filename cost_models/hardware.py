@@ -141,8 +141,11 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     most ``device_bandwidth_bytes_per_s`` of it (0: all of it). ``total_bandwidth_bytes_per_s`` is
     that of all units together if they share a medium, such as a bus or the memory of a host (0:
     every unit has its own link). ``efficiency`` is the fraction of these bandwidths that large
-    collectives reach; one of ``ramp_bytes`` takes twice as long as at that rate (0: the rate holds
-    for all sizes).
+    collectives reach, ``message_efficiency`` that of a message between two devices (0: the same). A
+    collective of ``ramp_bytes`` takes twice as long as at that rate (0: the rate holds for all
+    sizes). ``in_node`` says that a level other than the first is inside a node too, ``is_direct``
+    that devices reach the adapters of a network through switches of PCI Express alone, so that NCCL
+    uses its protocol LL128.
     """
 
     name: str
@@ -152,7 +155,10 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     device_bandwidth_bytes_per_s: float = 0.0
     total_bandwidth_bytes_per_s: float = 0.0
     efficiency: float = 1.0
+    message_efficiency: float = 0.0
     ramp_bytes: float = 0.0
+    in_node: bool = False
+    is_direct: bool = False
     source: str = "the user's description"
 
     def __post_init__(self) -> None:
@@ -172,14 +178,16 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 "device_bandwidth_bytes_per_s": self.device_bandwidth_bytes_per_s,
                 "total_bandwidth_bytes_per_s": self.total_bandwidth_bytes_per_s,
                 "ramp_bytes": self.ramp_bytes,
+                "message_efficiency": self.message_efficiency,
             },
         )
-        if self.efficiency > 1:
-            raise ClusterError(
-                f"level {self.name!r} has efficiency {shown(self.efficiency)}; it is the fraction "
-                "of the bandwidth that collectives reach, so at most 1. For example, write "
-                "efficiency=0.8."
-            )
+        for field in ("efficiency", "message_efficiency"):
+            value = getattr(self, field)
+            if value > 1:
+                raise ClusterError(
+                    f"level {self.name!r} has {field} {shown(value)}; it is the fraction of the "
+                    f"bandwidth that is reached, so at most 1. For example, write {field}=0.8."
+                )
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -230,8 +238,14 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def devices_per_node(self) -> int:
-        """The number of devices per unit of the second level."""
-        return self.levels[0].size if self.levels else 1
+        """The number of devices of the levels that are inside a node."""
+        return math.prod(level.size for level in self.levels[: self.num_node_levels])
+
+    @property
+    def num_node_levels(self) -> int:
+        """The number of levels inside a node: the first, and those after it that say so."""
+        beyond = (i for i, level in enumerate(self.levels) if i and not level.in_node)
+        return next(beyond, len(self.levels))
 
     @property
     def num_nodes(self) -> int:

@@ -6,27 +6,30 @@ that collectives reach, reserves) say what they are derived from.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from autopar.base.errors import ClusterError
 from autopar.base.spelling import did_you_mean
 from autopar.cost_models.hardware import DeviceSpec, Hardware, Level, PeakFlops, is_count
+from autopar.cost_models.links import (
+    A100_LAUNCH_S,
+    NCCL_LAUNCH_S,
+    a100_nvlink,
+    ethernet,
+    infiniband,
+    nvlink,
+    nvlink_bridge,
+    of_efficiency,
+    pcie,
+    pcie_bytes_per_s,
+)
 
 _TERA = 1e12
 _GIGA = 1e9
 _GIB = 1 << 30
 _MIB = 1 << 20
-
-# Rounded from the per-step hardware latencies in NCCL's tuning table (src/graph/tuning.cc, LL and
-# LL128 protocols): 0.6-1.9 us over NVLink, 1.0-1.9 us over PCIe, 2.7-4 us over a network. Measured
-# steps over NVLink take less (Vidur's all-reduces on DGX nodes, microsoft/vidur): 0.2 us, and each
-# collective of torch.distributed starts for 27 us (H100) to 34 us (A100).
-_NVLINK_STEP_S = 0.2e-6
-_PCIE_STEP_S = 1.5e-6
-_NETWORK_STEP_S = 4.0e-6
-_NCCL_LAUNCH_S = 27e-6
 
 # A kernel launched from eager PyTorch takes about 5 us of host time; the launch itself takes about
 # 2.5 us. The host runs ahead in a training step, so the lower figure applies.
@@ -40,15 +43,6 @@ _CUDA_RESERVE_BYTES = _GIB
 # its memory bandwidth, which costs a tenth to a quarter of the compute rate.
 _CUDA_OVERLAP_SLOWDOWN = 1.15
 
-# All-reduce bus bandwidth over the link's own: nccl-tests on 8 devices report about 230 of
-# 300 GB/s (A100), 360 of 450 GB/s (H100) and 130 of 150 GB/s (V100). Of the A100's links up to
-# 64 MiB, fitted to Vidur's all-reduces on 2 to 8 devices: 0.89 with a ramp of 7.7 MB.
-_NVLINK_EFFICIENCY = 0.8
-_A100_NVLINK_EFFICIENCY = 0.89
-_A100_NVLINK_RAMP_BYTES = 7.7e6
-_A100_LAUNCH_S = 34e-6
-_INFINIBAND_EFFICIENCY = 0.9
-_PCIE_EFFICIENCY = 0.8
 _NO_OVERLAP_SLOWDOWN = 1e3
 """A CPU computes nothing beside a collective on its host, which the thread that computes makes
 itself (`autopar.comm.transports.sockets`): a slow-down so large that nothing is hidden."""
@@ -56,61 +50,19 @@ itself (`autopar.comm.transports.sockets`): a slow-down so large that nothing is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preset:
+    """``bridge`` joins neighbouring devices of a node. ``devices_per_adapter`` share an adapter of
+    the network (0: a smaller node has as many adapters); where more do, collectives reach
+    ``crowded_efficiency``."""
+
     device: DeviceSpec
     inner: Level
     outer: Level
+    bridge: Level | None = None
+    devices_per_adapter: int = 0
+    crowded_efficiency: float = 0.0
     memory_reserve_bytes: int = _CUDA_RESERVE_BYTES
-    collective_launch_s: float = _NCCL_LAUNCH_S
+    collective_launch_s: float = NCCL_LAUNCH_S
     overlap_slowdown: float = _CUDA_OVERLAP_SLOWDOWN
-
-
-def _nvlink(gigabytes_per_s: float, source: str) -> Level:
-    return Level(
-        name="nvlink",
-        size=8,
-        latency_s=_NVLINK_STEP_S,
-        bandwidth_bytes_per_s=gigabytes_per_s * _GIGA,
-        efficiency=_NVLINK_EFFICIENCY,
-        source=f"{source}: half of NVLink's total; efficiency from nccl-tests' bus bandwidth",
-    )
-
-
-def _infiniband(adapters: int, gigabits_per_s: float, devices: int, source: str) -> Level:
-    node = adapters * gigabits_per_s / 8 * _GIGA
-    return Level(
-        name="infiniband",
-        size=8,
-        latency_s=_NETWORK_STEP_S,
-        bandwidth_bytes_per_s=node,
-        device_bandwidth_bytes_per_s=max(node / devices, gigabits_per_s / 8 * _GIGA),
-        efficiency=_INFINIBAND_EFFICIENCY,
-        source=f"{source}: {adapters} adapters of {gigabits_per_s:g} Gb/s",
-    )
-
-
-def pcie_bytes_per_s(generation: int) -> float:
-    """Bytes per second that copies over PCI Express with 16 lanes reach, each way."""
-    return _pcie_link(generation) * _PCIE_EFFICIENCY
-
-
-def _pcie_link(generation: int) -> float:
-    # 16 lanes at 8 GT/s in generation 3, with 128b/130b coding; each later one doubles the rate.
-    return 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8
-
-
-def _pcie3(source: str) -> Level:
-    # Consumer cards communicate through the host, whose two sockets have one root port per four
-    # cards: four links in total.
-    link = _pcie_link(3)
-    return Level(
-        name="pcie3",
-        size=8,
-        latency_s=_PCIE_STEP_S,
-        bandwidth_bytes_per_s=link,
-        total_bandwidth_bytes_per_s=4 * link,
-        efficiency=_PCIE_EFFICIENCY,
-        source=f"PCI Express 3.0, 16 lanes; {source}",
-    )
 
 
 _DGX1 = "NVIDIA DGX-1 with V100 datasheet"
@@ -137,8 +89,8 @@ def _v100() -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=_nvlink(150, "NVIDIA V100 datasheet, 300 GB/s"),
-        outer=_infiniband(4, 100, 8, _DGX1),
+        inner=nvlink(150, "NVIDIA V100 datasheet, 300 GB/s"),
+        outer=infiniband(4, 100, 8, _DGX1),
     )
 
 
@@ -164,13 +116,9 @@ def _a100(memory_bytes: int, bandwidth: float, name: str) -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=structs.replace(
-            _nvlink(300, "NVIDIA A100 datasheet, 600 GB/s"),
-            efficiency=_A100_NVLINK_EFFICIENCY,
-            ramp_bytes=_A100_NVLINK_RAMP_BYTES,
-        ),
-        outer=_infiniband(8, 200, 8, _DGXA100),
-        collective_launch_s=_A100_LAUNCH_S,
+        inner=a100_nvlink(),
+        outer=infiniband(8, 200, 8, _DGXA100),
+        collective_launch_s=A100_LAUNCH_S,
     )
 
 
@@ -197,8 +145,8 @@ def _hopper(name: str, memory_bytes: int, bandwidth: float, node: str, sheet: st
     )
     return _Preset(
         device=device,
-        inner=_nvlink(450, f"{sheet}, 900 GB/s"),
-        outer=_infiniband(8, 400, 8, node),
+        inner=nvlink(450, f"{sheet}, 900 GB/s"),
+        outer=infiniband(8, 400, 8, node),
     )
 
 
@@ -228,8 +176,8 @@ def _b200() -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=_nvlink(900, "NVIDIA DGX B200 datasheet, 1,800 GB/s"),
-        outer=_infiniband(8, 400, 8, _DGXB200),
+        inner=nvlink(900, "NVIDIA DGX B200 datasheet, 1,800 GB/s"),
+        outer=infiniband(8, 400, 8, _DGXB200),
     )
 
 
@@ -251,8 +199,8 @@ def _gtx1080ti() -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=_pcie3("cards under two root complexes"),
-        outer=_infiniband(1, 100, 8, "one EDR adapter a node"),
+        inner=pcie(3, "cards under two root complexes"),
+        outer=infiniband(1, 100, 8, "one EDR adapter a node"),
     )
 
 
@@ -275,8 +223,8 @@ def _rtx2080ti() -> _Preset:
     )
     return _Preset(
         device=device,
-        inner=_pcie3("no peer access between cards: exchanged through the host"),
-        outer=_infiniband(1, 100, 8, "one EDR adapter a node"),
+        inner=pcie(3, "no peer access between cards: exchanged through the host"),
+        outer=infiniband(1, 100, 8, "one EDR adapter a node"),
     )
 
 
@@ -317,15 +265,7 @@ def _card(card: _Card, inner: Level) -> _Preset:
         cache_bytes=card.cache * _MIB,
         source=card.source,
     )
-    return _Preset(device=device, inner=inner, outer=_infiniband(1, 100, 8, "one EDR adapter"))
-
-
-def _pcie4(source: str) -> Level:
-    link = _pcie_link(4)
-    return structs.replace(
-        _pcie3(source), name="pcie4", bandwidth_bytes_per_s=link,
-        total_bandwidth_bytes_per_s=4 * link, source=f"PCI Express 4.0, 16 lanes; {source}",
-    )  # fmt: skip
+    return _Preset(device=device, inner=inner, outer=infiniband(1, 100, 8, "one EDR adapter"))
 
 
 def _pcie_cards() -> dict[str, _Card]:
@@ -445,7 +385,7 @@ _PRESETS: dict[str, Callable[[], _Preset]] = {
 
 def _of_card(card: _Card, old: bool) -> Callable[[], _Preset]:
     source = "cards under two root complexes"
-    return lambda: _card(card, _pcie3(source) if old else _pcie4(source))
+    return lambda: _card(card, pcie(3 if old else 4, source))
 
 
 _PRESETS |= {
@@ -453,14 +393,64 @@ _PRESETS |= {
     for name, card in _pcie_cards().items()
 }
 
+
+# Messages between two A40 without peer access, and between nodes of A40 and of bridged H100, as
+# Vidur measured them (microsoft/vidur). The network's adapters and protocol are not stated.
+_PAIRS_NETWORK = "one adapter of 100 Gb/s assumed; efficiency from Vidur's sends between such nodes"
+_A40_MESSAGE_EFFICIENCY = 0.13
+
+
+def _a40() -> _Preset:
+    inner = structs.replace(
+        pcie(4, "messages between cards pass the host's memory: Vidur's sends"),
+        message_efficiency=_A40_MESSAGE_EFFICIENCY,
+    )
+    return replace(
+        _card(_pcie_cards()["a40"], inner), outer=ethernet(1, 100, 0.21, 0.21, _PAIRS_NETWORK)
+    )
+
+
+def _h100_pcie() -> _Preset:
+    card = _Card(
+        name="NVIDIA H100 PCIe", float32=51.2, bandwidth=2000, memory=80, units=114, cache=50,
+        half=756, bfloat16=756, tensor_float32=378, float64=51.2,
+        source="NVIDIA H100 datasheet (PCIe); 114 SMs and 50 MB L2 from the Hopper whitepaper",
+    )  # fmt: skip
+    inner = pcie(5, "pairs of cards under two root complexes")
+    # Measured messages exceed the 300 GB/s of the datasheet's three bridges.
+    return replace(
+        _card(card, inner),
+        bridge=nvlink_bridge(335, "Vidur's sends between two H100 of a pair"),
+        outer=ethernet(1, 100, 0.2, 0.2, _PAIRS_NETWORK),
+    )
+
+
+def _a100_on_ethernet() -> _Preset:
+    # Vidur's DGX A100 nodes: rings carry 5.9 GB/s over an adapter and messages 7.8. Jobs with one
+    # or two devices a node use one adapter, those with four or eight two, but eight reach less.
+    return replace(
+        _a100(80 * _GIB, 2039 * _GIGA, "NVIDIA A100-SXM4-80GB"),
+        outer=ethernet(
+            2, 100, 0.47, 0.63, "two adapters of 100 Gb/s; efficiency from Vidur's all-reduces"
+        ),
+        devices_per_adapter=2,
+        crowded_efficiency=0.33,
+    )
+
+
+_PRESETS |= {"a40": _a40, "h100-pcie": _h100_pcie, "a100-80-ethernet": _a100_on_ethernet}
+
 PRESET_NAMES = tuple(_PRESETS)
 
 
-def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> Hardware:
-    """The cluster of ``nodes`` typical nodes of the device ``name``.
-
-    Raises ClusterError for an unknown name (listing the known ones) or a count below one.
-    """
+def preset_cluster(
+    name: str,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 8,
+    network_efficiency: float | None = None,
+) -> Hardware:
+    """The cluster of ``nodes`` typical nodes of the device ``name``; see ``Cluster.preset``."""
     if not isinstance(name, str) or name not in _PRESETS:
         raise ClusterError(
             f"there is no preset {name!r}; there are {', '.join(PRESET_NAMES)}. Describe other "
@@ -476,9 +466,11 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> H
     slowdown = preset.overlap_slowdown
     if preset.device.kind == "cpu" and nodes == 1:
         slowdown = _NO_OVERLAP_SLOWDOWN
-    levels: tuple[Level, ...] = (structs.replace(preset.inner, size=devices_per_node),)
+    levels = _node(preset, devices_per_node)
     if nodes > 1:
-        levels += (structs.replace(preset.outer, size=nodes),)
+        levels += (structs.replace(_network(preset, devices_per_node), size=nodes),)
+        if network_efficiency is not None:
+            levels = (*levels[:-1], of_efficiency(levels[-1], network_efficiency))
     return Hardware(
         device=preset.device,
         levels=levels,
@@ -487,3 +479,24 @@ def preset_cluster(name: str, *, nodes: int = 1, devices_per_node: int = 8) -> H
         overlap_slowdown=slowdown,
         backend="nccl" if preset.device.kind == "cuda" else "gloo",
     )
+
+
+def _node(preset: _Preset, num_devices: int) -> tuple[Level, ...]:
+    """The links inside a node; an odd number of devices has no pairs."""
+    if preset.bridge is None or num_devices % 2:
+        return (structs.replace(preset.inner, size=num_devices),)
+    if num_devices == 2:
+        return (preset.bridge,)
+    return preset.bridge, structs.replace(preset.inner, size=num_devices // 2, in_node=True)
+
+
+def _network(preset: _Preset, num_devices: int) -> Level:
+    """The network of a node with ``num_devices``, which may have fewer adapters than a full one."""
+    if not preset.devices_per_adapter:
+        return preset.outer
+    network, share = preset.outer, preset.devices_per_adapter
+    adapter, whole = network.device_bandwidth_bytes_per_s, network.bandwidth_bytes_per_s
+    most = -(-num_devices // share) * adapter
+    if most > whole:
+        return structs.replace(network, efficiency=preset.crowded_efficiency)
+    return structs.replace(network, bandwidth_bytes_per_s=most)

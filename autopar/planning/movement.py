@@ -15,7 +15,7 @@ from autopar.base.documents import path_of
 from autopar.base.errors import MovementError
 from autopar.cost_models.allocator import Category, device_bytes
 from autopar.cost_models.hardware import DeviceSpec
-from autopar.cost_models.presets import pcie_bytes_per_s
+from autopar.cost_models.links import pcie_bytes_per_s
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.update import Update as When
 from autopar.lowering.route import routes_of

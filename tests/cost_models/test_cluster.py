@@ -74,6 +74,26 @@ def test_a_users_cluster_is_a_few_lines_of_json():
     assert cluster.num_nodes == 1
 
 
+def test_what_a_network_reaches_is_a_parameter():
+    usual = Cluster.preset("h100-sxm", nodes=2)
+    half = Cluster.preset("h100-sxm", nodes=2, network_efficiency=0.45)
+    assert half.levels[0] == usual.levels[0]
+    assert half.levels[1].efficiency == 0.45
+    assert half.levels[1].message_efficiency == pytest.approx(
+        usual.levels[1].message_efficiency / 2
+    )
+    for wrong in (0, -0.5, 1.1, math.nan, "most"):
+        with pytest.raises(ClusterError, match="efficiency"):
+            Cluster.preset("h100-sxm", nodes=2, network_efficiency=wrong)
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(1, (1,)), (2, (2,)), (3, (3,)), (8, (2, 4))])
+def test_bridged_cards_are_pairs_of_one_node(devices, sizes):
+    cluster = Cluster.preset("h100-pcie", nodes=3, devices_per_node=devices)
+    assert tuple(level.size for level in cluster.levels) == (*sizes, 3)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (3, devices)
+
+
 def _broken(change):
     description = json.loads(Cluster.preset("h100-sxm").to_json())
     change(description)
@@ -92,6 +112,8 @@ def _broken(change):
         (lambda d: d["device"]["peak_flops_per_s"].update(bfloat16=-3e14), "bfloat16=-3"),
         (lambda d: d["levels"][0].update(size=0), "size=0"),
         (lambda d: d["levels"][0].update(efficiency=1.5), "efficiency"),
+        (lambda d: d["levels"][0].update(message_efficiency=2), "message_efficiency 2.*at most 1"),
+        (lambda d: d["levels"][0].update(in_node=1), "in_node"),
         (lambda d: d["levels"][0].update(latency_s=-1), "latency_s=-1"),
         (lambda d: d.update(memory_reserve_bytes=1 << 50), "Lower it"),
         (lambda d: d.update(overlap_slowdown=0.5), "overlap_slowdown"),
