@@ -75,7 +75,7 @@ class SideStream:
         if not self._actions:
             return 0
         side_bytes = self._tally.gradient_bytes + self._largest_bytes
-        peak_bytes = self._tally.peak.total()
+        peak_bytes = self._tally.peak_bytes
         return max(0, self._tally.peak_of_main_bytes + side_bytes - peak_bytes)
 
     def _keep(self, size_bytes: int) -> None:

@@ -30,13 +30,15 @@ class Tally:
 
     def __init__(self) -> None:
         self.live: Counter[Category] = Counter()
-        self.peak: Counter[Category] = Counter()
+        self.peak: dict[Category, int] = {}
         self.peak_at = "start"
         self.at: dict[str, int] = {}
         self.moments: list[Moment] = []
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """Bytes of the peak, without what `add_to_peak` adds."""
         self._peak_moment = 0
         self._action = 0
+        self._last_bytes = 0
         self.gradient_bytes = 0
         """The most bytes of gradients at once."""
         self.peak_of_main_bytes = 0
@@ -51,12 +53,13 @@ class Tally:
         """Note the peak if this moment, with the workspace of what runs, is one."""
         total = sum(self.live.values()) + working_bytes
         of_main = total - self.live[Category.GRADIENTS]
-        self.peak_of_main_bytes = max(self.peak_of_main_bytes, of_main)
+        if of_main > self.peak_of_main_bytes:
+            self.peak_of_main_bytes = of_main
         if total > self.at.get(where, -1):
             self.at[where] = total
         found = self._noted(where, total, working_bytes)
-        if total > self._peak_bytes and found is not None:
-            self.peak, self.peak_at, self._peak_bytes = found, where, total
+        if total > self.peak_bytes and found is not None:
+            self.peak, self.peak_at, self.peak_bytes = found, where, total
             self._peak_moment = len(self.moments) - 1
 
     def begin_action(self) -> None:
@@ -66,19 +69,20 @@ class Tally:
     def add_to_peak(self, workspace_bytes: int) -> None:
         """Count further workspace at the peak."""
         if workspace_bytes:
-            self.peak[Category.WORKSPACE] += workspace_bytes
+            self.peak[Category.WORKSPACE] = self.peak.get(Category.WORKSPACE, 0) + workspace_bytes
             last = self.moments[self._peak_moment]
             self.moments[self._peak_moment] = last._replace(by_category=self.peak)
 
-    def _noted(self, where: str, total: int, working_bytes: int) -> Counter[Category] | None:
+    def _noted(self, where: str, total: int, working_bytes: int) -> dict[Category, int] | None:
         """The bytes of this moment, if it is the fullest so far of its action at its place."""
         last = self.moments[-1] if self.moments else None
-        is_new = last is None or (last.action, last.place) != (self._action, where)
-        if not is_new and last is not None and total <= last.size_bytes:
+        is_new = last is None or last.action != self._action or last.place != where
+        if not is_new and total <= self._last_bytes:
             return None
-        found = self.live.copy()
-        found[Category.WORKSPACE] += working_bytes
+        found = dict(self.live)
+        found[Category.WORKSPACE] = found.get(Category.WORKSPACE, 0) + working_bytes
         if not is_new:
             self.moments.pop()
         self.moments.append(Moment(self._action, where, found))
+        self._last_bytes = total
         return found
