@@ -298,7 +298,7 @@ def settings() -> Row:
         "interference": INTERFERENCE,
         "clusters": "4 nodes x 4 V100, NVLink inside; across, one 10 Gb/s adapter a node (0.9 of "
         "it reached, 25 us a step, both assumed) or four of 100 Gb/s (the preset)",
-        "data_parallel_baseline": "one hierarchical all-reduce a layer as its gradient comes, "
+        "data_parallel_baseline": "one all-reduce a layer as its gradient comes, "
         "first come first served, Adam; compute is not slowed by reductions; beside it by priority "
         "of the first layers, preempted at no cost, a lower bound of BytePS's time",
         "pipeline_baseline": "GPipe on contiguous stages of even cost, keeping its activations "

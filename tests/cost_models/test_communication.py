@@ -124,6 +124,35 @@ def test_a_ring_between_nodes_moves_the_bytes_that_its_messages_cross(inside, ac
         assert found == pytest.approx(expected, rel=2e-3, abs=5e-4)
 
 
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.sampled_from([2, 3, 8]),
+    st.integers(20, 33),
+    st.sampled_from(["v100", "a100-80", "h100-sxm", "h100-pcie", "a100-80-ethernet"]),
+)
+def test_no_collective_between_nodes_beats_the_bytes_that_must_cross(kind, nodes, power, preset):
+    cluster = Cluster.preset(preset, nodes=nodes)
+    model, size = CommunicationModel(cluster), 1 << power
+    # What a node lacks must enter it, and its own sum must leave it, at the nominal rate.
+    least_s = size * (nodes - 1) / nodes / cluster.levels[-1].bandwidth_bytes_per_s
+    ranks = tuple(range(8 * nodes))
+    assert model.estimate(kind, size, ranks).time_s >= least_s
+    # The same on one device of each node, in eight groups at once, sends eight times as much.
+    assert model.estimate(kind, size, ranks[::8]).time_s >= 8 * least_s
+
+
+@given(st.sampled_from([2, 4, 32]), st.integers(24, 33))
+def test_a_gather_over_two_axes_costs_no_more_than_over_one_after_the_other(nodes, power):
+    cluster = Cluster.preset("h100-sxm", nodes=nodes)
+    model, size = CommunicationModel(cluster), 1 << power
+    at_once_s = model.estimate("all_gather", size, tuple(range(8 * nodes))).time_s
+    across_s = model.estimate("all_gather", size // 8, tuple(range(0, 8 * nodes, 8))).time_s
+    inside_s = model.estimate("all_gather", size, tuple(range(8))).time_s
+    # But for the steps, of which one ring over all has more.
+    steps_s = 8 * nodes * 5e-6
+    assert at_once_s <= across_s + inside_s + steps_s
+
+
 def _tree(first, last, parent, children):
     """In-order binary tree over first..last: leaves are the even positions from ``first``."""
     if first > last:
