@@ -38,6 +38,7 @@ _PLACES = {
     "StepError": "autopar.base.errors:StepError",
     "Update": "autopar.ir.update:Update",
     "WorkerError": "autopar.base.errors:WorkerError",
+    "calibrate": "autopar.cost_models:calibrate",
     "capture": "autopar.frontend.capture:capture",
     "check_rule": "autopar.testing.check_rule:check_rule",
     "compile": "autopar.api:compile",

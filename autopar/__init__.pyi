@@ -19,7 +19,7 @@ from autopar.base.errors import (
     StepError,
     WorkerError,
 )
-from autopar.cost_models import Cluster
+from autopar.cost_models import Cluster, calibrate
 from autopar.frontend.capture import Captured, capture
 from autopar.ir.precision import Precision
 from autopar.ir.update import Update
@@ -58,6 +58,7 @@ __all__ = [
     "Update",
     "WorkerError",
     "__version__",
+    "calibrate",
     "capture",
     "check_rule",
     "compile",

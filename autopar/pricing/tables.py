@@ -175,6 +175,13 @@ class Pricing:
         cut = self.microbatches
         return choice if cut is None else Choice((cut.splits[op.index], *choice.splits))
 
+    def calls(self, op: Op, choice: Choice) -> tuple[LocalCall, ...]:
+        """The calls that a device makes for an op under a choice, for one micro-batch."""
+        timed = self._timed(op, choice)
+        needs = self.analysis.needs(op, timed, self.timed)
+        supplies = self.analysis.supplies(op, timed, self.timed)
+        return local_calls(self.analysis, op, timed, needs, supplies, self.timed)
+
     def _estimate(self, op: Op, choice: Choice) -> tuple[OpEstimate, str]:
         """The time of all micro-batches, and the reason if no cost model covers the op.
 

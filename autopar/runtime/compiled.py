@@ -37,6 +37,9 @@ from autopar.runtime.loop import (
     check_has_optimizer,
     why_no_loop,
 )
+from autopar.runtime.machine.op_clock import OpSeconds
+from autopar.runtime.measure.op_prices import op_prices
+from autopar.runtime.op_profile import op_profiles
 from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
 from autopar.runtime.runner import Runner
@@ -53,6 +56,7 @@ from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.training_programs import LowerTraining, TrainingPrograms
 
 _NUM_TIMED_STEPS = 100
+MOST_OP_STEPS = 3
 
 
 class Compiled(ModuleHabits, Closing):
@@ -360,8 +364,9 @@ class Compiled(ModuleHabits, Closing):
     ) -> Profile:
         """Measure training steps on a batch, beside the prediction; ``print`` the result.
 
-        The steps train as `train_step` does; the first one is not measured. On a GPU they are
-        launched op by op, also where training replays CUDA graphs.
+        The steps train as `train_step` does; the first one is not measured, and up to
+        `MOST_OP_STEPS` further ones time each op by itself. On a GPU they are launched op by op,
+        also where training replays CUDA graphs.
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
@@ -372,12 +377,28 @@ class Compiled(ModuleHabits, Closing):
                 started_s = time.perf_counter()
                 self.train_step(*args, local=local, **kwargs)
                 steps.append((time.perf_counter() - started_s, self.action_times()))
+            ops = self._op_seconds(min(num_steps, MOST_OP_STEPS), *args, local=local, **kwargs)
         median_s = statistics.median_low(time_s for time_s, _ in steps)
         return Profile(
             plan=self.plan,
             step_times_s=tuple(time_s for time_s, _ in steps),
             actions=tuple(map(tuple, next(found for time_s, found in steps if time_s == median_s))),
+            ops=op_profiles(op_prices(self.plan, self._captured), self.program, ops),
         )
+
+    def _op_seconds(
+        self, num_steps: int, *args: Any, local: bool, **kwargs: Any
+    ) -> list[list[list[OpSeconds]]]:
+        """The seconds of each op by rank in so many training steps, run op by op."""
+        found = []
+        self._runner.time_ops(True)
+        try:
+            for _ in range(num_steps):
+                self.train_step(*args, local=local, **kwargs)
+                found.append(self._runner.op_seconds())
+        finally:
+            self._runner.time_ops(False)
+        return found
 
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""

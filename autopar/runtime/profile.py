@@ -17,10 +17,20 @@ from autopar.base.documents import shown
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_seconds
+from autopar.cost_models import Calibration
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
 from autopar.plans.timeline import predicted_timeline, stage_durations
+from autopar.runtime.op_profile import (
+    MOST_OPS,
+    OpGroup,
+    OpProfile,
+    calibration_of,
+    op_section,
+    ops_data,
+    worst_groups,
+)
 from autopar.runtime.step.executor import ActionTime
 from autopar.schedules import Interval
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
@@ -70,12 +80,14 @@ class Profile:
     """Measured steps of a compiled model, made by ``compiled.profile(...)``; ``print`` it.
 
     ``step_times_s`` are the wall times of all steps in seconds, ``actions`` the actions of one of
-    them by rank: that whose time is the (lower) median.
+    them by rank: that whose time is the (lower) median. ``ops`` are the ops of further steps, in
+    which each was timed by itself, beside their predictions.
     """
 
     plan: Plan
     step_times_s: tuple[float, ...]
     actions: tuple[tuple[ActionTime, ...], ...]
+    ops: tuple[OpProfile, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -147,7 +159,8 @@ class Profile:
             title=f"{num} measured steps: {format_seconds(self.step_time_s)} each (median){mfu}, "
             f"{self.ratio:.2f} of the predicted {format_seconds(p.step_time_s)}",
         )
-        return first, self._phase_section(), self._stage_section()
+        ops = [op_section(self.ops)] if self.ops else []
+        return first, self._phase_section(), self._stage_section(), *ops
 
     @property
     def _slowest(self) -> list[RankPhases]:
@@ -212,15 +225,16 @@ class Profile:
     def figure(self, name: str = "phases") -> tuple[Any, Any]:
         """Predicted against measured times, as a figure and its axes, of matplotlib.
 
-        ``name`` is "phases", of a step by rank, or "stages", of a micro-batch. Raises InputError
-        for another.
+        ``name`` is "phases", of a step by rank, "stages", of a micro-batch, or "ops", of those
+        furthest from their predictions. Raises InputError for another.
         """
         from autopar.plans.figures.bar_plots import plot_bars  # imports matplotlib
 
-        if name not in ("phases", "stages"):
-            near = did_you_mean(name, ("phases", "stages")) if isinstance(name, str) else ""
-            raise InputError(f"there is no figure {shown(name)}; write phases | stages{near}")
-        return plot_bars(self.phases_data() if name == "phases" else self.stages_data())
+        made = {"phases": self.phases_data, "stages": self.stages_data, "ops": self.ops_data}
+        if name not in made:
+            near = did_you_mean(name, made) if isinstance(name, str) else ""
+            raise InputError(f"there is no figure {shown(name)}; write {' | '.join(made)}{near}")
+        return plot_bars(made[name]())
 
     def phases_data(self) -> Bars:
         """The seconds of each phase of a step: predicted, and measured on the slowest ranks."""
@@ -250,6 +264,21 @@ class Profile:
                 _series("predicted", tuple(predicted)), _series("measured", tuple(measured)),
             ),
         )  # fmt: skip
+
+    def ops_data(self) -> Bars:
+        """The seconds of the ops furthest from their predictions: predicted, and measured."""
+        return ops_data(self.ops)
+
+    def worst_ops(self, most: int = MOST_OPS) -> tuple[OpGroup, ...]:
+        """The ops furthest from their predictions, equal ones of repeated layers as one."""
+        return worst_groups(self.ops, most)
+
+    def calibration(self) -> Calibration:
+        """Efficiencies of the device fitted to these ops, and their errors on held-out ones.
+
+        ``autopar.plan(..., compute=RooflineModel(device, calibration.table))`` prices by them.
+        """
+        return calibration_of(self.plan.cluster.device, self.ops)
 
     # --- for trace viewers --------------------------------------------------------------------
     def trace_events(self) -> list[dict[str, Any]]:

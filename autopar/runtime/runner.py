@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.lowering.types import RankProgram
 from autopar.runtime.checkpointing import SavingRunner
 from autopar.runtime.loop import LoopRunner
+from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.step.executor import ActionTime
@@ -75,5 +76,9 @@ class Runner(SavingRunner, LoopRunner, Protocol):
     def counted_tensor_bytes(self) -> list[int]: ...
 
     def action_times(self) -> list[list[ActionTime]]: ...
+
+    def time_ops(self, is_on: bool) -> None: ...
+
+    def op_seconds(self) -> list[list[OpSeconds]]: ...
 
     def close(self) -> None: ...

@@ -125,5 +125,5 @@ def test_figures_draw_predicted_and_measured_times(profiled: tuple[Any, Profile]
         profile.stages[0].forward_s,
         profile.stages[0].backward_s,
     )
-    with pytest.raises(InputError, match=r"'stage'; write phases \| stages; did you mean"):
+    with pytest.raises(InputError, match=r"'stage'; write phases \| stages \| ops; did you mean"):
         profile.figure("stage")

@@ -22,6 +22,7 @@ from autopar.base.errors import InputError
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
+from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.runners.rank_service import RankService, Step
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
@@ -304,6 +305,12 @@ class LocalRunner:
 
     def action_times(self) -> list[list[ActionTime]]:
         return list(self.group.call("action_times"))
+
+    def time_ops(self, is_on: bool) -> None:
+        self.group.call("time_ops", is_on)
+
+    def op_seconds(self) -> list[list[OpSeconds]]:
+        return list(self.group.call("op_seconds"))
 
     def close(self) -> None:
         if self._owns_group:

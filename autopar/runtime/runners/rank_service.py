@@ -19,6 +19,7 @@ from autopar.base.errors import InputError
 from autopar.comm.groups import release_message_buffers
 from autopar.lowering.types import RankProgram
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import (
     HyperParameters,
@@ -147,6 +148,12 @@ class RankService:
 
     def action_times(self) -> list[ActionTime]:
         return self.running.action_times()
+
+    def time_ops(self, is_on: bool) -> None:
+        self.running.time_ops(is_on)
+
+    def op_seconds(self) -> list[OpSeconds]:
+        return self.running.op_seconds()
 
     def set_training_program(self, slot: int, program: bytes) -> None:
         self.running.set_training_program(slot, unpack(program))

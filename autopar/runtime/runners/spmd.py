@@ -24,6 +24,7 @@ from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
+from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.runners import membership
 from autopar.runtime.runners.alike import (
     FORWARD,
@@ -352,6 +353,13 @@ class SpmdRunner:
     def action_times(self) -> list[list[ActionTime]]:
         with self.watched("action_times()"):
             return _from_all_ranks(self.runtime.action_times())
+
+    def time_ops(self, is_on: bool) -> None:
+        self.runtime.time_ops(is_on)
+
+    def op_seconds(self) -> list[list[OpSeconds]]:
+        with self.watched("profile()"):
+            return _from_all_ranks(self.runtime.op_seconds())
 
     def close(self) -> None:
         """Leave the job, and with the last runner the process group, if autopar joined it."""

@@ -25,6 +25,7 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.cuda_graphs import recorder_of
 from autopar.runtime.machine.links import ProcessLinks
+from autopar.runtime.machine.op_clock import OpClock, OpSeconds, moments_of
 from autopar.runtime.machine.process import ProcessMachine, labels_of
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
@@ -103,6 +104,7 @@ class RankRuntime:
         self._trainings = {0: self._training}
         self.not_compiled = self.machine.compile(program, self._training.executor.route)
         self._forwards: dict[int, Bound] = {}
+        self.clock: OpClock | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
@@ -292,8 +294,9 @@ class RankRuntime:
 
     @contextlib.contextmanager
     def _run_by(self, probe: Probe | Recovery) -> Iterator[None]:
-        """Let a probe run the graphs."""
-        self.machine.probe = probe
+        """Let a probe run the graphs; where ops are timed, the clock runs those of a step."""
+        is_step = probe is self.recovery
+        self.machine.probe = self.clock if is_step and self.clock is not None else probe
         try:
             yield
         finally:
@@ -302,6 +305,15 @@ class RankRuntime:
     def action_times(self) -> list[ActionTime]:
         """The times of the last training step's actions on this rank."""
         return list(self._training.executor.times)
+
+    def time_ops(self, is_on: bool) -> None:
+        """From now on, or no longer, run the graphs of training op by op and time each op."""
+        program, moment = self._training.program, moments_of(self.machine.device)
+        self.clock = OpClock(program, moment) if is_on else None
+
+    def op_seconds(self) -> list[OpSeconds]:
+        """The seconds of the ops of the steps since the last call on this rank."""
+        return [] if self.clock is None else self.clock.seconds(self.machine.device)
 
     def _take(self, bound: Bound, buffers: Mapping[int, Tensor]) -> None:
         """Take over the next buffers that a training program computed."""
