@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.base.closing import Closing
@@ -54,6 +55,7 @@ from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.training_programs import LowerTraining, TrainingPrograms
+from autopar.runtime.step_log import StepLog
 
 _NUM_TIMED_STEPS = 100
 MOST_OP_STEPS = 3
@@ -100,6 +102,7 @@ class Compiled(ModuleHabits, Closing):
         self.training = model.training
         self._captured = captured
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
+        self._step_log: StepLog | None = None
         self._has_optimizer = options.optimizer is not None
         self._name = type(model).__name__
         state = initial_state(model, options.loss_fn)
@@ -184,7 +187,21 @@ class Compiled(ModuleHabits, Closing):
             loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times_s.append(time.perf_counter() - started_s)
         self._loop.end_update()
+        if self._step_log is not None:
+            self._step_log.after_step(loss, self._step_times_s[-1], is_planned=slot == 0)
         return loss
+
+    def log_every(self, num_steps: int) -> None:
+        """Log a line after every so many calls of `train_step` from now on: the loss, the time of a
+        step, tokens or samples a second, MFU, and the growth of memory on the fullest device.
+
+        It goes to the logger ``autopar.training`` of the first rank, and where logging is not
+        configured to standard error. Raises InputError unless ``num_steps`` is at least 1.
+        """
+        self._step_log = StepLog(
+            num_steps, self.plan, self.memory_growth_bytes,
+            speaks=not is_spmd() or dist.get_rank() == 0,
+        )  # fmt: skip
 
     @runs_uncompiled
     def __call__(self, *args: Any, local: bool = False, **kwargs: Any) -> Any:
