@@ -30,6 +30,7 @@ def lower_training(
     tile_bytes: int | None = None,
     in_steps: bool = True,
     recomputation: Recomputation = NOTHING,
+    may_join: bool = True,
     traces: Traces | None = None,
     compiled: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RankProgram:
@@ -37,9 +38,10 @@ def lower_training(
 
     An early ``update`` cuts W if ``in_steps``, and gradients larger than ``tile_bytes`` into rows.
     With a ``pipeline``, the strategy applies within each of its devices, and the schedule runs the
-    stages that the program is cut into. ``traces``: see `autopar.lowering.program.lower`;
-    ``compiled``: `autopar.lowering.regions.with_compiled`. Raises PlanError and
-    ScheduleError where they do not fit together.
+    stages that the program is cut into. Unless they ``may_join``, I and W of blocks that recompute
+    stay apart, as in any program that updates early. ``traces``: see
+    `autopar.lowering.program.lower`; ``compiled``: `autopar.lowering.regions.with_compiled`. Raises
+    PlanError and ScheduleError where they do not fit together.
     """
     if pipeline is not None and pipeline[0].num_stages != pipeline[1].shape.num_stages:
         stages, schedule = pipeline
@@ -55,7 +57,7 @@ def lower_training(
     )
     program = lower(
         strategy, device_type=device_type, kept=recomputation.kept,
-        may_join=early is None and not is_split, traces=traces,
+        may_join=may_join and early is None and not is_split, traces=traces,
     )  # fmt: skip
     if pipeline is not None:
         stages, schedule = pipeline

@@ -32,7 +32,7 @@ from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import fullest
 from autopar.planning.baselines import Baselines, price_baselines
-from autopar.planning.early import may_choose_early, updated_as
+from autopar.planning.early import may_choose_early
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.option import NEARLY, Fitted, Option
 from autopar.planning.option_lowering import OptionLowering
@@ -281,7 +281,8 @@ class Fit:
         program = self.lowering.program(option)
         for update in self._updates_beside_movement(program):
             try:
-                updated, _, _ = updated_as(replace(setting, update=update), program, in_steps=False)
+                asked = replace(setting, update=update)
+                updated, _, _ = self.lowering.updated(option, asked, in_steps=False)
                 found.append(
                     moved_to_fit(
                         updated, option.best, setting.cluster.device, setting.optimizer,

@@ -18,6 +18,7 @@ from autopar.planning.option import Option
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.schedule_search import Search
+from autopar.planning.setting import Setting
 from autopar.planning.staging import pipeline_times
 from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
@@ -34,17 +35,27 @@ class OptionLowering:
         self._traces: tuple[tuple[object, ...], Traces] | None = None
 
     def lower(self, option: Option) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
-        program = self.program(option)
         if option.movement is not None:
             asked = replace(self.setting, update=option.movement.update)
-            program, _, update = updated_as(asked, program, in_steps=False)
+            program, _, update = self.updated(option, asked, in_steps=False)
             memories = option.movement.memories
         else:
-            program, memories, update = updated_as(self.setting, program)
+            program, memories, update = self.updated(option, self.setting)
         self._noted(fullest(memories))
         return program, memories, update
 
-    def program(self, option: Option) -> RankProgram:
+    def updated(
+        self, option: Option, setting: Setting, *, in_steps: bool = True
+    ) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
+        """The program as it is updated, its memory, and what the plan says about its updates."""
+        is_early = setting.update is not None and setting.update.is_early
+        program = self.program(option, may_join=not is_early)
+        program, memories, update = updated_as(setting, program, in_steps=in_steps)
+        if update.update.is_early and not is_early and option.recomputes:
+            return self.updated(option, replace(setting, update=update.update), in_steps=in_steps)
+        return program, memories, update
+
+    def program(self, option: Option, *, may_join: bool = True) -> RankProgram:
         staged, best = option.staged, option.best
         return lower_training(
             best.strategy(),
@@ -52,6 +63,7 @@ class OptionLowering:
             pipeline=None if staged is None else (staged.stages, staged.schedule),
             device_type=self.setting.device_type,
             recomputation=best.recomputation if option.is_decided else NOTHING,
+            may_join=may_join,
             traces=self._traces_of(best),
         )
 

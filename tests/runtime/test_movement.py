@@ -199,7 +199,7 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 12)]
+SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 11, 12)]
 TWO_PASSES = WAYS[10]
 
 
