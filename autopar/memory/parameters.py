@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
+from autopar.comm.ops import ALL_GATHER
 from autopar.cost_models.allocator import Allocator
 from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.joined_move import joined_move
@@ -25,7 +27,8 @@ class ParameterBytes:
 
     ``is_whole``: blocks use no more elements than are stored. ``is_cast``: they use another dtype.
     ``is_moved``: something is communicated between the two. ``alone``: which of its gather
-    (F) and its reduction (I) never travel joined with others, but run as graphs of their own.
+    (F) and its reduction (I) run as graphs of their own, never joined with others; or, as a
+    reduction that gathers what blocks use in shards, hold as much as if they did.
     """
 
     stored: int
@@ -57,8 +60,13 @@ class ParameterBytes:
             is_whole=size(p.used, p.used_dtype) <= size(p.stored, p.used_dtype),
             is_cast=p.used_dtype is not p.dtype,
             is_moved=any(next(collective_nodes(m), None) is not None for _, m in graphs),
-            alone=frozenset(phase for phase, m in graphs if joined_move(m) is None),
+            alone=frozenset(phase for phase, m in graphs if _is_alone(phase, m)),
         )
+
+
+def _is_alone(phase: str, module: fx.GraphModule) -> bool:
+    move = joined_move(module)
+    return move is None or (phase == "I" and move.op is ALL_GATHER)
 
 
 def part_bytes(

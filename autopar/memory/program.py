@@ -90,6 +90,17 @@ def device_memories(
     return tuple(found)
 
 
+def moments_of(
+    program: RankProgram, device: DeviceSpec, pipeline_rank: int, *, optimizer: OptimizerSpec
+) -> tuple[Moment, ...]:
+    """All moments of a training step on one pipeline device, of every micro-batch."""
+    allocator = allocator_of(device)
+    kernels = [kernel_memory(kernel, device) for kernel in program.kernels]
+    sizes = {p.value: ParameterBytes.of(p, program, allocator) for p in program.parameters}
+    route = list(routes_of(program))[pipeline_rank]
+    return _Play(program, route, kernels, sizes, optimizer, device).run().moments
+
+
 class _Play:
     """Plays a step on one pipeline device."""
 

@@ -1,9 +1,9 @@
 """Movement plans as a rank executes them: where it meets each operation and each tensor.
 
-The operations of a plan that the runtime announces are the runs of blocks' graphs and the updates;
-the others (gathers, sums, reductions) happen in between. So a tensor is `movable` if it is a result
-of a block's forward pass, a stored parameter or an optimizer state, and announced operations alone
-use it.
+The operations of a plan that the runtime announces are the runs of blocks' graphs, the gathers of
+their parameters, and the updates; the others (sums, reductions) happen in between. So a tensor is
+`movable` if it is a result of a block's forward pass, a stored parameter or an optimizer state, and
+announced operations alone use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ class Update(NamedTuple):
     values: tuple[int, ...]
 
 
-OpPlace = Run | Update | None
+class Gather(NamedTuple):
+    """The gathers or casts of these parameters for a block, begun together."""
+
+    block: int
+    values: tuple[int, ...]
+
+
+OpPlace = Run | Update | Gather | None
 """Where the runtime announces an operation; None if it does not."""
 
 PARAMETER = -1
@@ -81,8 +88,8 @@ class ProgramStep:
             if not step.tensors[step.index_of[name]].movable:
                 raise MovementError(
                     f"the plan moves {name}, which the runtime cannot: it moves results of forward "
-                    "passes that stay on the device, parameters that blocks read as they are "
-                    "stored, and optimizer states"
+                    "passes that stay on the device, parameters as they are stored, and "
+                    "optimizer states"
                 )
         return Movement(
             plan=plan,

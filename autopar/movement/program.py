@@ -4,32 +4,33 @@ The actions of the route are played in order, as in `autopar.memory.program`, wh
 here every run of an F, I or W graph is an operation, and every storage that crosses its border is a
 tensor with the operations that use it. What lives within one graph is that operation's workspace.
 Sums of gradients, gathers, reductions and updates of parameters are operations too; early updates
-follow the W that completes a gradient. Programs of single-op blocks (`autopar.movement.single_ops`)
-have the lifetimes of single layers. The result also says where the runtime finds operations and
-tensors.
+follow the W that completes a gradient, all others the last action. On a mesh what that count has
+beyond these tensors, such as buffers of collectives, is workspace too. Programs of single-op blocks
+(`autopar.movement.single_ops`) have the lifetimes of single layers. The result also says where the
+runtime finds operations and tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor, fx
+from itertools import zip_longest
 
 from autopar.cost_models.allocator import Category, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec
-from autopar.lowering.arrivals import Arrivals
+from autopar.lowering.arrivals import Arrivals, contributions_of_round, scattered
 from autopar.lowering.route import Route, routes_of
 from autopar.lowering.types import BlockProgram, Kernel, ParameterProgram, RankProgram, Role
 from autopar.memory.early import clipped_bytes
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.parameters import ParameterBytes, part_bytes
+from autopar.memory.program import moments_of
+from autopar.movement.counted import raised_to_count
 from autopar.movement.coverable import check_coverable
-from autopar.movement.drafts import Draft, step_of_drafts
-from autopar.movement.execution import PARAMETER, OpPlace, ProgramStep, Run, Update
+from autopar.movement.drafts import Drafts, step_of_drafts
+from autopar.movement.execution import PARAMETER, Gather, ProgramStep, Run, Update
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.schedules.action import Kind
 
@@ -53,7 +54,12 @@ def step_of_program(
     """
     route = list(routes_of(program))[pipeline_rank]
     check_coverable(program, route)
-    return _Walk(program, route, device, optimizer).run()
+    walk = _Walk(program, route, device, optimizer)
+    step = walk.run()
+    if program.mesh.num_devices == 1:
+        return step
+    moments = moments_of(program, device, pipeline_rank, optimizer=optimizer)
+    return raised_to_count(step, walk.at, moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +70,32 @@ class _Kept:
     saved: tuple[int | None, ...]
 
 
-class _Walk:
+class _Walk(Drafts):
     """Plays a step and notes operations and tensors."""
 
     def __init__(
         self, program: RankProgram, route: Route, device: DeviceSpec, optimizer: OptimizerSpec
     ) -> None:
         self.program, self.route, self.optimizer = program, route, optimizer
-        self.allocator = allocator_of(device)
+        super().__init__(allocator_of(device))
         self.memory: list[KernelMemory] = [kernel_memory(k, device) for k in program.kernels]
-        self.ops: list[str] = []
-        self.places: list[OpPlace] = []
-        self.workspace: list[int] = []
-        self.tensors: list[Draft] = []
         self.values: dict[Key, int] = {}
         self.stored: dict[int, int] = {}
         """Persistent tensors, by value: parameters, buffers, inputs and fixed values."""
         self.fetched: dict[int, int] = {}
-        self.holders: dict[int, set[Key]] = {}
-        """By fetched parameter, the micro-batches and blocks whose backward reads it."""
+        self.readings = route.readings.copy()
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.cotangents: dict[tuple[int, int], tuple[list[int], list[int | None]]] = {}
         """By micro-batch and block, between I and W: its cotangents, and what I hands over."""
         self.gradients: dict[Key, int] = {}
         self.views: set[int] = set()  # gradients that are not contiguous
         self.sums: dict[int, int] = {}
-        self.remaining = route.contributions.copy()
+        self.shards: dict[int, int] = {}
+        """Sums of gradients that are scattered in every micro-batch."""
+        self.of_round = contributions_of_round(program, route)
+        self.remaining = self.of_round.copy()
+        self.rounds_left = dict.fromkeys(scattered(program), program.num_microbatches)
+        self.complete: set[int] = set()
         self.parameters = {p.value: p for p in program.parameters}
         self.bytes = {
             p.value: ParameterBytes.of(p, program, self.allocator) for p in program.parameters
@@ -99,67 +105,6 @@ class _Walk:
         self.updated: set[int] = set()
         self.arrivals = Arrivals(program, route, device.kind)
 
-    # --- tensors and operations ---------------------------------------------------------------
-    def _tensor(
-        self, name: str, category: Category, size_bytes: int, *, persistent: bool = False
-    ) -> int:
-        self.tensors.append(Draft(name.replace(" ", "_"), category, size_bytes, persistent))
-        return len(self.tensors) - 1
-
-    def _op(
-        self,
-        name: str,
-        reads: Iterable[int],
-        writes: Iterable[int],
-        workspace_bytes: int = 0,
-        place: OpPlace = None,
-    ) -> None:
-        op, written = len(self.ops), set(writes)
-        for index in written.union(reads):
-            self.tensors[index].uses.append(op)
-            if index in written:
-                self.tensors[index].writes.append(op)
-        self.ops.append(name)
-        self.places.append(place)
-        self.workspace.append(workspace_bytes)
-
-    def _run(
-        self,
-        name: str,
-        module: fx.GraphModule,
-        arguments: Sequence[int | None],
-        category: Category,
-        workspace_bytes: int,
-        place: Run | None = None,
-    ) -> list[int | None]:
-        """Run a graph on tensors; a result that is a view of another tensor is that tensor."""
-        given = [node for node in module.graph.nodes if node.op == "placeholder"]
-        owner: dict[int, int] = {}
-        for node, argument in zip(given, arguments):
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and argument is not None:
-                owner.setdefault(id(value.untyped_storage()), argument)
-        results: Any = module.graph.output_node().args[0]
-        found: list[int | None] = []
-        made = []
-        for number, node in enumerate(results):
-            value = node.meta.get("val") if isinstance(node, fx.Node) else None
-            if not isinstance(value, Tensor):
-                found.append(None)
-                continue
-            storage = value.untyped_storage()
-            if id(storage) not in owner:
-                size = self.allocator.rounded(storage.nbytes())
-                owner[id(storage)] = self._tensor(f"{name}:{number}", category, size)
-                self.tensors[-1].result = number
-                made.append(owner[id(storage)])
-            found.append(owner[id(storage)])
-        if made or workspace_bytes:
-            created = sum(self.tensors[index].size_bytes for index in made)
-            reads = [a for node, a in zip(given, arguments) if a is not None and node.users]
-            self._op(name, reads, made, max(0, workspace_bytes - created), place)
-        return found
-
     # --- the step -----------------------------------------------------------------------------
     def run(self) -> ProgramStep:
         self._place_persistent()
@@ -167,9 +112,11 @@ class _Walk:
             if not block.role.has_stage:
                 self._run_alone(block)
         for action in self.route.actions:
+            self.action += 1
             self._act(action.stage, action.kind, action.microbatch)
         self._update_early(is_last=True)
         self._update([v for values in self.route.parameters.values() for v in values])
+        self.extend_shown()
         early = self.program.early
         return step_of_drafts(
             self.ops, self.places, self.workspace, self.tensors,
@@ -177,8 +124,6 @@ class _Walk:
         )  # fmt: skip
 
     def _act(self, stage: int, kind: Kind, microbatch: int | None) -> None:
-        if kind is Kind.U and not self.optimizer.is_joint and self.program.early is None:
-            self._update([v for v in self.route.parameters[stage] if not self.remaining[v]])
         if microbatch is None:
             return
         if kind is Kind.F:
@@ -189,8 +134,10 @@ class _Walk:
         elif kind is Kind.R:
             self._forward(stage, microbatch, keep=True)
         elif kind in (Kind.I, Kind.B, Kind.W):
-            for position in reversed(self.route.blocks[stage]):
+            positions, read = self.route.blocks[stage][::-1], self.route.read_back
+            for position, following in zip_longest(positions, positions[1:]):
                 if kind is not Kind.W:
+                    self._fetch(position, following, read, "I")
                     self._input(position, microbatch)
                 if kind is not Kind.I:
                     self._weight(position, microbatch)
@@ -234,6 +181,7 @@ class _Walk:
                     draft.persistent = True
                     draft.uses, draft.writes = [], []
             del self.ops[num_ops:], self.workspace[num_ops:], self.places[num_ops:]
+            del self.at[num_ops:]
 
     # --- forward ------------------------------------------------------------------------------
     def _receive(self, stage: int, microbatch: int) -> None:
@@ -246,46 +194,34 @@ class _Walk:
                     name = f"received:{value}/{microbatch}"
                     self.values[microbatch, value] = self._created(name, Category.ACTIVATIONS, size)
 
-    def _created(self, name: str, category: Category, size_bytes: int) -> int:
-        """A tensor that the next operation creates."""
-        index = self._tensor(name, category, size_bytes)
-        self.tensors[index].uses.append(len(self.ops))
-        self.tensors[index].writes.append(len(self.ops))
-        return index
-
     def _forward(self, stage: int, microbatch: int, *, keep: bool) -> None:
-        for position in self.route.blocks[stage]:
-            block = self.program.blocks[position]
-            kernel = self.program.kernels[block.kernel]
-            operands = tuple(self._operand(v, microbatch) for v in block.interface.inputs)
-            operands += tuple(self._fetch(v) for v in block.interface.parameters)
-            results = self._run(
-                self._name("F", block.name, microbatch),
-                kernel.forward,
-                operands,
-                Category.ACTIVATIONS,
-                self.memory[block.kernel].workspace["F"],
-                Run("F", position, microbatch),
-            )
-            for value, result in zip(block.interface.outputs, results):
-                if result is not None:
-                    self.values[microbatch, value] = result
-                    self.tensors[result].leaves |= value in self.sent
-            if keep:
-                saved = tuple(results[kernel.num_outputs :])
-                self.kept[microbatch, position] = _Kept(operands, saved)
-                self._hold(position, microbatch, kernel)
-            for value in self.route.released[position]:
-                if not self.holders.get(value):
-                    self.fetched.pop(value, None)
+        positions = self.route.blocks[stage]
+        read = {p: self.program.blocks[p].interface.parameters for p in positions}
+        for position, following in zip_longest(positions, positions[1:]):
+            self._fetch(position, following, read, "F")
+            self._run_block(position, microbatch, keep=keep)
+            self._release(read[position], self.route.released[position])
 
-    def _hold(self, position: int, microbatch: int, kernel: Kernel) -> None:
-        """Keep the fetched parameters that the block's backward reads."""
-        interface = self.program.blocks[position].interface
-        sources = {*kernel.input_sources, *kernel.weight_sources}
-        for number, value in enumerate(interface.parameters, start=len(interface.inputs)):
-            if value in self.fetched and ("operand", number) in sources:
-                self.holders.setdefault(value, set()).add((microbatch, position))
+    def _run_block(self, position: int, microbatch: int, *, keep: bool) -> None:
+        block = self.program.blocks[position]
+        kernel = self.program.kernels[block.kernel]
+        operands = tuple(self._operand(v, microbatch) for v in block.interface.inputs)
+        operands += tuple(self.fetched[v] for v in block.interface.parameters)
+        results = self._run(
+            self._name("F", block.name, microbatch),
+            kernel.forward,
+            operands,
+            Category.ACTIVATIONS,
+            self.memory[block.kernel].workspace["F"],
+            Run("F", position, microbatch),
+            f"F {block.name}",
+        )
+        for value, result in zip(block.interface.outputs, results):
+            if result is not None:
+                self.values[microbatch, value] = result
+                self.tensors[result].leaves |= value in self.sent
+        if keep:
+            self.kept[microbatch, position] = _Kept(operands, tuple(results[kernel.num_outputs :]))
 
     def _finish(self, stage: int, microbatch: int) -> None:
         """Hand out the values that leave the program, of which some update buffers."""
@@ -298,23 +234,50 @@ class _Walk:
         found = self.values.get((microbatch, value))
         return self.stored[value] if found is None else found
 
-    def _fetch(self, value: int) -> int:
-        """A parameter as blocks use it, gathered or cast where that makes another tensor."""
-        parameter = self.parameters[value]
-        if parameter.kernel is None:
-            return self.stored[value]
-        if value not in self.fetched:
-            kernel = self.program.kernels[parameter.kernel]
-            (found,) = self._run(
-                f"gather {parameter.name}",
-                kernel.forward,
-                [self.stored[value]],
-                Category.COMMUNICATION,
-                self.memory[parameter.kernel].workspace["F"],
-            )[:1]
+    def _fetch(
+        self, position: int, following: int | None, read: Mapping[int, Sequence[int]], phase: str
+    ) -> None:
+        """Have the parameters that a block reads, and begin to gather those of the next one."""
+        self._gather(position, read[position], phase)
+        if following is not None:
+            self._gather(following, read[following], phase)
+
+    def _gather(self, position: int, values: Sequence[int], phase: str) -> None:
+        """Begin to gather or cast parameters for a block, together, where that makes other tensors;
+        they are read until the block runs."""
+        block, due = self.program.blocks[position], list[int]()
+        made, read, workspace = list[int](), list[int](), 0
+        for value in dict.fromkeys(values):
+            number = self.parameters[value].kernel
+            if value in self.fetched:
+                continue
+            if number is None:
+                self.fetched[value] = self.stored[value]
+                continue
+            due.append(value)
+            name, forward = self.parameters[value].name, self.program.kernels[number].forward
+            (found, *_), new, reads = self._made(
+                f"gathered {name}", forward, [self.stored[value]], Category.COMMUNICATION
+            )
             assert found is not None
             self.fetched[value] = found
-        return self.fetched[value]
+            created = sum(self.tensors[index].size_bytes for index in new)
+            workspace = max(workspace, self.memory[number].workspace["F"] - created)
+            made += new
+            read += reads if new else []
+        if made or workspace:
+            self.coming.setdefault(position, []).extend(read)
+            place = Gather(position, tuple(due))
+            self._op(f"gather {block.name}", read, made, workspace, place, f"{phase} {block.name}")
+
+    def _release(self, read: Sequence[int], for_now: Collection[int]) -> None:
+        """Drop the parameters that a block has read for the last time in the step or, if they are
+        released after each pass, in its pass (``for_now``)."""
+        for value in dict.fromkeys(read):
+            self.readings[value] -= 1
+            is_released = self.parameters[value].released and value in for_now
+            if is_released or not self.readings[value]:
+                self.fetched.pop(value, None)
 
     def _name(self, phase: str, block: str, microbatch: int) -> str:
         batch = f"/{microbatch}" if self.program.num_microbatches > 1 else ""
@@ -331,6 +294,7 @@ class _Walk:
             size = self.allocator.rounded(kernel.output_metas[index].size_bytes)
             taken.append(self._take((microbatch, block.interface.outputs[index]), name, size))
         handed: list[int | None] = []
+        self._take_parameters(position, microbatch)
         if kernel.backward_input is not None:
             arguments = self._arguments(kernel.input_sources, (microbatch, position), taken, [])
             results = self._run(
@@ -340,6 +304,7 @@ class _Walk:
                 Category.ACTIVATIONS,
                 memory.workspace["I"],
                 Run("I", position, microbatch),
+                f"I {block.name}",
             )
             handed = results[len(kernel.input_grads) :]
             for operand, made, result in zip(kernel.input_grads, memory.input_grads, results):
@@ -349,6 +314,16 @@ class _Walk:
                     if not made.is_contiguous:
                         self.views.add(self.gradients[key])
         self.cotangents[microbatch, position] = taken, handed
+        self._release(self.route.read_back[position], self.route.released_back[position])
+
+    def _take_parameters(self, position: int, microbatch: int) -> None:
+        """The backward pass of a block reads its parameters as they are gathered for it now."""
+        interface, kept = self.program.blocks[position].interface, self.kept[microbatch, position]
+        operands = list(kept.operands)
+        for place, value in enumerate(interface.parameters, start=len(interface.inputs)):
+            if value in self.route.read_back[position]:
+                operands[place] = self.fetched[value]
+        self.kept[microbatch, position] = _Kept(tuple(operands), kept.saved)
 
     def _take(self, key: Key, name: str, size_bytes: int) -> int:
         """The gradient of an output: received, zero or copied ones are created by what is next."""
@@ -381,7 +356,7 @@ class _Walk:
         known = self.gradients.get(key)
         if known is not None:
             total = self._tensor(f"{name}:sum_{key[1]}", Category.ACTIVATIONS, size_bytes)
-            self._op(f"{name} sum", [known, new], [total])
+            self._op(f"{name} sum", [known, new], [total], counted_at=name.split("/")[0])
             new = total
         self.gradients[key] = new
 
@@ -398,65 +373,78 @@ class _Walk:
                 Category.GRADIENTS,
                 self.memory[block.kernel].workspace["W"],
                 Run("W", position, microbatch),
+                f"W {block.name}",
             )
             parameters = block.interface.parameters
             graded = [parameters[o - len(block.interface.inputs)] for o in kernel.weight_grads]
             made = [(value, new) for value, new in zip(graded, results) if new is not None]
-            self._contribute(made, arguments)
+            self._contribute(made, arguments, block.name)
             self.arrivals.reads.end(position)
             self._update_early(graded)
         self.cotangents.pop(place, None)
         self.kept.pop(place, None)
-        for value in block.interface.parameters:
-            holders = self.holders.get(value, set())
-            if place in holders:
-                holders.discard(place)
-                if not holders:
-                    self.fetched.pop(value, None)
 
-    def _contribute(self, made: Sequence[tuple[int, int]], read: Sequence[int | None]) -> None:
-        """Add what W made to gradients, and reduce those that are complete.
+    def _contribute(
+        self, made: Sequence[tuple[int, int]], read: Sequence[int | None], block: str
+    ) -> None:
+        """Add what W of a block made to gradients, and reduce those that are complete.
 
         All that W made and ``read`` is held until everything has been added.
         """
         num_ops = len(self.ops)
         for value, new in made:
-            self._add(value, new)
+            self._add(value, new, f"W {block}")
         for held in (*read, *(new for _, new in made)):
             if held is not None and len(self.ops) > num_ops:
                 self.tensors[held].uses.append(len(self.ops) - 1)
         for value, _ in made:
-            if not self.remaining[value] and self.parameters[value].kernel is not None:
-                self._reduce(self.parameters[value])
+            if not self.remaining[value]:
+                self._complete(self.parameters[value], f"G {block}")
 
-    def _add(self, value: int, new: int) -> None:
+    def _add(self, value: int, new: int, counted_at: str) -> None:
         """Add to a parameter's gradient: a second contribution makes a new tensor, further ones
         are added in place."""
         p, known = self.parameters[value], self.sums.get(value)
         if known is None:
             self.sums[value] = new
-        elif self.remaining[value] == self.route.contributions[value] - 1:
+        elif self.remaining[value] == self.of_round[value] - 1:
             name = f"{p.name}:gradient"
             total = self._tensor(name, Category.GRADIENTS, self.bytes[value].summed)
-            self._op(f"sum {p.name}", [known, new], [total])
+            self._op(f"sum {p.name}", [known, new], [total], counted_at=counted_at)
             self.sums[value] = total
         else:
-            self._op(f"sum {p.name}", [known, new], [known])
+            self._op(f"sum {p.name}", [known, new], [known], counted_at=counted_at)
         self.remaining[value] -= 1
 
-    def _reduce(self, p: ParameterProgram) -> None:
-        assert p.kernel is not None
-        kernel = self.program.kernels[p.kernel]
+    def _complete(self, p: ParameterProgram, counted_at: str) -> None:
+        """Reduce a gradient that is complete; one that is scattered in every micro-batch is then
+        added to the sum of its shards."""
+        if p.kernel is not None:
+            self._reduce(p, self.program.kernels[p.kernel], counted_at)
+        if p.value in self.rounds_left:
+            self.rounds_left[p.value] -= 1
+            new, known = self.sums.pop(p.value), self.shards.get(p.value)
+            if known is None:
+                self.shards[p.value] = new
+            else:
+                self._op(f"sum {p.name}", [known, new], [known], counted_at=counted_at)
+            if self.rounds_left[p.value]:
+                self.remaining[p.value] = self.of_round[p.value]
+                return
+            self.sums[p.value] = self.shards.pop(p.value)
+        self.complete.add(p.value)
+
+    def _reduce(self, p: ParameterProgram, kernel: Kernel, counted_at: str) -> None:
         if kernel.backward_input is not None:
             given = {"operand": [self.stored[p.value]], "cotangent": [self.sums[p.value]]}
-            arguments = [given[kind][index] for kind, index in kernel.input_sources]
-            (found,) = self._run(
+            (found, *_) = self._run(
                 f"reduce {p.name}",
                 kernel.backward_input,
-                arguments,
+                [given[kind][index] for kind, index in kernel.input_sources],
                 Category.GRADIENTS,
-                self.memory[p.kernel].workspace["I"],
-            )[:1]
+                self.memory[p.kernel or 0].workspace["I"],
+                counted_at=counted_at,
+            )
             assert found is not None
             self.sums[p.value] = found
 
@@ -465,7 +453,7 @@ class _Walk:
         """Update early what has arrived, now that these gradients are complete, and is read no
         more: one parameter after the other."""
         if self.program.early is not None:
-            complete = [v for v in values if not self.remaining[v]]
+            complete = [v for v in values if v in self.complete]
             communicated = [v for v in complete if self.parameters[v].kernel is not None]
             self.arrivals.complete(complete, communicated)
             self.arrivals.end_rounds(is_last=is_last)

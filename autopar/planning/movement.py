@@ -18,11 +18,10 @@ from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.links import pcie_bytes_per_s
 from autopar.cost_models.update import OptimizerSpec
 from autopar.ir.update import Update as When
-from autopar.lowering.route import routes_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
 from autopar.memory.tally import Moment
-from autopar.movement.execution import Movement, OpPlace, ProgramStep, Update
+from autopar.movement.execution import Movement, OpPlace, ProgramStep, Run, Update
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.movement.program import step_of_program
@@ -34,7 +33,6 @@ from autopar.plans.document import Plan
 from autopar.plans.parts import OffloadPlan
 from autopar.plans.refusals import refused
 from autopar.pricing.candidate import Candidate
-from autopar.schedules.action import Kind
 
 RELATIVE_GAP, TIME_LIMIT_S = 0.01, 5.0
 """How near to the least traffic a plan must be proved, and the time for that, per rank."""
@@ -116,12 +114,7 @@ def movement_of(plan: Plan, program: RankProgram, optimizer: OptimizerSpec) -> t
 def steps_of(
     program: RankProgram, device: DeviceSpec, optimizer: OptimizerSpec
 ) -> tuple[ProgramStep, ...]:
-    """The steps of a program's pipeline ranks; raises MovementError where nothing can move."""
-    if any(action.kind is Kind.U for route in routes_of(program) for action in route.actions):
-        raise MovementError(
-            f"schedule {program.pipeline.schedule.name!r} updates stage by stage, which no "
-            "movement plan covers; choose another schedule"
-        )
+    """The steps of a program's pipeline ranks; raises MovementError as `step_of_program`."""
     ranks = range(program.pipeline.num_devices)
     return tuple(
         step_of_program(program, device, optimizer=optimizer, pipeline_rank=rank) for rank in ranks
@@ -136,7 +129,7 @@ def priced(
     device: DeviceSpec,
     update: When,
 ) -> Moved:
-    """Movement plans with their memory and their cost."""
+    """Movement plans with their memory and their cost, in all passes of a step."""
     link, stalls, moved = host_link(device), [], []
     for step, plan in zip(steps, plans):
         times_s = op_times(step, program, candidate)
@@ -146,8 +139,8 @@ def priced(
     return Moved(
         plans=tuple(plans),
         memories=tuple(memory_of(s, p, device) for s, p in zip(steps, plans)),
-        moved_bytes=max(moved),
-        stall_s=max(stalls),
+        moved_bytes=update.num_passes * max(moved),
+        stall_s=update.num_passes * max(stalls),
         update=update,
     )
 
@@ -194,7 +187,7 @@ def _place_name(step: ProgramStep, movable: StepLifetimes, op: int) -> str:
     if isinstance(place, Update):
         return "update"
     name = movable.ops[op]
-    return name if place is None else name.removesuffix(f"/{place.microbatch}")
+    return name.removesuffix(f"/{place.microbatch}") if isinstance(place, Run) else name
 
 
 def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> list[float]:
@@ -204,8 +197,10 @@ def op_times(step: ProgramStep, program: RankProgram, candidate: Candidate) -> l
     def seconds(place: OpPlace) -> float:
         if isinstance(place, Update):
             return sum(times.update_s.get(value, 0.0) for value in place.values)
-        block = None if place is None else times.blocks.get(program.blocks[place.block].name)
-        if place is None or block is None:
+        if not isinstance(place, Run):
+            return 0.0
+        block = times.blocks.get(program.blocks[place.block].name)
+        if block is None:
             return 0.0
         of_graph = {"F": block.forward_s, "I": block.input_grad_s, "W": block.weight_grad_s}
         return of_graph[place.graph]

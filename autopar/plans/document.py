@@ -20,7 +20,6 @@ from autopar.base.errors import InputError, PlanError
 from autopar.ir.choice import parse_choice
 from autopar.ir.mesh import MICROBATCH, PIPELINE, Mesh
 from autopar.ir.placement import parse_placement
-from autopar.ir.update import Clipping
 from autopar.plans.explanation import difference, explanation
 from autopar.plans.page import Page
 from autopar.plans.parts import (
@@ -182,8 +181,6 @@ def _check_offload(plan: Plan, offload: OffloadPlan) -> None:
             f"{found} movement plans for {wanted} pipeline ranks; give each its own",
             "$.offload.ranks",
         )
-    if plan.update.clipping == Clipping.SECOND_PASS:
-        raise refused("nothing moves where each step runs twice; plan again", "$.offload")
     if not 0 <= offload.stall_s < math.inf:
         raise refused("it cannot be negative", "$.offload.stall_s")
 

@@ -125,6 +125,9 @@ class LockstepMachine:
         self.microbatch = microbatch
         self.seeds.begin_call(microbatch, block, phase)
 
+    def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
+        pass
+
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

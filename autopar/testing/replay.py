@@ -180,6 +180,9 @@ class ReplayMachine:
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self._call = microbatch, block, phase
 
+    def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
+        pass
+
     def _op(
         self, function: Callable[[list[Shards]], Sequence[Shards]], read: Sequence[Cell], num: int
     ) -> list[Cell]:

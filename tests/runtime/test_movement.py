@@ -3,6 +3,7 @@ for, under a memory that refuses to exceed it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -26,17 +27,19 @@ from autopar.comm.transports.sockets import WHOLE_BYTES
 from autopar.cost_models import Cluster
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
-from autopar.movement.execution import Movement, ProgramStep
+from autopar.movement.execution import Gather, Movement, ProgramStep
 from autopar.movement.gaps import gaps_of, movement_plan
 from autopar.movement.program import step_of_program
 from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.verify import worst_case_bytes
+from autopar.planning.releases import scatterable, with_scattered
 from autopar.plans.document import Plan
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.optimizers import is_elementwise, optimizer_spec
 from autopar.runtime.step.moving import mover_of
 from autopar.sharding.strategy import unsplit
 from tests.equality.case import Case
+from tests.equality.drawn_plans import drawn_programs
 from tests.models.zoo import build
 from tests.oracles import to_double
 from tests.runtime.conftest import Groups
@@ -140,6 +143,36 @@ def test_drawn_models_optimizers_and_movements(number: int, groups: Groups) -> N
         assert torch.equal(got.weights[name], weight), name
 
 
+@pytest.mark.parametrize("number", [1, 2, 9, 10])
+def test_drawn_movements_of_drawn_programs_on_two_processes(number: int, groups: Groups) -> None:
+    """Released and kept parameters, scattered and whole gradients, splits of all kinds: what moves
+    changes no bit, and the worst case of any set of gaps is a cap that it keeps."""
+    case = case_of("gpt2", num_steps=2)
+    (drawn,) = drawn_programs(case, number, 1)
+    program = with_scattered(drawn.program, scatterable(drawn.program))
+    assert program.mesh.num_devices == 2
+    step = step_of(case, program)
+    movable, generator = step.movable(), random.Random(number)
+    plan = movement_plan(movable, [g for g in gaps_of(movable) if generator.random() < 0.7])
+    gathered = {v for place in step.places if isinstance(place, Gather) for v in place.values}
+    moved_shards = {t.tensor for t in plan.transfers} & {
+        name for name, (value, _) in step.stored.items() if value in gathered
+    }
+    assert moved_shards
+    capacity = max(worst_case_bytes(plan, movable))
+    running = runner_of(
+        groups(2), case.captured, program, case.model, optimizer=case.optimizer,
+        movement=(step.execution(plan, capacity),),
+    )  # fmt: skip
+    running.group.call("cap_memory", int(NEAR * capacity) + 2 * WHOLE_BYTES)
+    got = process_steps(running, case.captured, case.batches)
+    alone = runner_of(groups(2), case.captured, program, case.model, optimizer=case.optimizer)
+    expected = process_steps(alone, case.captured, case.batches)
+    assert got.losses == expected.losses
+    for name, weight in expected.weights.items():
+        assert torch.equal(got.weights[name], weight), name
+
+
 # --- as users ask for it ------------------------------------------------------------------------
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -147,7 +180,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 @functools.cache
 def gpt2() -> tuple[Any, list[dict[str, torch.Tensor]]]:
     model, make_batch = build("gpt2")
-    return model.double(), [to_double(make_batch(step)) for step in range(4)]
+    return model.double(), [to_double(make_batch(step)) for step in range(5)]
 
 
 def compiled_for(num_devices: int = 1, **options: Any) -> Any:
@@ -197,10 +230,28 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
     (2, {**EARLY, "mesh": {"dp": 2}, "constraints": [autopar.Force("data_parallel")]}),
     (2, {**EARLY, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}),
 ]  # fmt: skip
-
-
 SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 11, 12)]
 TWO_PASSES = WAYS[10]
+ZERO3: dict[str, Any] = {
+    "mesh": {"dp": 2}, "constraints": [autopar.Force("zero3")], "reshard_after_forward": True
+}  # fmt: skip
+SECOND_PASS: dict[str, Any] = {
+    "update": autopar.Update(when="early", clipping="second_pass"), "max_grad_norm": 0.5
+}  # fmt: skip
+FORMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "released": (2, {**PLAIN, **ZERO3}),
+    "released, early": (2, {**EARLY, **ZERO3}),
+    "scattered": (2, {**PLAIN, **ZERO3, "reshard_after_forward": False, "num_microbatches": 2,
+                      "reduce_every_microbatch": True}),
+    "released and scattered": (
+        2, {**PLAIN, **ZERO3, "num_microbatches": 2, "reduce_every_microbatch": True}
+    ),
+    "two passes": (1, {**EARLY, **SECOND_PASS}),
+    "two passes, released": (2, {**EARLY, **ZERO3, **SECOND_PASS}),
+    "all": (2, {**EARLY, **ZERO3, **SECOND_PASS, "recompute": "full", "num_microbatches": 2,
+                "reduce_every_microbatch": True}),
+}  # fmt: skip
+"""What a plan repeats in a step, beside movement."""
 
 
 @pytest.mark.usefixtures("reused_workers")
@@ -232,6 +283,50 @@ def test_offloading_fits_what_did_not_and_trains_the_same(
     replayed = compiled_for(num_devices, plan=tmp_path / "plan.json", **running)
     assert replayed.plan == compiled.plan
     assert losses(replayed) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.usefixtures("reused_workers")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None:
+    num_devices, options = FORMS[form]
+    whole = compiled_for(num_devices, **options)
+    budget = autopar.MemoryBudget(int(0.85 * needed_bytes(whole)))
+    given = {**options, "constraints": [*options.get("constraints", ()), budget]}
+    compiled = compiled_for(num_devices, offload=True, **given)
+    program, chosen = compiled.program, compiled.plan
+    assert chosen.offload is not None
+    assert chosen.offload.moved_bytes > 0
+    assert any(p.released for p in program.parameters) == ("released" in form or form == "all")
+    assert any(p.scattered for p in program.parameters) == ("scattered" in form or form == "all")
+    assert needed_bytes(compiled) <= budget.size_bytes
+    assert "computation waits" in str(compiled.report())
+    buffers = num_devices * WHOLE_BYTES if num_devices > 1 else 0
+    groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
+    got = losses(compiled)
+    copied = min(groups(num_devices).call("copied_bytes"))
+    assert copied == pytest.approx(len(got) * chosen.offload.moved_bytes, rel=0.1)
+    expected, weights = eager_training(options.get("max_grad_norm"))
+    assert got == pytest.approx(expected, abs=2e-6)
+    state = compiled.full_state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=2e-6, msg=name)
+
+
+@functools.cache
+def eager_training(max_grad_norm: float | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of eager steps on the batches of `gpt2`."""
+    model, batches = gpt2()
+    model, found = copy.deepcopy(model), []
+    optimizer = adamw(model.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        found.append(loss.item())
+    return found, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def test_updates_are_early_where_no_movement_at_the_end_fits() -> None:

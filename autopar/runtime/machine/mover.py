@@ -190,7 +190,8 @@ class Mover:
         self._pending = [p for p in self._pending if p[0].way is not Way.TO_HOST]
 
     def _storage(self, name: str) -> torch.UntypedStorage | None:
-        """The memory of a tensor on the device; None if there is none, or none any more."""
+        """The memory of a tensor on the device; None if there is none, or none any more, or if it
+        is a transport's own, such as the result of a collective on CPUs."""
         if name in self.movement.stored:
             tensor = self._stored(self.movement.stored[name])
             if tensor is None:
@@ -198,8 +199,9 @@ class Mover:
             if not tensor.untyped_storage().resizable():  # loaded into memory that is not torch's
                 tensor.data = tensor.detach().clone()
             return tensor.untyped_storage()
-        found = self._present.get(name)
-        return None if found is None else found()
+        present = self._present.get(name)
+        found = None if present is None else present()
+        return found if found is not None and found.resizable() else None
 
     def _drop(self, name: str) -> None:
         storage = self._storage(name)

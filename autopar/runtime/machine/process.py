@@ -46,7 +46,7 @@ from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
-from autopar.movement.execution import Run
+from autopar.movement.execution import Gather, Run
 from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.mover import Mover
@@ -126,6 +126,12 @@ class ProcessMachine:
             self._streams.note(*tensors)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        results = self._run(module, arguments)
+        if self.mover is not None:
+            self.mover.after(results)
+        return results
+
+    def _run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         bound = self._bound.get(module)
         if bound is None:
             bound = self._bound[module] = self._bind(module)
@@ -138,8 +144,6 @@ class ProcessMachine:
             results = self.probe.run(module, bound, compiled, arguments)
         else:
             results = (compiled or bound).forward(*arguments)
-        if self.mover is not None:
-            self.mover.after(results)
         return results
 
     def compile(self, program: RankProgram, route: Route) -> list[str]:
@@ -173,6 +177,10 @@ class ProcessMachine:
             self.probe.begin(microbatch, block, phase)
         if self.mover is not None:
             self.mover.before(Run(_GRAPHS[phase], block, microbatch))
+
+    def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
+        if self.mover is not None:
+            self.mover.before(Gather(block, values))
 
     def release(self, program: RankProgram) -> None:
         """Drop the functions made from a program's graphs."""
@@ -214,7 +222,10 @@ class ProcessMachine:
     def start_moves(
         self, moves: list[tuple[fx.GraphModule, Tensor]]
     ) -> Callable[[], Sequence[Tensor]]:
-        return self._start(moves, self.communicator.collectives)
+        wait = self._start(moves, self.communicator.collectives)
+        if self.mover is not None:
+            self.mover.after()
+        return wait
 
     def start_gradients(
         self, moves: list[tuple[fx.GraphModule, Tensor]]
@@ -240,6 +251,8 @@ class ProcessMachine:
             module, operand = moves.pop(0)
             call = self._single_call(module)
             self._use(operand)
+            if self.mover is not None and call is not None:
+                self.mover.check_present([operand])
             if call is not None and call.op is None:
                 if own_memory or call.after is None:  # then operands are released one by one
                     results[place] = _cast(operand, call.after)
@@ -248,7 +261,7 @@ class ProcessMachine:
                 del operand
                 continue
             if call is None or operand.dtype is torch.bool:
-                (result,) = self.run(module, [operand])
+                (result,) = self._run(module, [operand])
                 is_part = result.nbytes < result.untyped_storage().nbytes()
                 results[place] = result.clone() if own_memory and is_part else result
                 del operand, result

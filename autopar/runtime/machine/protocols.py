@@ -43,6 +43,10 @@ class Machine(Protocol[T]):
         """
         ...
 
+    def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
+        """Announce the gathers of parameters for a block, with which `start_moves` begins next."""
+        ...
+
     def on(self, issue: Issue) -> AbstractContextManager[None]:
         """Within: what runs belongs to this issue, on its stream and behind what it waits for.
 

@@ -208,6 +208,7 @@ class Computation(Generic[T]):
                 values.append(value)
                 moves.append((self.program.kernels[parameter.kernel].forward, self.stored[value]))
         if moves:
+            self.machine.begin_gather(position, tuple(values))
             self._coming[position] = tuple(values), self.machine.start_moves(moves)
 
     def _fetch(self, position: int, read: Sequence[int]) -> None:
