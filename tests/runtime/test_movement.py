@@ -25,6 +25,7 @@ from autopar.base.errors import (
 )
 from autopar.comm.transports.sockets import WHOLE_BYTES
 from autopar.cost_models import Cluster
+from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Gather, Movement, ProgramStep
@@ -41,6 +42,7 @@ from autopar.sharding.strategy import unsplit
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
 from tests.models.zoo import build
+from tests.movement.test_lifetimes import reducing
 from tests.oracles import to_double
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of
@@ -109,6 +111,19 @@ def test_training_within_a_capacity_equals_eager(kind: str, share: float, groups
     (copied,) = running.group.call("copied_bytes")
     sizes = {t.name: t.size_bytes for t in step.step.tensors}
     assert copied > 0.9 * len(case.batches) * movement.plan.moved_bytes(sizes)
+
+
+def test_updates_that_a_schedule_places_run_at_the_end_and_equal_eager(groups: Groups) -> None:
+    case = case_of("mlp")
+    whole = lower(unsplit(case.analysis))
+    stages = {block.name: int(number > 0) for number, block in enumerate(whole.blocks)}
+    program = with_pipeline(whole, stages, reducing(updates=True, num_stages=2))
+    step = step_of(case, program)
+    capacity = between(step, 0.2)
+    movement = moved(step, capacity)
+    assert movement.plan.transfers
+    running = capped(case, groups, program, (movement,), int(NEAR * capacity))
+    case.compare(process_steps(running, case.captured, case.batches), 1)
 
 
 def test_without_movement_the_cap_is_refused(groups: Groups) -> None:
