@@ -6,6 +6,7 @@ memory, and what the plan says about its updates.
 
 from __future__ import annotations
 
+from autopar.cost_models.allocator import Category
 from autopar.ir.update import Update
 from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.pipeline import has_late_updates, has_side_stream
@@ -22,6 +23,18 @@ def may_choose_early(setting: Setting, program: RankProgram) -> bool:
     return setting.may_update_early and is_possible
 
 
+def _may_fit_early(setting: Setting, at_end: ProgramMemory) -> bool:
+    """Whether early updates, which save at most the gradients, may make a program fit.
+
+    Where a search of one point fails, its error names the least memory, so it tries them anyway.
+    """
+    needed, available = setting.limit.tightest(at_end)
+    if needed <= available:
+        return False
+    share = at_end.by_category.get(Category.GRADIENTS, 0) / at_end.peak_bytes
+    return not setting.space.is_open or needed * (1 - share) <= available
+
+
 def updated_as(
     setting: Setting, program: RankProgram, *, in_steps: bool = True
 ) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
@@ -35,7 +48,7 @@ def updated_as(
     at_end = fullest(memories)
     update = setting.update
     if update is None:
-        is_early = not setting.limit.fits(at_end) and may_choose_early(setting, program)
+        is_early = _may_fit_early(setting, at_end) and may_choose_early(setting, program)
         update = Update(when="early" if is_early else "at_end")
     tile_bytes = default_tile_bytes(program)
     if update.is_early:
