@@ -184,11 +184,13 @@ def main() -> None:
 
 def show(name: str, row: dict[str, Any]) -> None:
     rows, whole = row["early, rows"], row["early, whole tensors"]
+    double = row["double-buffered"]
     asked = f", asked {row['target']:.0%}" if "target" in row else ""
     print(
         f"{name}: all gradients {row['kept_bytes'] / 1e6:.1f} MB, early "
         f"{rows['predicted_bytes'] / 1e6:.1f} MB (counted {rows['counted_bytes'] / 1e6:.1f}): "
-        f"{rows['saved']:.1%} less{asked}; whole tensors {whole['saved']:.1%} less",
+        f"{rows['saved']:.1%} less{asked}; whole tensors {whole['saved']:.1%} less; "
+        f"double-buffered, with its second copy of the weights, {-double['saved']:.1%} more",
         flush=True,
     )
 
