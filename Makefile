@@ -1,4 +1,5 @@
 # Two commands for a newcomer: `make demo` runs the main job, `make test` passes the tests.
+# `make notebooks` executes the notebooks again, with their outputs to be committed.
 # `make exhaustive` trains every model of the tests under every strategy and schedule, and kills a
 # rank at every kind of action: hours.
 PYTHON ?= python3
@@ -6,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test docs exhaustive faults gpu clean
+.PHONY: demo test docs notebooks exhaustive faults gpu clean
 
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,10 @@ test: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m mkdocs build --strict
+
+notebooks: $(VENV)/.installed
+	$(BIN)/python -m pytest -q --nbmake --nbmake-timeout=600 --overwrite notebooks
+	$(BIN)/python tests/tidy_notebooks.py notebooks/*.ipynb
 
 exhaustive: $(VENV)/.installed
 	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q --timeout=7200 tests/models/test_drawn_programs.py

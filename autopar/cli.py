@@ -357,6 +357,7 @@ def _clusters(_: argparse.Namespace) -> None:
         columns=("preset", "device", "memory", "16-bit peak", "bandwidth", "links in a node"),
         rows=tuple(rows),
         notes=("Use one as PRESET:NODESxDEVICES, such as h100-sxm:8x8.",),
+        wraps=True,
     )
     _print_page(Page(headline=f"{len(rows)} presets of clusters", sections=(table,)))
 

@@ -17,13 +17,15 @@ from autopar.base.errors import InputError, PlanError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cli import main
 from autopar.plans.alternatives import alternatives
-from autopar.plans.blocks import folded
+from autopar.plans.blocks import folded, parameters_of_blocks
 from autopar.plans.explanation import _changes
 from autopar.plans.figures import figure_data
 from autopar.plans.layout import Section, text_lines
+from autopar.plans.parts import MODULE_TIMES
 from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
-from autopar.plans.summary import LINES, WIDTH, summary_sections
+from autopar.plans.summary import LINES, WIDTH, needed_bytes, summary_sections
 from autopar.plans.text import plan_sections
+from autopar.plans.timeline import predicted_timeline
 from tests.models.zoo import build
 
 CLUSTER = Cluster.preset("a100-80", devices_per_node=4)
@@ -323,6 +325,15 @@ def test_a_whole_model_is_explained_with_whole_names() -> None:
         assert not section.notes
 
 
+def test_a_parameter_belongs_to_the_block_that_computes_with_it() -> None:
+    document = json.loads(planned("free").to_json())
+    (module,) = [m for m in document["modules"] if m["name"] == "transformer.wte"][:1]
+    no_time = dict.fromkeys(MODULE_TIMES, 0.0)
+    document["modules"].insert(0, {**module, "block": "fixed", "ops": [], **no_time})
+    plan = Plan.from_json(json.dumps(document))
+    assert "fixed" not in parameters_of_blocks(plan)
+
+
 def test_names_are_escaped_and_move_no_cursor() -> None:
     text = planned("free").to_json()
     named = Plan.from_json(
@@ -373,6 +384,19 @@ def test_text_page_json_figures_and_command_line_have_the_same_numbers(
     for number in numbers(plan):
         for text in (str(plan), plan.report("full"), command_line, page, figures):
             assert number in " ".join(text.split())
+    step = format_seconds(json.loads(plan.to_json())["prediction"]["step_time_s"])
+    over_time, others = figure_data(plan, "memory_over_time"), figure_data(plan, "alternatives")
+    assert figure_data(plan, "search").title.startswith(f"The search: {step} a step after ")
+    assert figure_data(plan, "search").step_s == plan.prediction.step_time_s
+    assert over_time.title.split(": at most ")[1].startswith(format_bytes(needed_bytes(plan)))
+    assert others.series[0].values[0] == plan.prediction.step_time_s
+    for each in alternatives(plan)[:3]:
+        assert any(format_seconds(each.time_s) in text for text in others.series[0].texts)
+        assert format_seconds(each.time_s) in str(plan) or each.is_stale
+    if plan.is_pipeline or figure_data(plan, "timeline"):
+        found = predicted_timeline(plan)
+        assert found is not None
+        assert figure_data(plan, "timeline").title.endswith(plan.schedule.name)
     by_name = {s.name.rsplit(" ", 2)[0]: s.values[0] for data in drawn for s in data.series}
     p = plan.prediction
     assert by_name["forward"] == p.forward_s

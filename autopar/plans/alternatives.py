@@ -93,6 +93,8 @@ def _listed(plan: PlanFields) -> list[Alternative]:
     known_ones = search.baselines if plan.cluster.num_devices > 1 else {}  # one device: all equal
     for name, known in known_ones.items():
         notes = [known.note, "" if known.memory_bytes <= usable else NO_FIT]
+        if name == MARKOV_CHAIN and notes[1]:
+            notes = [NO_FIT]  # however long it was searched for
         found.append(
             Alternative(
                 name=users_name(name), mesh=known.mesh, time_s=known.time_s,

@@ -22,6 +22,7 @@ from autopar.plans.page import Page
 from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
 from autopar.plans.summary import LEAST_S, headline, needed_bytes, time_text
+from autopar.plans.text import inputs_text
 
 MAX_ROWS = 40
 LEAST_SHARE = 1e-4
@@ -214,6 +215,8 @@ def _within(name: str, paths: Sequence[str]) -> str:
     """One label for modules in the module ``name``, without its name: ``.mlp.c_fc``."""
     if list(paths) == [name]:
         return ALL_OF_IT
+    if all(lies_in(path, name) and path != name for path in paths):
+        return "." + folded([path.removeprefix(f"{name}.") for path in paths])
     return folded([path.removeprefix(name) if lies_in(path, name) else path for path in paths])
 
 
@@ -283,7 +286,7 @@ def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     """The fastest alternative to the whole plan that fits and trains as eager, and how much slower
     it is."""
     listed = alternatives(plan)
-    fitting = [each for each in listed if each.note != NO_FIT and not each.is_stale]
+    fitting = [each for each in listed if NO_FIT not in each.note and not each.is_stale]
     if not fitting:
         return ()
     first, step_s = fitting[0], plan.prediction.step_time_s
@@ -339,7 +342,7 @@ def _figures(plan: PlanFields) -> dict[str, str]:
         "schedule": f"{schedule.name}, {schedule.num_stages} stages",
         "micro-batches": str(schedule.num_microbatches),
         "parameters": f"{plan.graph.num_parameters:,}",
-        "inputs": ", ".join(f"{name} {text}" for name, text in plan.graph.inputs.items()),
+        "inputs": inputs_text(plan),
         "precision": "" if plan.graph.precision is None else str(plan.graph.precision),
         "update": plan.update.when.replace("_", " "),
         "step": format_seconds(p.step_time_s),

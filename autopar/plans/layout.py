@@ -119,7 +119,8 @@ def broken(text: str, width: int) -> list[str]:
         lines.append(word)
         while len(lines[-1]) > width:
             dot = lines[-1].rfind(".", 1, width + 1)
-            dot -= lines[-1][dot - 1] == "."  # of ".." in front of the last of a range
+            while dot > 0 and lines[-1][dot - 1] == ".":  # of ".." in front of the last of a range
+                dot -= 1
             at = dot if dot >= max(width // 3, 1) else width
             lines[-1:] = lines[-1][:at], lines[-1][at:]
     return lines[1:] or [""]

@@ -16,7 +16,7 @@ from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.text import early_text, order_text, plan_sections, streams_text
+from autopar.plans.text import early_text, inputs_text, order_text, plan_sections, streams_text
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
@@ -123,7 +123,6 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
         model += f", {graph.precision}"
     if graph.batch_norm == "local":
         model += ", batch norm over each shard"
-    inputs = ", ".join(f"{name} {text}" for name, text in graph.inputs.items())
     devices = f"{plan.cluster.num_devices} x {plan.cluster.device.name}"
     has_ranks = schedule.num_devices > 1
     if plan.may_split:
@@ -131,7 +130,7 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     elif has_ranks:
         devices += ", one on each pipeline rank"
     rows = [
-        ("model", _cut(f"{model}; {inputs}", 2)),
+        ("model", _cut(f"{model}; {inputs_text(plan)}", 2)),
         ("devices", _cut(devices)),
     ]
     if plan.is_pipeline or schedule.num_microbatches > 1:

@@ -61,8 +61,8 @@ def _summary(plan: PlanFields) -> Rows:
         ("mesh", f"{plan.device_mesh}{where}"),
         ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
-        ("inputs", ", ".join(f"{n} {text}" for n, text in graph.inputs.items())),
-        ("inputs stored", ", ".join(f"{n}: {text}" for n, text in plan.inputs.items())),
+        ("inputs", inputs_text(plan)),
+        ("inputs stored", ", ".join(f"{_input(n)}: {text}" for n, text in plan.inputs.items())),
         *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
         *([] if graph.precision is None else [("precision", str(graph.precision))]),
         *_schedule(plan),
@@ -73,6 +73,16 @@ def _summary(plan: PlanFields) -> Rows:
             + (" (sharding, by the sum of all stages)" if plan.is_pipeline else ""),
         ),
     ]
+
+
+def inputs_text(plan: PlanFields) -> str:
+    """The model's inputs with their dtypes and shapes."""
+    return ", ".join(f"{_input(name)} {text}" for name, text in plan.graph.inputs.items())
+
+
+def _input(name: str) -> str:
+    """The name of an input; those that are passed by position have numbers."""
+    return f"input {name}" if name.isdecimal() else name
 
 
 def _schedule(plan: PlanFields) -> Rows:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.colors import ListedColormap
 
+from autopar.ir.block_names import FIXED, TOTALS
 from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
 from autopar.plans.figures.drawing import (
     COLORS,
@@ -92,7 +93,8 @@ def _rows(plan: PlanFields) -> list[StrategyRow]:
     stages = stages_of_blocks(plan) if plan.is_pipeline else {}
     groups: defaultdict[tuple[object, ...], list[ModulePlan]] = defaultdict(list)
     for module in plan.modules:
-        if not (module.forward_s or module.backward_s or owned[module.name]):
+        is_constant = module.block in (FIXED, TOTALS) or not owned[module.name]
+        if is_constant and not (module.forward_s or module.backward_s):
             continue
         kinds = tuple(name_along(each, short=True) for each in shares_of(plan, owned[module.name]))
         stage, name = stages.get(module.block), module.name or module.block
