@@ -37,7 +37,7 @@ from autopar.planning.movement import movement_of
 from autopar.planning.other_calls import OtherCalls
 from autopar.planning.planner import make_planned
 from autopar.planning.recompute_request import RecomputeOption
-from autopar.planning.setting import TIME_LIMIT_S, Progress
+from autopar.planning.setting import Progress
 from autopar.planning.space import Space
 from autopar.planning.worth_measuring import calls_worth_measuring, collectives_worth_measuring
 from autopar.plans.binding import strategy_of
@@ -81,7 +81,7 @@ def plan(
     optimizer: MakeOptimizer | None = None,
     update: str | Update | None = None,
     compute: ComputeModel | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     progress: bool = False,
 ) -> Plan:
     """Search for the fastest strategy to train ``model`` on ``cluster``, offline.
@@ -154,8 +154,9 @@ def plan(
       one can save; `autopar.Update` has more options.
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
     * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
-      micro-batches: a third to find options, the rest to lower them until one fits. What was not
-      tried is in the report. The sharding of each option is searched exactly, or to its own limit.
+      micro-batches: a third to find options, the rest to lower them until one fits. By default 60,
+      and in proportion more on over 4,096 devices. What was not tried is in the report. The
+      sharding of each option is searched exactly, or to its own limit.
     * ``progress``: show what is being done; such a search shows the best step so far and, where
       all prices are analytical, its gap to a lower bound.
 
@@ -234,7 +235,7 @@ def compile(
     kernels: str | None = None,
     cuda_graphs: bool = True,
     profile_limit_s: float = 60.0,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     seed: Any = None,
     progress: bool = False,
     start_timeout_s: float = 120.0,

@@ -17,7 +17,6 @@ from autopar.passes.batch_norm import check_batch_norm
 from autopar.planning.constraints import Constraint, Forbid, Force, named_axes
 from autopar.planning.meshes import MeshSizes, check_mesh
 from autopar.planning.recompute_request import Recompute, RecomputeOption
-from autopar.planning.setting import TIME_LIMIT_S
 from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
 from autopar.runtime.measure.kernel_choice import check_kernels
@@ -50,7 +49,7 @@ class PlanOptions:
     optimizer: MakeOptimizer | None = None
     update: Update | None = None
     compute: ComputeModel | None = None
-    time_limit_s: float = TIME_LIMIT_S
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         check_loss_fn(self.loss_fn)
@@ -75,7 +74,7 @@ class PlanOptions:
                 f"num_microbatches is {self.num_microbatches!r}; it must be a whole number, at "
                 "least 1, or None"
             )
-        if not is_seconds(self.time_limit_s):
+        if self.time_limit_s is not None and not is_seconds(self.time_limit_s):
             raise InputError(
                 f"time_limit_s is {self.time_limit_s!r}; it must be a number of seconds, at least "
                 "0, such as time_limit_s=60.0"

@@ -4,6 +4,7 @@ pipelines where communication between nodes is exposed."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,3 +177,15 @@ def test_ops_are_measured_for_what_is_searched(share: float) -> None:
         if isinstance(part, TensorSpec)
     }
     assert NUM_ROWS // num in rows
+
+
+@pytest.mark.parametrize(("nodes", "limit_s"), [(1, 60.0), (512, 60.0), (2048, 240.0)])
+def test_the_default_time_limit_grows_with_the_devices(nodes: int, limit_s: float) -> None:
+    cluster = Cluster.preset("h100-sxm", nodes=nodes, devices_per_node=8)
+    batch = torch.zeros(16, 8), torch.zeros(16, 8)
+    captured = capture(nn.Linear(8, 8), batch, loss_fn=nn.functional.mse_loss)
+    setting = make_setting(captured, cluster)
+    shares = setting.search_limit_s, setting.refine_limit_s, setting.lower_limit_s
+    assert sum(shares) == pytest.approx(limit_s)
+    shorter = replace(setting, time_limit_s=6.0)
+    assert shorter.search_limit_s == pytest.approx(2.0)

@@ -35,7 +35,7 @@ from autopar.planning.peers import price_peers
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
 from autopar.planning.search_log import SearchLog
-from autopar.planning.setting import TIME_LIMIT_S, Measure, Progress, Setting, listed
+from autopar.planning.setting import Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.binding import make_plan
 from autopar.plans.document import Plan
@@ -79,7 +79,7 @@ def make_planned(
     may_update_early: bool = True,
     may_move: bool = True,
     measure: Measure | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
@@ -125,7 +125,7 @@ def make_setting(
     may_update_early: bool = True,
     may_move: bool = True,
     measure: Measure | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""

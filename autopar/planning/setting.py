@@ -27,7 +27,8 @@ from autopar.pricing.tables import Pricing
 POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
 """Time limits of a search within a budget on one mesh; shorter in an open space, which has many."""
 
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S, NUM_DEVICES_IN_LIMIT = 60.0, 4096
+"""The default time limit of a search in an open space, for up to so many devices."""
 SEARCH_SHARE, REFINE_SHARE = 1 / 3, 1 / 12
 """The share of the time limit for finding options, and that for better orders of the fastest
 pipelines; the rest is for lowering them."""
@@ -83,7 +84,8 @@ class Setting:
     nothing else fits an accelerator and the run ``may_move`` them. ``measure`` gives the prices of
     ops in a space that the planner opens; without it they are those of ``compute``.
     ``time_limit_s``: seconds of processor time of each search in an open space, which other load on
-    the machine does not affect.
+    the machine does not affect; None for `TIME_LIMIT_S`, in proportion longer for more than
+    `NUM_DEVICES_IN_LIMIT` devices.
     """
 
     prepared: Prepared
@@ -99,7 +101,7 @@ class Setting:
     may_update_early: bool = True
     may_move: bool = True
     measure: Measure | None = None
-    time_limit_s: float = TIME_LIMIT_S
+    time_limit_s: float | None = None
     routes: Routes = field(default_factory=lambda: cache(redistribute))
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
@@ -116,16 +118,22 @@ class Setting:
         return replace(self, space=space, compute=compute)
 
     @property
+    def _limit_s(self) -> float:
+        if self.time_limit_s is not None:
+            return self.time_limit_s
+        return TIME_LIMIT_S * max(1.0, self.cluster.num_devices / NUM_DEVICES_IN_LIMIT)
+
+    @property
     def search_limit_s(self) -> float:
-        return SEARCH_SHARE * self.time_limit_s
+        return SEARCH_SHARE * self._limit_s
 
     @property
     def refine_limit_s(self) -> float:
-        return REFINE_SHARE * self.time_limit_s
+        return REFINE_SHARE * self._limit_s
 
     @property
     def lower_limit_s(self) -> float:
-        return (1 - SEARCH_SHARE - REFINE_SHARE) * self.time_limit_s
+        return (1 - SEARCH_SHARE - REFINE_SHARE) * self._limit_s
 
     @property
     def moves_at_last(self) -> bool:
