@@ -315,8 +315,8 @@ def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None
     assert any(p.scattered for p in program.parameters) == ("scattered" in form or form == "all")
     assert needed_bytes(compiled) <= budget.size_bytes
     assert "computation waits" in str(compiled.report())
-    # Rounds of small gradients that are scattered as one are counted a shard too low.
-    buffers = WHOLE_BYTES if any(p.scattered for p in program.parameters) else 0
+    # Scattered ones are received over sockets in a chunk of up to 64 KiB, which is not counted.
+    buffers = 1 << 16 if any(p.scattered for p in program.parameters) else 0
     groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
     got = losses(compiled)
     copied = min(groups(num_devices).call("copied_bytes"))
