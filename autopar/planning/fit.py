@@ -107,7 +107,7 @@ class Fit:
         found: Fitted | None = None
         while True:
             is_too_large, *_, option = self.heap[0] if self.heap else (True, None)
-            if self.postponed and (found is not None or option is None):
+            if self.postponed and (found is not None or is_too_large):
                 fitted = self._searched(self.postponed.pop(), found)
             elif option is None or (found is not None and is_too_large):
                 break
