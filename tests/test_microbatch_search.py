@@ -17,6 +17,7 @@ from autopar.cost_models import ComputeModel, RooflineModel
 from autopar.cost_models.calls import TensorSpec
 from autopar.frontend.capture import capture
 from autopar.passes.prepare import prepare
+from autopar.planning.fit import Fit
 from autopar.planning.planner import make_planned, make_setting
 from autopar.planning.recompute_request import Recompute
 from autopar.planning.schedule_search import Search
@@ -189,3 +190,19 @@ def test_the_default_time_limit_grows_with_the_devices(nodes: int, limit_s: floa
     assert sum(shares) == pytest.approx(limit_s)
     shorter = replace(setting, time_limit_s=6.0)
     assert shorter.search_limit_s == pytest.approx(2.0)
+
+
+def test_an_open_search_updates_early_where_that_alone_fits() -> None:
+    """At the peak, its update at the end holds temporaries of all parameters too."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        batch = torch.empty(4, 256), torch.empty(4, 256)
+    captured = capture(model, batch, loss_fn=nn.functional.mse_loss)
+    size_bytes = 4 * sum(p.numel() for p in model.parameters())
+    space = Space(is_open=True, num_microbatches=1, recompute=Recompute.of("none"))
+    setting = make_setting(
+        captured, CLUSTERS["one"], space, constraints=[MemoryBudget(int(3.7 * size_bytes))]
+    )
+    fitted = Fit(Search(setting).run(), moves=False).best()
+    assert fitted.update.update.is_early
+    assert fitted.option.trial == 0

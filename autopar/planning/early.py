@@ -6,7 +6,9 @@ memory, and what the plan says about its updates.
 
 from __future__ import annotations
 
-from autopar.cost_models.allocator import Category
+from dataclasses import replace
+
+from autopar.cost_models.allocator import Category, device_bytes
 from autopar.ir.update import Update
 from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.pipeline import has_late_updates, has_side_stream
@@ -24,15 +26,20 @@ def may_choose_early(setting: Setting, program: RankProgram) -> bool:
 
 
 def _may_fit_early(setting: Setting, at_end: ProgramMemory) -> bool:
-    """Whether early updates, which save at most the gradients, may make a program fit.
+    """Whether early updates may make a program fit: they save at most the gradients at its peak,
+    and what W, a reduction or an update takes there to make or use them.
 
     Where a search of one point fails, its error names the least memory, so it tries them anyway.
     """
-    needed, available = setting.limit.tightest(at_end)
-    if needed <= available:
+    if setting.limit.fits(at_end):
         return False
-    share = at_end.by_category.get(Category.GRADIENTS, 0) / at_end.peak_bytes
-    return not setting.space.is_open or needed * (1 - share) <= available
+    saved = {Category.GRADIENTS}
+    if not at_end.peak_at.startswith(("F ", "I ")):
+        saved |= {Category.WORKSPACE, Category.COMMUNICATION}
+    kept = {name: size for name, size in at_end.by_category.items() if name not in saved}
+    least_bytes = device_bytes(kept, setting.cluster.device)
+    least = replace(at_end, by_category=kept, device_bytes=least_bytes)
+    return not setting.space.is_open or setting.limit.fits(least)
 
 
 def updated_as(
