@@ -9,6 +9,7 @@ assignment has; branch a little on L; solve the ILP over the rest; branch on L t
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -20,7 +21,7 @@ from autopar.search import ilp
 from autopar.search.lagrangian import Lagrangian, Point
 from autopar.search.problem import Array
 from autopar.search.reduction import Reduction, compose, reduce_problem
-from autopar.search.solver import Progress
+from autopar.search.solver import OutOfTimeError, Progress
 
 _POOL_SHARE = 0.35  # of the time left, for the ILP over the choices seen so far
 _POOL_LIMIT_S = 20.0
@@ -48,7 +49,8 @@ def solve_with_budget(reduction: Reduction, progress: Progress, *, use_ilp: bool
         return
     floor = progress.cost if progress.assignment else math.inf
     if use_ilp:
-        with progress.limited_to(_FIRST_SHARE * progress.remaining_s):
+        first_s = _FIRST_SHARE * progress.remaining_s
+        with progress.limited_to(first_s), contextlib.suppress(OutOfTimeError):
             branch_and_bound(left, progress, best.prices, floor, max_branches=_FIRST_BRANCHES)
         if not progress.done:
             _by_ilp(left, progress)

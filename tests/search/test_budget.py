@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search import Problem, Status, ilp, solve
+from autopar.search import Problem, Status, budget, ilp, solve
+from autopar.search.reduction import Reduction
+from autopar.search.solver import Options, OutOfTimeError, Progress
 from tests.search.search_problems import layered, problems
 
 
@@ -110,3 +113,25 @@ def test_nothing_is_called_infeasible_without_a_proof(monkeypatch):
     kept = solve(Problem(costs, {(0, 1): equal}, memory, 2.0), table_cap_bytes=1, max_steps=0)
     assert kept.status is not Status.INFEASIBLE
     assert kept.bound <= 10.0
+
+
+def test_the_ilp_runs_when_the_first_branches_run_out_of_their_share_of_time(monkeypatch):
+    ran = []
+
+    def branch(*args, max_branches=None):
+        ran.append(max_branches)
+        if max_branches is not None:
+            raise OutOfTimeError  # from an elimination, which checks the limit inside
+
+    dual = SimpleNamespace(
+        maximise=lambda: SimpleNamespace(prices=(0.0,)), mix=lambda: None, fix=lambda best: None
+    )
+    monkeypatch.setattr(budget, "Lagrangian", lambda reduction, progress: dual)
+    monkeypatch.setattr(budget, "_is_feasible", lambda dual, progress: True)
+    monkeypatch.setattr(budget, "_by_pool", lambda dual, best, progress: None)
+    monkeypatch.setattr(budget, "_by_ilp", lambda left, progress: ran.append("ilp"))
+    monkeypatch.setattr(budget, "branch_and_bound", branch)
+    problem = Problem([np.zeros(1)], {})
+    progress = Progress(problem, Options(time_limit_s=1000.0))
+    budget.solve_with_budget(Reduction(problem=problem, keep=()), progress, use_ilp=True)
+    assert ran == [budget._FIRST_BRANCHES, "ilp", None]
