@@ -100,30 +100,53 @@ class Fit:
         self.deadline_s = time.process_time() + (
             self.setting.lower_limit_s if self.is_open else math.inf
         )
-        self.num_late = 0
+        self.num_late, self.max_late = 0, MAX_LATE
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
         found: Fitted | None = None
-        while True:
-            is_too_large, *_, option = self.heap[0] if self.heap else (True, None)
-            if self.postponed and (found is not None or is_too_large):
-                fitted = self._searched(self.postponed.pop(), found)
-            elif option is None or (found is not None and is_too_large):
-                break
-            else:
-                heapq.heappop(self.heap)
-                fitted = self._tried(option) if option.time_s < self.cutoff_s else None
+        while self._has_more(found):
+            try:
+                fitted = self._next(found)
+            except AutoparError:
+                if found is None:
+                    raise
+                continue  # what was found is a plan
             if fitted is not None:
                 found, self.cutoff_s = fitted, fitted.option.time_s
         if found is None:
             raise self.failure()
         return self._or_nearly_too_large(found)
 
+    def _has_more(self, found: Fitted | None) -> bool:
+        """Whether there is more to try; after the time limit only if nothing is ``found``."""
+        is_late = time.process_time() > self.deadline_s
+        if found is not None:
+            return not is_late and bool(self.postponed or (self.heap and not self.heap[0][0]))
+        if is_late and self.postponed and not self.heap:
+            self._keep_last_postponed()
+        return bool(self.postponed or self.heap)
+
+    def _keep_last_postponed(self) -> None:
+        """After the time limit, let the postponed option with the least memory be tried as well;
+        none a second time."""
+        least = min(self.postponed, key=lambda each: each.option.estimated_bytes)
+        self.postponed = [least] if self.max_late == MAX_LATE else []
+        self.max_late = 2 * MAX_LATE
+
+    def _next(self, found: Fitted | None) -> Fitted | None:
+        """Try what comes next: postponed searches once something is found, or nothing is left that
+        may fit."""
+        may_fit = bool(self.heap) and not self.heap[0][0]
+        if self.postponed and (found is not None or not may_fit):
+            return self._searched(self.postponed.pop(0), found)
+        *_, option = heapq.heappop(self.heap)
+        return self._tried(option) if option.time_s < self.cutoff_s else None
+
     def _tried(self, option: Option) -> Fitted | None:
         """Lower an option, or search it within less memory; None if it does not fit."""
         if time.process_time() > self.deadline_s:
-            if self.num_late == MAX_LATE:
+            if self.num_late == self.max_late:
                 self._refuse(
                     option,
                     f"not lowered: the time limit of {self.setting.lower_limit_s:.0f} s was "
@@ -336,8 +359,6 @@ class Fit:
         search, option, cutoff_s = self.search, postponed.option, math.inf
         target_bytes, trial = postponed.target_bytes, postponed.option.trial + 1
         if found is not None:
-            if time.process_time() > self.deadline_s:
-                return None
             ranks = option.combination.num_devices
             cutoff_s = MOST_OVERLAP * self.cutoff_s / self.setting.num_passes * ranks
         self.setting.progress(f"search within {format_bytes(target_bytes)}")

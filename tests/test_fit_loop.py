@@ -1,0 +1,78 @@
+"""The budget loop's order: a plan that is found is never lost, nor exchanged for a slower one."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.base.errors import PlanError
+from autopar.planning.fit import MAX_LATE, Fit
+
+
+def option_of(time_s: float, estimated_bytes: float) -> Any:
+    return SimpleNamespace(
+        time_s=time_s, estimated_bytes=estimated_bytes, estimate_key="", is_settled=True, trial=1
+    )
+
+
+def push(fit: Any, option: Any, *, fits: bool = True) -> None:
+    heapq.heappush(fit.heap, (not fits, (option.time_s,), next(fit.numbers), option))
+
+
+@pytest.fixture
+def fit() -> Any:
+    """A loop over options that all fit once they are lowered."""
+    found: Any = object.__new__(Fit)
+    found.heap, found.postponed, found.ratios, found.numbers = [], [], {}, iter(range(99))
+    found.cutoff_s = found.deadline_s = math.inf
+    found.num_late, found.max_late = 0, MAX_LATE
+    found._lowered = lambda option: SimpleNamespace(option=option)
+    found._or_nearly_too_large = lambda fitted: fitted
+    found._refuse = lambda option, reason: None
+    return found
+
+
+def test_a_time_limit_amid_a_postponed_search_brings_no_slower_plan(fit: Any) -> None:
+    def searched(postponed: Any, found: Any) -> None:
+        push(fit, option_of(1.0, 2.0))
+        fit.deadline_s = -math.inf
+
+    fit._searched, fit.postponed = searched, ["postponed"]
+    push(fit, option_of(2.0, 2.0))
+    push(fit, option_of(5.0, 1.0), fits=False)
+    assert fit.best().option.time_s == 2.0
+
+
+def test_an_error_of_a_postponed_search_loses_no_plan(fit: Any) -> None:
+    def searched(postponed: Any, found: Any) -> None:
+        raise PlanError("it cannot be staged")
+
+    fit._searched, fit.postponed = searched, ["postponed"]
+    push(fit, option_of(2.0, 2.0))
+    assert fit.best().option.time_s == 2.0
+
+
+def test_the_fastest_postponed_option_is_searched_first(fit: Any) -> None:
+    searched: list[str] = []
+    fit._searched = lambda postponed, found: searched.append(postponed)
+    fit.postponed = ["fast", "slow"]
+    push(fit, option_of(2.0, 2.0))
+    fit.best()
+    assert searched == ["fast", "slow"]
+
+
+def test_after_the_time_limit_the_least_postponed_option_is_tried_too(fit: Any) -> None:
+    searched: list[float] = []
+
+    def search(postponed: Any, found: Any) -> None:
+        searched.append(postponed.option.estimated_bytes)
+        push(fit, option_of(3.0, 1.0))
+
+    fit._searched, fit.deadline_s, fit.num_late = search, -math.inf, MAX_LATE
+    fit.postponed = [SimpleNamespace(option=option_of(1.0, size)) for size in (3.0, 1.0, 2.0)]
+    assert fit.best().option.time_s == 3.0
+    assert searched == [1.0]
