@@ -76,3 +76,8 @@ def test_a_forced_axis_keeps_its_name() -> None:
 def test_a_pin_keeps_all_axes() -> None:
     options = autopar.options.PlanOptions(mesh=SIX, constraints=[Pin("*", choice="- - - - - -")])
     assert options.space(64).kept_axes == set(SIX)
+
+
+def test_no_merged_mesh_is_searched_twice() -> None:
+    meshes = candidate_meshes(CLUSTER, dict.fromkeys("abcd"))
+    assert len(set(meshes)) == len(meshes) == 1 + 3 * 7  # 7 ways to write 64 as two factors

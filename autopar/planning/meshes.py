@@ -102,7 +102,7 @@ def candidate_meshes(
         found.append(
             Mesh(tuple(mesh), tuple(next(sizes) if s is None else s for s in mesh.values()))
         )
-    return tuple(merged for each in found for merged in _merged(each, kept_axes))
+    return tuple(dict.fromkeys(merged for each in found for merged in _merged(each, kept_axes)))
 
 
 def _merged(mesh: Mesh, kept_axes: Collection[str]) -> Iterator[Mesh]:
