@@ -467,10 +467,11 @@ def preset_cluster(
     if preset.device.kind == "cpu" and nodes == 1:
         slowdown = _NO_OVERLAP_SLOWDOWN
     levels = _node(preset, devices_per_node)
+    network = _network(preset, devices_per_node)
+    if network_efficiency is not None:
+        network = of_efficiency(network, network_efficiency)
     if nodes > 1:
-        levels += (structs.replace(_network(preset, devices_per_node), size=nodes),)
-        if network_efficiency is not None:
-            levels = (*levels[:-1], of_efficiency(levels[-1], network_efficiency))
+        levels += (structs.replace(network, size=nodes),)
     return Hardware(
         device=preset.device,
         levels=levels,

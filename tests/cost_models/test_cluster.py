@@ -1,5 +1,6 @@
 """Clusters: presets against published totals, JSON round trips, rejected input, detection."""
 
+import itertools
 import json
 import math
 
@@ -82,9 +83,9 @@ def test_what_a_network_reaches_is_a_parameter():
     assert half.levels[1].message_efficiency == pytest.approx(
         usual.levels[1].message_efficiency / 2
     )
-    for wrong in (0, -0.5, 1.1, math.nan, "most"):
+    for wrong, nodes in itertools.product((0, -0.5, 1.1, math.nan, "most"), (1, 2)):
         with pytest.raises(ClusterError, match="efficiency"):
-            Cluster.preset("h100-sxm", nodes=2, network_efficiency=wrong)
+            Cluster.preset("h100-sxm", nodes=nodes, network_efficiency=wrong)
 
 
 @pytest.mark.parametrize(("devices", "sizes"), [(1, (1,)), (2, (2,)), (3, (3,)), (8, (2, 4))])
