@@ -81,3 +81,8 @@ def test_a_pin_keeps_all_axes() -> None:
 def test_no_merged_mesh_is_searched_twice() -> None:
     meshes = candidate_meshes(CLUSTER, dict.fromkeys("abcd"))
     assert len(set(meshes)) == len(meshes) == 1 + 3 * 7  # 7 ways to write 64 as two factors
+
+
+def test_names_of_merged_axes_differ_from_those_of_others() -> None:
+    assert found({"a": 2, "b": 2, "a_b": 4, "d": 4}, {"a_b"}) == ["a_b_=4 x a_b=4 x d=4"]
+    assert "a_b_c=8 x a_b_c_=8" in found({"a": 2, "b_c": 4, "a_b": 4, "c": 2})

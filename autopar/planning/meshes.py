@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.base.errors import InputError
@@ -119,9 +119,20 @@ def _merged(mesh: Mesh, kept_axes: Collection[str]) -> Iterator[Mesh]:
             ends = [0, *sorted(fixed.union(chosen)), mesh.num_axes]
             parts = list(itertools.pairwise(ends))
             yield Mesh(
-                tuple("_".join(names[a:b]) for a, b in parts),
+                _joined([names[a:b] for a, b in parts]),
                 tuple(math.prod(mesh.axis_sizes[a:b]) for a, b in parts),
             )
+
+
+def _joined(parts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of merged axes: those of the axes in each, with more underscores where taken."""
+    found = [part[0] if len(part) == 1 else "" for part in parts]
+    for place, part in enumerate(parts):
+        name = "_".join(part)
+        while len(part) > 1 and name in found:
+            name += "_"
+        found[place] = name
+    return tuple(found)
 
 
 def _factorisations(total: int, count: int) -> list[tuple[int, ...]]:
