@@ -149,6 +149,33 @@ def test_an_error_names_action_block_and_line() -> None:
         assert re.match(named, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["data parallel", "pipeline"])
+def test_a_step_whose_ops_are_timed_fails_alike(kind: str) -> None:
+    torch.manual_seed(0)
+    model, given = Classifier().double(), batches(2)
+    model.norm = nn.LayerNorm(8).double()  # type: ignore[assignment]
+    expected, _ = eager_steps(model, given)
+    with compiled_model(model, **PLANS[kind]) as compiled:
+        compiled._runner.time_ops(True)
+        losses = []
+        for batch in given:
+            with pytest.raises(StepError, match=r"rank 1 of 2 raised IndexError: .*nll_loss.* at "):
+                compiled.train_step(*spoilt(batch, row=15))
+            losses.append(compiled.train_step(*batch).item())
+            assert all(compiled._runner.op_seconds())
+        plain = compiled_error(compiled, batches(1)[0])
+        compiled._runner.time_ops(False)
+        assert plain == compiled_error(compiled, batches(1)[0])
+    assert losses == pytest.approx(expected, abs=1e-9)
+
+
+def compiled_error(compiled: Any, batch: tuple[Tensor, Tensor]) -> str:
+    """The first line of the error of a step with a spoilt batch."""
+    with pytest.raises(StepError) as caught:
+        compiled.train_step(*spoilt(batch, row=15))
+    return str(caught.value).splitlines()[0]
+
+
 def test_where_steps_are_not_agreed_on_an_error_ends_all() -> None:
     model, (batch,) = Classifier().double(), batches(1)
     compiled = compiled_model(model, nonfinite="ignore", **DATA_PARALLEL)

@@ -125,11 +125,10 @@ class Ticks:
 
 
 def test_spans_are_summed_over_micro_batches_and_read_once() -> None:
-    clock = OpClock(None, Ticks)  # type: ignore[arg-type]
-    for microbatch in range(3):
-        clock.begin(microbatch, 4, Phase.WEIGHT)
-        clock.note(7, Ticks(), Ticks())
-    clock.note(8, Ticks(), Ticks())
+    clock = OpClock(Ticks)
+    for _ in range(3):
+        clock.note(4, Phase.WEIGHT, 7, Ticks(), Ticks())
+    clock.note(4, Phase.WEIGHT, 8, Ticks(), Ticks())
     cpu = torch.device("cpu")
     assert clock.seconds(cpu) == [(4, Phase.WEIGHT, 7, 3.0), (4, Phase.WEIGHT, 8, 1.0)]
     assert clock.seconds(cpu) == []
@@ -156,15 +155,14 @@ def test_events_time_kernels_on_a_gpu() -> None:
         pytest.skip("needs a CUDA device")
     device = torch.device("cuda")
     moment = moments_of(device)
-    clock = OpClock(None, moment)  # type: ignore[arg-type]
+    clock = OpClock(moment)
     x = torch.randn(4096, 4096, device=device)
     for _ in range(3):
         x @ x
-    clock.begin(0, 0, Phase.FORWARD)
     start = moment()
     for _ in range(10):
         y = x @ x
-    clock.note(0, start, moment())
+    clock.note(0, Phase.FORWARD, 0, start, moment())
     ((_, _, _, time_s),) = clock.seconds(device)
     assert y.isfinite().all()
     assert 10 * 2 * 4096**3 / time_s < 2e15  # no faster than any device is

@@ -1,4 +1,4 @@
-"""A clock for every op: a `Probe` that runs the graphs of blocks node by node and times each.
+"""A clock for every op: it runs the graphs of blocks node by node and times each.
 
 In: the graphs that a machine runs in a step. Out: the seconds of each node by block and graph. On a
 GPU a pair of CUDA events around each node times its kernels; they are read once the step has ended.
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of
-from autopar.lowering.types import RankProgram
 from autopar.runtime.machine.protocols import Phase
 
 
@@ -62,36 +61,18 @@ def moments_of(device: torch.device) -> Callable[[], Moment]:
 
 
 class OpClock:
-    """Times ops while it is a machine's probe; ``moment`` notes when one begins and ends."""
+    """Times the ops of graphs; ``moment`` notes when one begins and ends."""
 
-    def __init__(self, program: RankProgram, moment: Callable[[], Moment]) -> None:
-        self.program = program
+    def __init__(self, moment: Callable[[], Moment]) -> None:
         self.moment = moment
-        self._at = 0, Phase.FORWARD
         self._spans: list[tuple[int, Phase, int, Moment, Moment]] = []
 
-    def begin(self, microbatch: int, block: int, phase: Phase) -> None:
-        del microbatch
-        self._at = block, phase
+    def walk(self, module: fx.GraphModule, block: int, phase: Phase) -> TimedWalk:
+        """A run of one graph of a block, with bound collectives."""
+        return TimedWalk(module, self, block, phase)
 
-    def run(
-        self,
-        module: fx.GraphModule,
-        bound: fx.GraphModule,
-        compiled: fx.GraphModule | None,
-        arguments: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
-        """Run ``bound``, a copy of ``module`` with bound collectives, op by op."""
-        block, phase = self._at
-        kernel = self.program.kernels[self.program.blocks[block].kernel]
-        graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
-        if compiled is not None or module is not graphs[phase]:
-            result: Sequence[Tensor] = (compiled or bound).forward(*arguments)
-            return result
-        return _Walk(bound, self).walk(arguments)
-
-    def note(self, node: int, start: Moment, end: Moment) -> None:
-        self._spans.append((*self._at, node, start, end))
+    def note(self, block: int, phase: Phase, node: int, start: Moment, end: Moment) -> None:
+        self._spans.append((block, phase, node, start, end))
 
     def seconds(self, device: torch.device) -> list[OpSeconds]:
         """The seconds of all nodes since the last call, which waits for the device."""
@@ -104,22 +85,32 @@ class OpClock:
         return [OpSeconds(*key, time_s) for key, time_s in totals.items()]
 
 
-class _Walk(fx.Interpreter):
+class TimedWalk(fx.Interpreter):
     """One graph, node by node."""
 
-    def __init__(self, module: fx.GraphModule, clock: OpClock) -> None:
+    def __init__(self, module: fx.GraphModule, clock: OpClock, block: int, phase: Phase) -> None:
         super().__init__(module)
-        self.clock = clock
-        self.places = {node: place for place, node in enumerate(module.graph.nodes)}
+        self.extra_traceback = False  # errors as the graph's function raises them
+        self._clock = clock
+        self._at = block, phase
+        self._started: list[fx.Node] = []
 
     def walk(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         result: Sequence[Tensor] = self.run(*arguments, enable_io_processing=False)
         return result
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """By name, the values of the nodes in front of the one that raised; None for those that are
+        no longer needed."""
+        return {node.name: self.env.get(node) for node in self._started[:-1]}
+
     def run_node(self, n: fx.Node) -> Any:
+        place = len(self._started)
+        self._started.append(n)
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
-        start = self.clock.moment()
+        start = self._clock.moment()
         result = super().run_node(n)
-        self.clock.note(self.places[n], start, self.clock.moment())
+        self._clock.note(*self._at, place, start, self._clock.moment())
         return result

@@ -104,7 +104,6 @@ class RankRuntime:
         self._trainings = {0: self._training}
         self.not_compiled = self.machine.compile(program, self._training.executor.route)
         self._forwards: dict[int, Bound] = {}
-        self.clock: OpClock | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         if options.optimizer is not None:
@@ -294,9 +293,8 @@ class RankRuntime:
 
     @contextlib.contextmanager
     def _run_by(self, probe: Probe | Recovery) -> Iterator[None]:
-        """Let a probe run the graphs; where ops are timed, the clock runs those of a step."""
-        is_step = probe is self.recovery
-        self.machine.probe = self.clock if is_step and self.clock is not None else probe
+        """Let a probe run the graphs."""
+        self.machine.probe = probe
         try:
             yield
         finally:
@@ -308,12 +306,12 @@ class RankRuntime:
 
     def time_ops(self, is_on: bool) -> None:
         """From now on, or no longer, run the graphs of training op by op and time each op."""
-        program, moment = self._training.program, moments_of(self.machine.device)
-        self.clock = OpClock(program, moment) if is_on else None
+        self.recovery.clock = OpClock(moments_of(self.machine.device)) if is_on else None
 
     def op_seconds(self) -> list[OpSeconds]:
         """The seconds of the ops of the steps since the last call on this rank."""
-        return [] if self.clock is None else self.clock.seconds(self.machine.device)
+        clock = self.recovery.clock
+        return [] if clock is None else clock.seconds(self.machine.device)
 
     def _take(self, bound: Bound, buffers: Mapping[int, Tensor]) -> None:
         """Take over the next buffers that a training program computed."""

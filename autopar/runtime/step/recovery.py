@@ -25,6 +25,7 @@ from autopar.base.torch_private import FakeTensor, FakeTensorMode, pytree
 from autopar.comm.ops import RAW_OPS
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults import progress
+from autopar.runtime.machine.op_clock import OpClock, TimedWalk
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.step.diagnosis import PARTLY_UPDATED, Found, RefusedStep, error_of, maker_of
 from autopar.runtime.step.updates import Updates
@@ -57,7 +58,10 @@ class FailedStep:
 
 
 class Recovery:
-    """Runs the graphs of one rank's steps; with ``is_able`` a step continues after an error."""
+    """Runs the graphs of one rank's steps; with ``is_able`` a step continues after an error.
+
+    While a ``clock`` is set, it times the ops of blocks.
+    """
 
     def __init__(self, program: RankProgram, rank: int, updates: Updates, *, is_able: bool) -> None:
         self.program = program
@@ -65,6 +69,7 @@ class Recovery:
         self.rank = rank
         self.is_able = is_able
         self.failure: Failure | None = None
+        self.clock: OpClock | None = None
         self._call: tuple[int, int, Phase] = (0, 0, Phase.FORWARD)
 
     def begin_step(self) -> None:
@@ -96,10 +101,14 @@ class Recovery:
     def _run_op_by_op(
         self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
     ) -> Sequence[Tensor]:
+        walk = self._timed(module, bound)
         try:
-            results: Sequence[Tensor] = bound.forward(*arguments)
+            results: Sequence[Tensor] = (
+                bound.forward(*arguments) if walk is None else walk.walk(arguments)
+            )
         except Exception as error:
-            rest = _Rest(module, bound, error)
+            known = _variables(type(bound).forward, error) if walk is None else walk.values
+            rest = _Rest(module, bound, known)
             found = self._found(module, rest.place)
             if found is not None:
                 error.add_note(f"rank {self.rank}, {maker_of(found, self.program)}")
@@ -114,13 +123,24 @@ class Recovery:
                 raise error from another
         return results
 
+    def _timed(self, module: fx.GraphModule, bound: fx.GraphModule) -> TimedWalk | None:
+        """A run of a graph that the clock times; None without one, and for moves."""
+        if self.clock is None or self._is_move(module):
+            return None
+        _, block, phase = self._call
+        return self.clock.walk(bound, block, phase)
+
+    def _is_move(self, module: fx.GraphModule) -> bool:
+        """Whether it is no graph of the present block, but moves values between blocks."""
+        _, block, phase = self._call
+        kernel = self.program.kernels[self.program.blocks[block].kernel]
+        return module is not (kernel.forward, kernel.backward_input, kernel.backward_weight)[phase]
+
     def _found(self, module: fx.GraphModule, place: int) -> Found | None:
         """The location of a node of the present block; None for a move between blocks."""
-        microbatch, block, phase = self._call
-        kernel = self.program.kernels[self.program.blocks[block].kernel]
-        graphs = kernel.forward, kernel.backward_input, kernel.backward_weight
-        if module is not graphs[phase]:
+        if self._is_move(module):
             return None
+        microbatch, block, phase = self._call
         return Found(
             kind="", microbatch=microbatch, block=block, phase=phase, node=place, rank=self.rank
         )
@@ -145,16 +165,17 @@ class Recovery:
 
 
 class _Rest:
-    """The remainder of a graph's function after an op of it raised.
+    """The remainder of a graph after an op of it raised.
 
-    The values computed so far are the variables of the function's frame, named as the nodes; the
-    first node without a value is the one that raised.
+    ``known``: the values computed so far by the names of their nodes, such as the variables in the
+    frame of the graph's function; the first node without a value is the one that raised.
     """
 
-    def __init__(self, module: fx.GraphModule, bound: fx.GraphModule, error: Exception) -> None:
+    def __init__(
+        self, module: fx.GraphModule, bound: fx.GraphModule, known: Mapping[str, Any]
+    ) -> None:
         self._bound = bound
         self._pairs = list(zip(bound.graph.nodes, module.graph.nodes, strict=True))
-        known = _variables(type(bound).forward, error)
         missing = [
             place
             for place, (node, _) in enumerate(self._pairs)
