@@ -76,3 +76,13 @@ def test_after_the_time_limit_the_least_postponed_option_is_tried_too(fit: Any) 
     fit.postponed = [SimpleNamespace(option=option_of(1.0, size)) for size in (3.0, 1.0, 2.0)]
     assert fit.best().option.time_s == 3.0
     assert searched == [1.0]
+
+
+def test_a_known_strategy_in_place_of_a_later_option_is_no_slower_than_the_plan(fit: Any) -> None:
+    def lowered(option: Any) -> Any:
+        return SimpleNamespace(option=option_of(9.0, 1.0) if option.time_s == 1.0 else option)
+
+    fit._searched = lambda postponed, found: push(fit, option_of(1.0, 2.0))
+    fit._lowered, fit.postponed = lowered, ["postponed"]
+    push(fit, option_of(2.0, 2.0))
+    assert fit.best().option.time_s == 2.0

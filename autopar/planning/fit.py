@@ -112,7 +112,7 @@ class Fit:
                 if found is None:
                     raise
                 continue  # what was found is a plan
-            if fitted is not None:
+            if fitted is not None and fitted.option.time_s < self.cutoff_s:
                 found, self.cutoff_s = fitted, fitted.option.time_s
         if found is None:
             raise self.failure()
