@@ -136,8 +136,9 @@ class Fit:
 
     def _next(self, found: Fitted | None) -> Fitted | None:
         """Try what comes next: postponed searches once something is found, or nothing is left that
-        may fit."""
-        may_fit = bool(self.heap) and not self.heap[0][0]
+        may fit, after the time limit nothing at all."""
+        is_late = time.process_time() > self.deadline_s
+        may_fit = bool(self.heap) and (is_late or not self.heap[0][0])
         if self.postponed and (found is not None or not may_fit):
             return self._searched(self.postponed.pop(0), found)
         *_, option = heapq.heappop(self.heap)
