@@ -383,10 +383,17 @@ class Compiled(ModuleHabits, Closing):
 
         The steps train as `train_step` does; the first one is not measured, and up to
         `MOST_OP_STEPS` further ones time each op by itself. On a GPU they are launched op by op,
-        also where training replays CUDA graphs.
+        also where training replays CUDA graphs. Raises InputError for a batch of other sizes than
+        the example's, for which the plan predicts nothing.
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
+        if self._trainings.call(args, kwargs, local=local).slot:
+            planned = ", ".join(f"{n} {text}" for n, text in self.plan.graph.inputs.items())
+            raise InputError(
+                f"the plan predicts steps of batches of {planned}; profile() compares with it, so "
+                "pass a batch of those sizes"
+            )
         steps = []
         with self._launched():
             self.train_step(*args, local=local, **kwargs)

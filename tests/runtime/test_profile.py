@@ -33,6 +33,17 @@ def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Profile]]:
         yield compiled, compiled.profile(num_steps=3, **make_batch(1))
 
 
+def test_a_batch_of_other_sizes_is_not_compared_with_the_plan() -> None:
+    model, x, y = torch.nn.Linear(8, 4), torch.randn(8, 8), torch.arange(8) % 4
+    loss_fn = torch.nn.functional.cross_entropy
+    with autopar.compile(
+        model, 1, (x, y), loss_fn=loss_fn, optimizer=ADAM, profile_limit_s=0.0
+    ) as compiled:
+        with pytest.raises(InputError, match=r"the plan predicts .* float32\[8, 8\].*those sizes"):
+            compiled.profile(x[:5], y[:5], num_steps=1)
+        assert compiled.profile(x, y, num_steps=1).ops
+
+
 def test_phases_of_a_rank_make_up_its_step(profiled: tuple[Any, Profile]) -> None:
     compiled, profile = profiled
     assert len(profile.step_times_s) == 3
